@@ -1,4 +1,4 @@
-"""The engine: requests that share a prefix, one of them streamed while the others go on."""
+"""The engine: requests that share a prefix, one of them streamed while the others run."""
 
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -31,18 +31,19 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = Engine(DeepseekV3ForCausalLM(SMALL).to(device).eval(), num_pages=64, page_size=16)
     shared = torch.randint(256, (64,)).tolist()
-    first = engine.generate([[*shared, 1]], SamplingParams(max_new_tokens=4))[0]
+    first = engine.generate([[*shared, 1]], SamplingParams(temperature=0, max_tokens=4))[0]
 
-    others = [engine.add([*shared, number], SamplingParams(max_new_tokens=8)) for number in (2, 3)]
-    streamed = list(engine.stream([*shared, 1], SamplingParams(max_new_tokens=4)))
+    others = [engine.add([*shared, number], SamplingParams(temperature=0, max_tokens=8)) for number in (2, 3)]
+    streamed = list(engine.stream([*shared, 1], SamplingParams(temperature=0, max_tokens=4)))
     print("streamed:", *streamed)
     while engine.unfinished:
         for output in engine.step():
-            if output.finish_reason is not None:
-                print(f"{output.id}: {len(output.tokens)} tokens, {output.cached_tokens} of its prompt were cached")
+            if output.finished:
+                tokens = output.outputs[0].token_ids
+                print(f"{output.request_id}: {len(tokens)} tokens, {output.num_cached_tokens} prompt tokens cached")
     statistics = engine.statistics()
     print(f"{statistics['cached_tokens']:.0f} tokens of {len(others) + 2} prompts came from the prefix cache")
-    assert streamed == first.tokens
+    assert streamed == first.outputs[0].token_ids
     assert statistics["cached_tokens"] >= 3 * 64
 
 

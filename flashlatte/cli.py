@@ -15,16 +15,16 @@ USER_ERROR = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0 done, 1 done and something is wrong, 2 a mistake in the call."""
+    """Run a command; returns its exit code: 0 success, 1 the command found or had a failure, 2 invalid arguments."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
         with warnings.catch_warnings():
-            # torch warns when it is imported without NumPy, which only bench --plot needs.
+            # torch warns if NumPy is missing; only bench --plot needs it.
             warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
             return arguments.run(arguments)
     except BrokenPipeError:
-        # Who read the output (head, say) has enough; Python would complain when it flushes the rest.
+        # The reader (such as head) has closed the pipe. Python would raise again when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
@@ -43,41 +43,50 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     demo = commands.add_parser(
-        "demo", help="a small DeepSeek model decodes with stock transformers and through FlashLatte"
+        "demo", help="compare a small DeepSeek model in transformers with and without FlashLatte"
     )
-    demo.add_argument("--model", default="v3", help="v3 (default), v3.2, whose indexer selects tokens, or v4")
+    demo.add_argument("--model", default="v3", help="v3 (default), v3.2 (with an indexer) or v4")
     begin = demo.add_mutually_exclusive_group()
-    begin.add_argument("--prompt", help="the text to continue; the package brings one")
-    begin.add_argument("--file", type=Path, help="a file with the text")
-    demo.add_argument("--new-tokens", type=int, default=64, help="tokens to generate, 64 to 1024 (default 64)")
-    demo.add_argument("--device", help="where, cuda or cpu; a GPU if there is one")
+    begin.add_argument("--prompt", help="text to continue; default: one that the package contains")
+    begin.add_argument("--file", type=Path, help="file with the text")
+    demo.add_argument(
+        "--new-tokens", type=int, default=64, help="number of tokens to generate, 64 to 1024 (default 64)"
+    )
+    demo.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser(
-        "generate", help="continue a text with a checkpoint, on the engine; under torchrun on several GPUs"
+        "generate", help="generate text from a checkpoint; run with torchrun for several GPUs"
     )
-    generate.add_argument("model", type=Path, help="a checkpoint's directory, with its tokenizer")
+    generate.add_argument("model", type=Path, help="directory of a checkpoint and its tokenizer")
     text = generate.add_mutually_exclusive_group(required=True)
-    text.add_argument("--prompt", help="the text")
-    text.add_argument("--file", type=Path, help="a file with the text; - is standard input")
-    generate.add_argument("--new-tokens", type=int, default=128, help="at most so many (default 128)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    generate.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability (default 1)")
-    generate.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
-    generate.add_argument("--cache-format", help="of the cache; the model's dtype if not given")
+    text.add_argument("--prompt", help="text to continue")
+    text.add_argument("--file", type=Path, help="file with the text; - reads standard input")
+    generate.add_argument("--max-tokens", type=int, default=128, help="maximum number of new tokens (default 128)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the most likely token")
     generate.add_argument(
-        "--context-parallel", type=int, default=1, help="under torchrun: ranks that keys are divided over"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens with this cumulative probability (default 1)",
+    )
+    generate.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    generate.add_argument("--cache-format", help="format of the KV cache; default: the model's dtype")
+    generate.add_argument(
+        "--context-parallel", type=int, default=1, help="ranks that share the keys, with torchrun (default 1)"
     )
     generate.set_defaults(run=_generate)
 
-    doctor = commands.add_parser("doctor", help="this machine, and which implementation serves each operation")
-    doctor.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the queries")
-    doctor.add_argument("--model", type=Path, metavar="CONFIG.json", help="what serves this model (or its folder)")
-    doctor.add_argument("--all", action="store_true", help="every implementation that does not run, and why")
+    doctor = commands.add_parser("doctor", help="print this machine, and the implementation chosen for each operation")
+    doctor.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="dtype of the queries")
+    doctor.add_argument(
+        "--model", type=Path, metavar="CONFIG.json", help="report for this model: its config.json or its directory"
+    )
+    doctor.add_argument("--all", action="store_true", help="list every implementation that cannot run, with the reason")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
 
-    compile_parser = commands.add_parser("compile", help="compile the kernels of a model's steps precompile of time")
+    compile_parser = commands.add_parser("compile", help="compile the kernels that a model needs ahead of time")
     precompile.add_arguments(compile_parser)
     compile_parser.set_defaults(run=precompile.main)
 

@@ -13,7 +13,7 @@ from flashlatte import cli
 from flashlatte.demo import demo, run_demo
 from flashlatte.demo.runs import Run, logits_of_engine, logits_of_transformers, overlap
 from flashlatte.demo.tokenizer import ByteTokenizer
-from flashlatte.engine.models import as_model
+from flashlatte.engine.model_factory import create_model
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_logits_that_are_compared_are_of_the_same_tokens(family):
     pytest.importorskip("transformers")
     model, prompt, tokens = engine_models.model(family), [5, 3, 8, 1, 2], torch.tensor([4, 9, 7])
     expected = logits_of_transformers(model, prompt, tokens, lambda: None)
-    found = logits_of_engine(as_model(model), "fp32", prompt, tokens, lambda: None)
+    found = logits_of_engine(create_model(model), "fp32", prompt, tokens, lambda: None)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""``flashlatte demo``: a small model by stock transformers and by FlashLatte's engine."""
+"""``flashlatte demo``: a small model in stock transformers and in FlashLatte's engine."""
 
 from flashlatte.demo.demo import run_demo
 

@@ -1,4 +1,4 @@
-"""The demo: stock transformers and FlashLatte's engine side by side, as a table and an exit code."""
+"""The demo: compares stock transformers with FlashLatte's engine, as a table and an exit code."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class CacheChoice:
     """A row of the table.
 
     Attributes:
-        cache_format: of the paged cache.
-        meaning: of the format, in a few words.
-        logit_bound: largest difference of a logit from stock attention's that is accepted.
-        expanded_itemsize: bytes of a number in the expanded cache that this one is compared with.
-        same_tokens: whether every token must be stock attention's.
-        least_overlap: of an indexer's choice with stock attention's, what is accepted.
+        cache_format: format of the paged cache.
+        meaning: description of the format.
+        logit_bound: maximum accepted difference of a logit from that of stock attention.
+        expanded_itemsize: bytes per element of the expanded cache that this one is compared with.
+        same_tokens: whether every token must equal that of stock attention.
+        min_overlap: minimum accepted overlap of the indexer's selection with that of stock attention.
     """
 
     cache_format: str
@@ -48,23 +48,23 @@ class CacheChoice:
     logit_bound: float
     expanded_itemsize: int
     same_tokens: bool = False
-    least_overlap: float = 0.0
+    min_overlap: float = 0.0
 
 
-# The standard deviation of the models' logits is 2. Seen with the demo's prompt: differences of 3e-5, 0.15 and 1.05.
+# The standard deviation of the models' logits is 2. Measured with the demo's prompt: differences of 3e-5, 0.15, 1.05.
 CHOICES = (
     CacheChoice("fp32", "exact", 0.001, 4, same_tokens=True),
     CacheChoice("bf16", "16 bits", 0.3, 2),
     CacheChoice("v32", "8 bits", 2.0, 2),
 )
-# Where an indexer chooses by rounded scores, some other tokens are attended to. With random weights every token
-# matters, so that choices are compared, and logits only where nothing is rounded. Seen: 98.1% and 90.3%.
+# An indexer with rounded scores selects some other tokens. With random weights every token matters, so selections are
+# compared instead of logits, except in fp32. Measured: 98.1% and 90.3%.
 INDEXED_CHOICES = (
-    CacheChoice("fp32", "exact", 0.001, 4, same_tokens=True, least_overlap=1.0),
-    CacheChoice("bf16", "16 bits", math.inf, 2, least_overlap=0.97),
-    CacheChoice("v32", "8 bits", math.inf, 2, least_overlap=0.88),
+    CacheChoice("fp32", "exact", 0.001, 4, same_tokens=True, min_overlap=1.0),
+    CacheChoice("bf16", "16 bits", math.inf, 2, min_overlap=0.97),
+    CacheChoice("v32", "8 bits", math.inf, 2, min_overlap=0.88),
 )
-# Here the indexer selects all groups: there is no choice to compare.
+# The indexer selects all groups, so selections are not compared.
 V4_CHOICES = (
     CacheChoice("fp32", "exact", 0.001, 4, same_tokens=True),
     CacheChoice(DEEPSEEK_V4_FORMAT, "8 bits", 2.0, 2),
@@ -74,7 +74,7 @@ CHOICES_OF = {"v3": CHOICES, "v3.2": INDEXED_CHOICES, "v4": V4_CHOICES}
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of one cache format; ``overlap`` is of an indexer's choice with stock attention's."""
+    """The results of one cache format. ``overlap`` is that of the indexer's selection with stock attention's."""
 
     choice: CacheChoice
     run: Run
@@ -85,13 +85,13 @@ class Row:
     @property
     def passed(self) -> bool:
         same = self.same_tokens == len(self.run.tokens)
-        if self.overlap is not None and self.overlap < self.choice.least_overlap:
+        if self.overlap is not None and self.overlap < self.choice.min_overlap:
             return False
         return self.logit_difference <= self.choice.logit_bound and (same or not self.choice.same_tokens)
 
 
 class Mistake(Exception):
-    """What the user asked for cannot be done; the message says why and what can."""
+    """Arguments that are not accepted, or a missing package. The message gives the reason."""
 
 
 def run_demo(
@@ -102,19 +102,18 @@ def run_demo(
     *,
     prompt: str | None = None,
 ) -> int:
-    """Let stock transformers and FlashLatte's engine write with a small DeepSeek model, and print how they compare.
+    """Generate with a small DeepSeek model in stock transformers and in FlashLatte's engine, and print a comparison.
 
     Args:
-        prompt_file: with a text of at most 2048 bytes; FlashLatte's own if None.
+        prompt_file: file with a text of at most 2048 bytes; None: one that the package contains.
         new_tokens: tokens to generate, 64 to 1024.
-        device: as torch names it; the GPU if there is one, else the CPU, if None.
-        model: "v3", "v3.2", whose indexer selects the tokens that a query attends to, or "v4", which attends to a
-            window of tokens and to groups of those before it.
-        prompt: the text itself, in place of a file.
+        device: torch device; None: a GPU if there is one, else the CPU.
+        model: "v3", "v3.2" (with an indexer) or "v4" (windows and compressed groups).
+        prompt: the text, instead of a file.
 
     Returns:
         An exit code: 0 if every comparison is within its bound, 1 if one is not, 2 if an argument is not accepted or
-        transformers or rich is missing. For 2, a line on stderr says what is wrong.
+        transformers or rich is missing. For 2, a line on stderr gives the reason.
     """
     try:
         if prompt is None:
@@ -143,7 +142,7 @@ def _run(text: bytes, source: str, new_tokens: int, device: str | None, name: st
     from rich.console import Console
 
     from flashlatte.demo.model import load_model
-    from flashlatte.engine.models import as_model
+    from flashlatte.engine.model_factory import create_model
 
     console = Console()
     console.print(
@@ -153,7 +152,7 @@ def _run(text: bytes, source: str, new_tokens: int, device: str | None, name: st
         highlight=False,
     )
     model = load_model(where, name)
-    served = as_model(model)
+    served = create_model(model)
     tokenizer = ByteTokenizer()
     prompt = tokenizer.encode(text)
     with _one_thread() if where.type == "cpu" else contextlib.nullcontext():
@@ -205,7 +204,7 @@ def _device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A decode step of so small a model gains little by threads, and loses much where they share cores."""
+    """Use one thread: a decode step of the small model gains little from more, and loses much if cores are shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -217,7 +216,7 @@ def _one_thread() -> Iterator[None]:
 def _compare(
     console: Console, name: str, model: Any, served: Any, prompt: list[int], new_tokens: int
 ) -> tuple[Run, list[Row]]:
-    """Stock transformers' run, and the engine's with each cache, under a progress bar."""
+    """The run of stock transformers and those of the engine with each cache, with a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from flashlatte.demo import runs
@@ -251,7 +250,7 @@ def _compare(
 
 
 def _token_bytes(served: PagedModel, cache_format: str) -> int:
-    """Bytes of a token in all layers' caches."""
+    """Bytes per token in the caches of all layers."""
     layouts = served.layouts(cache_format, served.page_size)
     return round(sum(layout.bytes_per_token * rows for layout, rows in layouts) / served.page_size)
 
@@ -261,14 +260,14 @@ def _table(name: str, config: Any, served: PagedModel, stock: Run, rows: list[Ro
 
     table = Table(title=f"{FAMILIES[name]}: stock attention, and FlashLatte's by cache format")
     table.add_column("attention, cache")
-    table.add_column("bytes a\ntoken", justify="right")
+    table.add_column("bytes per\ntoken", justify="right")
     table.add_column("of keys\nand values", justify="right")
-    table.add_column("tokens beside\nstock attention's")
+    table.add_column("compared with\nstock attention")
     table.add_column("tokens/s", justify="right")
     table.add_row("stock", "", "", "", f"{stock.tokens_per_second:.1f}")
     for row in rows:
         cache_bytes = _token_bytes(served, row.choice.cache_format)
-        expanded = config.num_hidden_layers * _expanded_numbers(name, config) * row.choice.expanded_itemsize
+        expanded = config.num_hidden_layers * _expanded_elements(name, config) * row.choice.expanded_itemsize
         table.add_row(
             f"{row.choice.cache_format}, {row.choice.meaning}",
             f"{cache_bytes}",
@@ -289,28 +288,28 @@ def _comparison(row: Row) -> str:
 def _explanation(name: str, config: Any) -> str:
     rounding = [choice for choice in CHOICES_OF[name] if not choice.same_tokens]
     if name == "v3.2":
-        least = " and ".join(f"{choice.least_overlap:.0%} with {choice.cache_format}" for choice in rounding)
+        minimum = " and ".join(f"{choice.min_overlap:.0%} with {choice.cache_format}" for choice in rounding)
         rounded = (
-            f"Each layer's indexer selects {config.index_topk} tokens for a query, by index keys cached beside the "
-            "latents. Rounded keys select some others, and with random weights every token matters: so what is "
-            f"selected is compared, along stock attention's text; at least {least} must be the same."
+            f"Each layer's indexer selects {config.index_topk} tokens for a query, by cached index keys. Rounded keys "
+            "select some other tokens, and with random weights every token matters. So the demo compares the "
+            f"selections along stock attention's text: at least {minimum} must be the same."
         )
     else:
         allowed = " and ".join(f"{choice.logit_bound:g} with {choice.cache_format}" for choice in rounding)
         rounded = (
-            "A cache that rounds writes another text as soon as two tokens are nearly as likely, so its logits are "
-            f"compared along stock attention's text. Their standard deviation is 2; allowed are {allowed}."
+            "With a rounded cache the text differs as soon as two tokens are almost equally likely. So the demo "
+            f"compares logits along stock attention's text. Their standard deviation is 2; allowed: {allowed}."
         )
-    held = "its key, and its part of the groups' keys and index keys" if name == "v4" else "what is cached"
+    stored = "its key, and its share of the groups' keys and index keys" if name == "v4" else "its cache entries"
     return (
-        f"Bytes a token: {held} in all {config.num_hidden_layers} layers. Of keys and values: beside a cache that "
-        f"holds them for every head, {_expanded_numbers(name, config)} numbers a layer, of 4 bytes beside fp32 and of "
-        f"2 beside the others. {rounded}"
+        f"Bytes per token: {stored} in all {config.num_hidden_layers} layers. Keys and values: compared with a cache "
+        f"of the keys and values of every head, {_expanded_elements(name, config)} elements per layer, of 4 bytes for "
+        f"fp32 and 2 bytes for the other formats. {rounded}"
     )
 
 
-def _expanded_numbers(name: str, config: Any) -> int:
-    """Numbers of a token that a layer holds if it caches the keys and values of every head."""
+def _expanded_elements(name: str, config: Any) -> int:
+    """Elements per token and layer of a cache of the keys and values of every head."""
     if name == "v4":
         return config.num_attention_heads * 2 * config.head_dim
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
@@ -321,11 +320,11 @@ def _failure(row: Row) -> str:
     if row.logit_difference > row.choice.logit_bound:
         return (
             f"FAILED: with the {row.choice.cache_format} cache a logit differs by {row.logit_difference:.3g}, "
-            f"and {row.choice.logit_bound:g} is the bound"
+            f"and the bound is {row.choice.logit_bound:g}"
         )
-    if row.overlap is not None and row.overlap < row.choice.least_overlap:
+    if row.overlap is not None and row.overlap < row.choice.min_overlap:
         return (
             f"FAILED: with the {row.choice.cache_format} cache the indexers select {row.overlap:.1%} of stock "
-            f"attention's tokens, and {row.choice.least_overlap:.0%} is the least"
+            f"attention's tokens, and the minimum is {row.choice.min_overlap:.0%}"
         )
     return f"FAILED: with the {row.choice.cache_format} cache not every token is stock attention's"

@@ -61,7 +61,7 @@ def _random_model(name: str) -> Any:
         routed_scaling_factor=1.0,
         q_lora_rank=128,
         bos_token_id=ByteTokenizer.bos_token_id,
-        # No end, so that every run writes as many tokens as asked.
+        # No end-of-sequence token, so that every run generates all tokens.
         eos_token_id=None,
         pad_token_id=ByteTokenizer.pad_token_id,
     )
@@ -80,7 +80,7 @@ def _random_model(name: str) -> Any:
 
 
 def _attention(name: str) -> dict[str, Any]:
-    """What the families' configs say otherwise."""
+    """The config fields in which the families differ."""
     if name == "v4":
         return {
             "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
@@ -111,7 +111,7 @@ def _attention(name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars, which would break into the demo's own."""
+    """Disable transformers' progress bars, which would interrupt the demo's own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""A run of the demo by transformers and by the engine: generate, time it, take the logits along given tokens."""
+"""Runs of the demo in transformers and in the engine: generation, its speed, and logits along given tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashlatte.engine import Engine, Model, SamplingParams
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.paged import PagedModel
 from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.layers import MLAMetadata
@@ -19,7 +19,7 @@ from flashlatte.layers import MLAMetadata
 
 @dataclass(frozen=True)
 class Run:
-    """What was written, and how fast.
+    """Generated tokens, and the speed.
 
     Attributes:
         tokens: int64 [n], on the CPU.
@@ -38,12 +38,12 @@ def generate_by_transformers(
 
     class Progress(BaseStreamer):
         def __init__(self) -> None:
-            self.prompt_seen = False
+            self.prompt_history = False
 
         def put(self, value: torch.Tensor) -> None:
-            if self.prompt_seen:
+            if self.prompt_history:
                 advance()
-            self.prompt_seen = True
+            self.prompt_history = True
 
         def end(self) -> None:
             pass
@@ -71,15 +71,17 @@ def generate_by_engine(
     suppressed: Sequence[int],
     advance: Callable[[], None],
 ) -> Run:
-    """The same by the engine, over a cache of this format."""
+    """The same with the engine, over a cache of this format."""
     # The warm-up must not leave the prompt's pages behind, and a model in float32 cannot be captured as a graph.
     pages = -(-(len(prompt) + count) // model.page_size)
-    engine = Engine(model, cache_format=cache_format, num_pages=pages, prefix_cache=False, graphs=False)
-    engine.generate([prompt], SamplingParams(2, suppress_tokens=tuple(suppressed)))
+    engine = Engine(model, cache_format=cache_format, num_pages=pages, enable_prefix_caching=False, cuda_graphs=False)
+    engine.generate([prompt], SamplingParams(temperature=0, max_tokens=2, suppress_tokens=tuple(suppressed)))
     _synchronize(model.device)
     start = time.perf_counter()
     tokens = []
-    for token in engine.stream(prompt, SamplingParams(count, suppress_tokens=tuple(suppressed))):
+    for token in engine.stream(
+        prompt, SamplingParams(temperature=0, max_tokens=count, suppress_tokens=tuple(suppressed))
+    ):
         tokens.append(token)
         advance()
     seconds = time.perf_counter() - start
@@ -103,15 +105,17 @@ def logits_of_transformers(
 def logits_of_engine(
     model: PagedModel, cache_format: str, prompt: Sequence[int], tokens: torch.Tensor, advance: Callable[[], None]
 ) -> torch.Tensor:
-    """The same by the engine's model, over a cache of this format."""
+    """The same with the engine's model, over a cache of this format."""
     longest, page_size = len(prompt) + len(tokens), model.page_size
     pages = -(-longest // page_size)
     caches = model.allocate(cache_format, pages, page_size)
-    plan = model.planner(cache_format, Limits(pages, page_size, 0, max_tokens=len(prompt), max_requests=1))
+    plan = model.planner(
+        cache_format, EngineLimits(pages, page_size, 0, max_num_batched_tokens=len(prompt), max_num_seqs=1)
+    )
     rows, ids, length = [], list(prompt), len(prompt)
     for token in tokens.tolist():
         last = len(ids) - 1
-        metadata = plan(Batch([], [], [len(ids)], [length], [0], [list(range(pages))], [0], ids, [last], [0]), None)
+        metadata = plan(StepBatch([], [], [len(ids)], [length], [0], [list(range(pages))], [0], ids, [last], [0]), None)
         flat = torch.tensor(ids, device=model.device)
         rows.append(model(flat, caches, metadata, torch.tensor([last], device=model.device))[0].float())
         ids, length = [token], length + 1
@@ -160,7 +164,7 @@ def _removed(hooks: Sequence[Any]) -> Iterator[None]:
 
 
 def overlap(made: Sequence[frozenset[int]], wanted: Sequence[frozenset[int]]) -> float:
-    """The share of ``wanted``'s tokens that ``made`` has too."""
+    """The fraction of the tokens of ``wanted`` that ``made`` contains."""
     both = sum(len(mine & other) for mine, other in zip(made, wanted, strict=True))
     return both / sum(len(other) for other in wanted)
 

@@ -1,8 +1,8 @@
-"""A serving engine small enough to read: pages with a prefix cache, a scheduler, a runner.
+"""A small offline inference engine: pages with a prefix cache, a scheduler, a runner.
 
-From the top: ``Engine`` (engine.py) asks the ``Scheduler`` (scheduler.py, over pages.py) for a step, lets the
-``Runner`` (runner.py) execute it on a ``Model`` (model.py), and hands out the tokens. request.py has what the scheduler
-plans with, batch.py the same in numbers, paged.py what every model has in common.
+``Engine`` (engine.py) gets a step from the ``Scheduler`` (scheduler.py, over pages.py), runs it with the ``Runner``
+(runner.py) on a ``Model`` (model.py), and returns the tokens. request.py defines what is scheduled, batch.py the inputs
+of a step, paged.py what all models share, logits_processing.py and sampling.py the choice of tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -11,19 +11,22 @@ from flashlatte.runtime import lazy
 
 if TYPE_CHECKING:
     from flashlatte.engine.engine import Engine
+    from flashlatte.engine.logprobs import Logprob
     from flashlatte.engine.model import Model
-    from flashlatte.engine.outputs import Output
-    from flashlatte.engine.sampling import SamplingParams
+    from flashlatte.engine.outputs import CompletionOutput, RequestOutput
+    from flashlatte.engine.sampling_params import SamplingParams
 
-__all__ = ["Engine", "Model", "Output", "SamplingParams"]
+__all__ = ["CompletionOutput", "Engine", "Logprob", "Model", "RequestOutput", "SamplingParams"]
 
 lazy.declare(
     __name__,
     {
+        "CompletionOutput": "flashlatte.engine.outputs:CompletionOutput",
         "Engine": "flashlatte.engine.engine:Engine",
+        "Logprob": "flashlatte.engine.logprobs:Logprob",
         "Model": "flashlatte.engine.model:Model",
-        "Output": "flashlatte.engine.outputs:Output",
-        "SamplingParams": "flashlatte.engine.sampling:SamplingParams",
+        "RequestOutput": "flashlatte.engine.outputs:RequestOutput",
+        "SamplingParams": "flashlatte.engine.sampling_params:SamplingParams",
     },
 )
 __getattr__, __dir__ = lazy.attach(__name__)

@@ -1,4 +1,4 @@
-"""A step in numbers: all that a rank needs to compute it, whoever planned it; and the limits of all steps."""
+"""The plain-integer form of a step that every rank computes, and the limits of all steps."""
 
 from __future__ import annotations
 
@@ -6,86 +6,93 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.engine.request import Copies, Step
+from flashlatte.engine.request import PageCopies, Step
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What steps are planned within.
+class EngineLimits:
+    """Sizes of the caches and of a step.
 
     Attributes:
-        num_pages, page_size: of the cache, and the tokens of a page, on each rank.
-        host_pages: of its copy on the host.
-        max_tokens, max_requests: of a step.
-        drafts: of a request in a step.
+        num_pages: pages of the cache, on each rank.
+        page_size: tokens in a page, on each rank.
+        swap_space: pages of the copy of the cache on the host.
+        max_num_batched_tokens: tokens of a step.
+        max_num_seqs: requests of a step.
+        num_speculative_tokens: draft tokens of a request in a step.
     """
 
     num_pages: int
     page_size: int
-    host_pages: int
-    max_tokens: int
-    max_requests: int
-    drafts: int = 0
+    swap_space: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    num_speculative_tokens: int = 0
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a step computes, without its requests. It is sent to other ranks as it is.
+class StepBatch:
+    """The inputs of a step, without its requests. Rank 0 sends it to the other ranks.
 
     Attributes:
         swap_out, swap_in: pages to copy first, as in ``Step``.
-        counts, lengths: of each request its new tokens, and all its tokens with them.
-        shared: of each request its tokens from the start that are in pages which others may read: they are not written.
-        pages: of each request, in order.
-        places: of each request (``Request.place``).
-        tokens: ids of the flat batch; -1 - p for the token that was last kept at place p, as the device alone knows it.
-        rows: of the flat batch, whose logits are sampled.
-        kept: the place where each sampled token is kept; empty if the host verifies them first.
+        counts: number of new tokens of each request.
+        lengths: number of tokens of each request, including the new ones.
+        num_shared_tokens: leading tokens of each request whose pages are shared and must not be written.
+        pages: pages of each request, in order.
+        state_indices: ``Request.state_index`` of each request.
+        tokens: ids of the flat batch; -1 - i stands for the last token sampled for state index i, which only the
+            device has.
+        rows: rows of the flat batch whose logits are needed: to sample, then to score prompt tokens.
+        kept: state index at which each sampled token is stored; empty if the host verifies draft tokens first.
     """
 
-    swap_out: Copies
-    swap_in: Copies
+    swap_out: PageCopies
+    swap_in: PageCopies
     counts: list[int]
     lengths: list[int]
-    shared: list[int]
+    num_shared_tokens: list[int]
     pages: list[list[int]]
-    places: list[int]
+    state_indices: list[int]
     tokens: list[int]
     rows: list[int]
     kept: list[int]
 
     @classmethod
-    def of(cls, step: Step) -> Batch:
-        """The numbers of a step whose requests have their places."""
+    def of(cls, step: Step) -> StepBatch:
+        """The batch of a step whose requests all have a state index."""
         tokens: list[int] = []
-        rows: list[int] = []
-        for work in step.work:
-            known = [*work.request.tokens, *work.request.drafts] if work.drafts else work.request.tokens
-            new = known[work.start : work.start + work.count]
-            tokens += new + [-1 - work.request.place] * (work.count - len(new))
-            if work.samples:
-                rows += range(len(tokens) - 1 - work.drafts, len(tokens))
-        sampling = [work for work in step.work if work.samples]
+        sampled: list[int] = []
+        scored: list[int] = []
+        for one in step.scheduled:
+            known = [*one.request.tokens, *one.request.draft_tokens] if one.num_drafts else one.request.tokens
+            new = known[one.start : one.start + one.count]
+            tokens += new + [-1 - one.request.state_index] * (one.count - len(new))
+            begin = len(tokens) - one.count - one.start
+            scored += [begin + position - 1 for position in one.scored]
+            if one.samples:
+                sampled += range(len(tokens) - 1 - one.num_drafts, len(tokens))
+        sampling = [one for one in step.scheduled if one.samples]
         return cls(
             step.swap_out,
             step.swap_in,
-            [work.count for work in step.work],
-            [work.start + work.count for work in step.work],
-            [work.request.shared for work in step.work],
-            [work.request.pages for work in step.work],
-            [work.request.place for work in step.work],
+            [one.count for one in step.scheduled],
+            [one.start + one.count for one in step.scheduled],
+            [one.request.num_shared_tokens for one in step.scheduled],
+            [one.request.pages for one in step.scheduled],
+            [one.request.state_index for one in step.scheduled],
             tokens,
-            rows,
-            [] if any(work.drafts for work in sampling) else [work.request.place for work in sampling],
+            [*sampled, *scored],
+            [] if any(one.num_drafts for one in sampling) else [one.request.state_index for one in sampling],
         )
 
     @property
-    def generates(self) -> bool:
-        """Whether each request computes one token, as where all of them generate."""
+    def one_token_each(self) -> bool:
+        """Whether each request computes one token, as in a decode step."""
         return all(count == 1 for count in self.counts)
 
     def page_table(self) -> torch.Tensor:
-        """int32 [requests, most pages] on the host, the pages of each request in order, then -1."""
+        """int32 [requests, max pages] on the host: the pages of each request in order, padded with -1."""
         width = max(map(len, self.pages))
         rows = [numbers + [-1] * (width - len(numbers)) for numbers in self.pages]
         return torch.tensor(rows, dtype=torch.int32, device="cpu")

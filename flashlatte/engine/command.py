@@ -1,4 +1,4 @@
-"""``flashlatte generate``: streams a text, and ends with the engine's statistics."""
+"""``flashlatte generate``: streams a text, then prints the speed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
+from flashlatte.engine.detokenizer import Detokenizer
 from flashlatte.engine.engine import Engine
+from flashlatte.engine.loading import load_tokenizer
+from flashlatte.engine.outputs import RequestFailed
 from flashlatte.engine.paged import config_of
-from flashlatte.engine.sampling import SamplingParams
-from flashlatte.engine.text import Text
+from flashlatte.engine.sampling_params import SamplingParams
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Continue the text of ``--prompt`` or ``--file``; returns the exit code."""
-    # Other ranks need no text, and share standard input with the first.
+    # Only the first rank reads the text: all share one standard input.
     leads = os.environ.get("RANK", "0") == "0"
     text = arguments.prompt if arguments.file is None or not leads else _text_of(arguments.file)
     sampling = SamplingParams(
-        arguments.new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
+        max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
     )
-    # First, as transformers looks for the tokenizer of no directory in the network.
+    # First, because transformers would look for a tokenizer of a missing directory on the network.
     config_of(arguments.model)
     engine = Engine(
         arguments.model,
         cache_format=arguments.cache_format,
-        tokenizer=_tokenizer(arguments.model),
+        tokenizer=load_tokenizer(arguments.model),
         # As many processes as torchrun started.
         tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
         context_parallel=arguments.context_parallel,
@@ -36,18 +37,22 @@ def generate(arguments: argparse.Namespace) -> int:
         engine.follow()
         return 0
     with engine:
-        _stream(engine, text, sampling)
+        try:
+            _stream(engine, text, sampling)
+        except RequestFailed as error:
+            print(f"\nflashlatte generate: {error}", file=sys.stderr)
+            return 1
     return 0
 
 
 def _stream(engine: Engine, text: str, sampling: SamplingParams) -> None:
-    shown, count = Text(engine.tokenizer), 0
+    detokenizer, count = Detokenizer(engine.tokenizer), 0
     for token in engine.stream(text, sampling):
-        if token not in engine.model.end_tokens:
-            print(shown.add(token)[0], end="", flush=True)
+        if token not in engine.model.eos_token_ids:
+            print(detokenizer.add(token)[0], end="", flush=True)
             count += 1
     statistics = engine.statistics()
-    print(shown.rest())
+    print(detokenizer.rest())
     print(
         f"{count} tokens in {statistics['seconds']:.1f} s, {count / statistics['seconds']:,.1f} a second; "
         f"cache {engine.cache_format}, {engine.pool.num_pages} pages of {engine.pool.page_size} tokens",
@@ -63,15 +68,3 @@ def _text_of(file: Path) -> str:
         raise ValueError(f"--file must be a text in UTF-8, and {file} is not: {error}") from None
     except OSError as error:
         raise ValueError(f"--file must be a file that can be read, got {file}: {error.strerror}") from None
-
-
-def _tokenizer(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # of many kinds: transformers tries one tokenizer after another
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"model must be a directory with a tokenizer, and transformers loads none from {path}: {reason}"
-        ) from error

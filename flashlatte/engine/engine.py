@@ -4,49 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from flashlatte.engine.asked import Prompt, check_options, new_request, with_sampling
-from flashlatte.engine.batch import Limits
-from flashlatte.engine.models import as_model
-from flashlatte.engine.outputs import Output, progress_bar
+from flashlatte.engine.batch import EngineLimits
+from flashlatte.engine.live_requests import LiveRequests
+from flashlatte.engine.loading import tokenizer_of
+from flashlatte.engine.model_factory import create_model
+from flashlatte.engine.outputs import RequestFailed, RequestOutput, progress_bar
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
-from flashlatte.engine.runner import Runner, Sampled
-from flashlatte.engine.sampling import SamplingParams
+from flashlatte.engine.runner import Runner, StepResult
+from flashlatte.engine.sampling_params import SamplingParams
 from flashlatte.engine.scheduler import Scheduler
+from flashlatte.engine.validation import Prompt, check_options, new_requests, pair_with_sampling
 from flashlatte.runtime import checks
 
 T = TypeVar("T")
 
 
 class Engine(contextlib.AbstractContextManager["Engine"]):
-    """Continuous batching over a paged cache with prefix sharing, for one model on one device, or on several ranks.
+    """Continuous batching over a paged cache with prefix sharing, for one model on one device or on several ranks.
 
-    Of several ranks, one process each, rank 0 takes the requests and closes it at the end, as ``with engine:`` does;
-    the others ``follow``.
+    With several ranks, one process each, rank 0 takes the requests and closes the engine at the end, as ``with
+    engine:`` does. The others call ``follow``.
 
     Args:
-        model: a ``Model``, a transformers model, or a checkpoint's directory.
-        cache_format: of the pages; by default plain rows in the model's dtype.
-        num_pages: of the cache; by default what fits 0.8 of a GPU's free memory, or 16,384 tokens on a CPU.
-        page_size: tokens in a page, on each rank; by default 64, or for DeepSeek-V4 those of 64 groups.
-        host_pages: pages of a copy on the host, to which requests that give way are swapped; 0: computed again.
-        max_tokens: of a step. max_requests: that run at a time. patience: see ``Scheduler``.
-        prefix_cache: whether requests that begin alike share pages.
-        drafts: tokens to guess from the request's own text and verify in one step (prompt lookup); 0: none.
-        graphs: whether decode steps run as CUDA graphs (on a GPU).
-        tokenizer: with ``decode``, for stops that are texts, and ``encode``, for prompts that are.
-        tensor_parallel: ranks that heads and MLPs are divided over: as many as ``torchrun`` started processes.
-        context_parallel: ranks that keys are divided over, a divisor of ``tensor_parallel``; 1: each stores all.
+        model: a checkpoint's directory, a transformers model, or a ``Model``.
+        cache_format: format of the pages; default: unquantized rows in the model's dtype.
+        num_pages: pages of the cache; default: 0.8 of a GPU's free memory, or 16,384 tokens on a CPU.
+        page_size: tokens in a page, on each rank; default 64, for DeepSeek-V4 the tokens of 64 groups.
+        swap_space: pages on the host for the pages of preempted requests; 0: these are recomputed.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        max_num_seqs: maximum number of requests that run at a time.
+        starvation_limit: steps by which a priority that is lower by one moves a request forward.
+        enable_prefix_caching: whether requests with the same beginning share pages.
+        num_speculative_tokens: draft tokens per step, proposed by prompt lookup and verified in one step.
+        cuda_graphs: whether decode steps run as CUDA graphs (on a GPU).
+        tokenizer: an object with ``decode``, for ``text`` and ``stop``, and ``encode``, for prompts that are strings.
+            Default: that of the checkpoint's directory if it has a tokenizer.json.
+        tensor_parallel: ranks that share heads and MLPs: the number of processes that ``torchrun`` started.
+        context_parallel: ranks that share the keys, a divisor of ``tensor_parallel``; 1: each stores all keys.
 
     Raises:
-        TypeError, ValueError: a limit below 1, an unknown or unfit cache format, a cache that does not fit the memory;
-            a tokenizer that is none; ranks that the processes or heads do not go into, or that differ in the engine.
-        RuntimeError: a rank that does not come; in ``step``, ``follow`` and ``close`` one that failed, with its reason.
+        TypeError, ValueError: a limit below 1; a cache format that is unknown or does not fit the model; a cache larger
+            than the memory; an invalid tokenizer; numbers of ranks that do not fit the processes or heads; ranks with
+            different arguments.
+        RuntimeError: a rank does not start; in ``step``, ``follow`` and ``close``: a rank failed, with its reason.
     """
 
     def __init__(
@@ -56,139 +61,159 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         cache_format: str | None = None,
         num_pages: int | None = None,
         page_size: int | None = None,
-        host_pages: int = 0,
-        max_tokens: int = 2048,
-        max_requests: int = 64,
-        patience: int = 64,
-        prefix_cache: bool = True,
-        drafts: int = 0,
-        graphs: bool = True,
+        swap_space: int = 0,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 64,
+        starvation_limit: int = 64,
+        enable_prefix_caching: bool = True,
+        num_speculative_tokens: int = 0,
+        cuda_graphs: bool = True,
         tokenizer: Any = None,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
     ) -> None:
-        options = {"cache_format": cache_format, "num_pages": num_pages, "page_size": page_size, "graphs": graphs}
-        options |= {"host_pages": host_pages, "max_tokens": max_tokens, "max_requests": max_requests, "drafts": drafts}
-        self.model = as_model(model, tensor_parallel, context_parallel, options)
+        options = {
+            "cache_format": cache_format,
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "cuda_graphs": cuda_graphs,
+        }
+        options |= {
+            "swap_space": swap_space,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+            "num_speculative_tokens": num_speculative_tokens,
+        }
+        self.model = create_model(model, tensor_parallel, context_parallel, options)
         self.ranks = self.model.ranks
         with self.ranks.failing_together():
             self.cache_format = self.model.plain_format if cache_format is None else cache_format
             page_size = checks.positive_int("page_size", self.model.page_size if page_size is None else page_size)
             if num_pages is None:
                 num_pages = self.model.default_pages(self.cache_format, page_size)
-            limits = Limits(num_pages, page_size, host_pages, max_tokens, max_requests, drafts)
-            check_options(self.model, limits, tokenizer, patience=patience, prefix_cache=prefix_cache, graphs=graphs)
-            self.runner = Runner(self.model, self.cache_format, limits, graphs=graphs)
+            if tokenizer is None and self.ranks.leads:
+                tokenizer = tokenizer_of(model)
+            limits = EngineLimits(
+                num_pages, page_size, swap_space, max_num_batched_tokens, max_num_seqs, num_speculative_tokens
+            )
+            check_options(
+                self.model,
+                limits,
+                tokenizer,
+                starvation_limit=starvation_limit,
+                enable_prefix_caching=enable_prefix_caching,
+                cuda_graphs=cuda_graphs,
+            )
+            self.runner = Runner(self.model, self.cache_format, limits, cuda_graphs=cuda_graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
-        self.ranks.agree(facts | dataclasses.asdict(limits) | {"graphs": graphs})
+        self.ranks.agree(facts | dataclasses.asdict(limits) | {"cuda_graphs": cuda_graphs})
         self.pool = PagePool(num_pages, page_size * self.ranks.kv_ranks)
         self.scheduler = Scheduler(
             self.pool,
-            host_pool=PagePool(host_pages, self.pool.page_size),
-            max_tokens=max_tokens,
-            max_requests=max_requests,
-            patience=patience,
-            prefix_cache=prefix_cache,
-            repeats=self.model.repeats,
-            apart=self.model.batch_invariant,
+            host_pool=PagePool(swap_space, self.pool.page_size),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            starvation_limit=starvation_limit,
+            enable_prefix_caching=enable_prefix_caching,
+            prefix_overlap=self.model.prefix_overlap,
+            batch_invariant=self.model.batch_invariant,
         )
-        self.drafts, self.tokenizer = drafts, tokenizer
-        self._live: dict[str, tuple[Request, Output]] = {}
-        self._in_flight: Sampled | None = None
-        # By id(): outputs that changed since ``step`` returned them, and those whose owner wants no more of them.
-        self._undelivered: dict[int, Output] = {}
-        self._dropped: dict[int, Output] = {}
+        self.num_speculative_tokens, self.tokenizer = num_speculative_tokens, tokenizer
+        self._live = LiveRequests()
+        self._in_flight: StepResult | None = None
+        # Outputs whose stream or batch was dropped, by id().
+        self._dropped: dict[int, RequestOutput] = {}
         # Whether a change of requests and pages is being made, and whether one was interrupted.
         self._changing = self._interrupted = False
-        self._taken, self._seconds = 0, 0.0
+        self._num_requested, self._seconds = 0, 0.0
 
     def add(
         self,
         prompt: Prompt,
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        id: str | None = None,
+        request_id: str | None = None,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
     ) -> str:
-        """Queue a request; returns its id. ``priority`` and ``salt`` as in ``Request``.
+        """Queue a request; returns its id. ``priority`` and ``cache_salt`` are those of ``Request``.
 
         Raises:
-            TypeError, ValueError: a prompt that is empty, or with tokens that the model does not have; more tokens
-                than the model or the cache has room for; an id that is in use.
+            TypeError, ValueError: a prompt that is empty, or has tokens that are not in the vocabulary; more tokens
+                than the model or the cache supports; an id that is in use.
         """
-        request, output = self._new(prompt, sampling, id, priority, salt)
-        self._change(self._queue, request, output)
-        return output.id
+        output, requests = self._new(prompt, sampling_params, request_id, priority, cache_salt)
+        self._change(self._queue, output, requests)
+        return output.request_id
 
-    def step(self) -> list[Output]:
-        """Run a step; returns the requests that it gave tokens to, or that ended.
+    def step(self) -> list[RequestOutput]:
+        """Run a step; returns the requests that got tokens or ended, also in steps that ``stream`` and ``generate`` ran
+        since the last call.
 
-        So it does of steps that ``stream`` and ``generate`` ran meanwhile for others. Without drafts the next step is
-        planned and launched before the tokens of the last are waited for. A step that raises or is interrupted, in
-        whichever of the calls, aborts all requests: what it had planned is not in the cache.
+        Without speculation the next step is planned and launched before the tokens of the last one arrive. A step that
+        raises or is interrupted, in any of these calls, aborts all requests, because their planned tokens are not in
+        the cache.
         """
         self._step()
-        changed = list(self._undelivered.values())
-        for output in changed:
-            output.new, output.told = output.tokens[output.told :], len(output.tokens)
-        self._undelivered = {}
-        return changed
+        return self._live.deliver()
 
-    def abort(self, request_id: str) -> Output:
-        """End a request now; one that has ended, of which ``step`` is still to tell, stays as it is.
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request now. A request that has ended, and that ``step`` has not returned yet, is returned as it is.
 
         Raises:
-            TypeError, ValueError: an id that is no text, or of no unfinished request.
+            TypeError, ValueError: an id that is not a string, or of no unfinished request.
         """
         checks.instance("request_id", request_id, str)
-        output = self._change(self._abort, request_id)
-        if output is None:
-            output = next((one for one in self._undelivered.values() if one.id == request_id), None)
-        if output is None:
+        self._recover()
+        output = next((one for one in self._live.outputs() if one.request_id == request_id), None)
+        if output is not None:
+            self._change(self._abort, output)
+        undelivered = self._live.take_undelivered(request_id)
+        if output is None and undelivered is None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id!r}")
-        self._undelivered.pop(id(output), None)
-        return output
+        return output or undelivered  # type: ignore[return-value]
 
     @property
     def unfinished(self) -> int:
-        """Requests that have not ended, or of whose end ``step`` is still to tell."""
+        """Number of requests that run, wait, or have ended and were not yet returned by ``step``."""
         self._recover()
-        return len(self.scheduler) + sum(output.finish_reason is not None for output in self._undelivered.values())
+        return len(self._live)
 
     def generate(
         self,
         prompts: Iterable[Prompt],
-        sampling: SamplingParams | Iterable[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         progress: bool = False,
-    ) -> list[Output]:
-        """Generate for all prompts; outputs in their order. ``progress`` shows a bar (needs rich)."""
-        asked, outputs = with_sampling(prompts, sampling), list[Output]()
-        with self._aborting(outputs), progress_bar(len(asked), progress) as show:
-            for prompt, one in asked:
-                self._own(prompt, one, outputs)
-            while (done := sum(output.finish_reason is not None for output in outputs)) < len(outputs):
+    ) -> list[RequestOutput]:
+        """Generate for all prompts; the results in their order. ``progress`` shows a bar (needs rich)."""
+        pairs, outputs = pair_with_sampling(prompts, sampling_params), list[RequestOutput]()
+        with self._aborting(outputs), progress_bar(len(pairs), progress) as show:
+            for prompt, params in pairs:
+                self._add_owned(prompt, params, outputs)
+            while (done := sum(output.finished for output in outputs)) < len(outputs):
                 show(done)
                 self._step()
             show(done)
         return outputs
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
-        """The tokens, as they come, of a request that is added now; other requests go on beside it.
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[int]:
+        """The tokens of a new request as they are generated. Other requests continue meanwhile.
 
         Raises:
-            TypeError, ValueError: as ``add``.
-            RuntimeError: behind the last token of a request that ended by "error".
+            TypeError, ValueError: as ``add``; ``n`` above 1.
+            RequestFailed: a RuntimeError, after the last token of a request that ended with "error".
         """
-        tokens = self._tokens_of(prompt, sampling)
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
+            raise ValueError(f"n must be 1 for stream, got {sampling_params.n}")
+        tokens = self._stream(prompt, sampling_params)
         next(tokens)
         return tokens
 
     def reset_prefix_cache(self) -> None:
-        """Share no page computed before, as after a change of the model's weights. Requests under way keep theirs."""
+        """Share no page that was computed before, as after a change of the weights. Unfinished requests keep theirs."""
         self._check_leads("reset_prefix_cache")
-        self.pool.forget_all()
+        self.pool.invalidate_all()
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start.
@@ -208,74 +233,85 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self.ranks.is_leader
 
     def follow(self) -> None:
-        """Compute this rank's part of what rank 0 schedules, until that closes its engine. ValueError on rank 0."""
+        """Compute this rank's part of the steps of rank 0, until that closes the engine. ValueError on rank 0."""
         self.runner.follow()
 
     def close(self) -> None:
-        """Let the other ranks go; of one process, nothing."""
+        """End ``follow`` on the other ranks; with one process, do nothing."""
         self.ranks.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_leads(self, call: str) -> None:
-        """Raise ValueError where ``call`` would do nothing, or schedule what nobody follows."""
+        """Raise ValueError on ranks other than 0, and after ``close``."""
         if not self.leads or self.ranks.closed:
             raise ValueError(f"{call}() is for rank 0 of an engine that is not closed; other ranks follow()")
 
     def _new(
-        self, prompt: Prompt, sampling: SamplingParams | None, id: str | None = None, priority: int = 0, salt: str = ""
-    ) -> tuple[Request, Output]:
-        """A request that can be queued, and its output."""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> tuple[RequestOutput, list[Request]]:
+        """The output of a new request, and the requests for the scheduler, one for each of its ``n`` outputs."""
         self._check_leads("add")
         self._recover()
-        if id is None:
-            id = next(name for one in itertools.count(self._taken) if (name := f"request-{one}") not in self._live)
-        request = new_request(id, self._taken, prompt, sampling, priority, salt, self.model, self.tokenizer)
-        self.scheduler.check(request)
-        return request, Output(id, request.prompt, request.sampling, self.tokenizer)
+        if request_id is None:
+            request_id = self._live.unused_id(self._num_requested)
+        requests = new_requests(
+            request_id, self._num_requested, prompt, sampling_params, priority, cache_salt, self.model, self.tokenizer
+        )
+        self._live.check_unused(request_id)
+        for request in requests:
+            self.scheduler.check(request)
+        return RequestOutput.of(request_id, prompt, requests, self.tokenizer), requests
 
-    def _own(self, prompt: Prompt, sampling: SamplingParams | None, outputs: list[Output]) -> Output:
+    def _add_owned(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, outputs: list[RequestOutput]
+    ) -> RequestOutput:
         """The output of a new request, which ``step`` does not return; added to ``outputs`` before it is queued."""
-        request, output = self._new(prompt, sampling)
-        output.told = None
+        output, requests = self._new(prompt, sampling_params)
+        output.returned_by_step = False
         outputs.append(output)
-        self._change(self._queue, request, output)
+        self._change(self._queue, output, requests)
         return output
 
-    def _tokens_of(self, prompt: Prompt, sampling: SamplingParams | None) -> Iterator[int]:
-        """The tokens of a new request, after a first item that is none: a generator that has begun aborts the request
-        when it is dropped.
+    def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[int]:
+        """The tokens of a new request, after a first item that is not a token: only a generator that has started aborts
+        its request when it is dropped.
         """
-        given, outputs = 0, list[Output]()
+        count, outputs = 0, list[RequestOutput]()
         with self._aborting(outputs):
-            output = self._own(prompt, sampling, outputs)
+            output = self._add_owned(prompt, sampling_params, outputs)
+            (completion,) = output.outputs
             yield -1
-            # Steps that others run in between give tokens to this request too.
-            while given < len(output.tokens) or output.finish_reason is None:
-                if given == len(output.tokens):
+            while count < len(completion.token_ids) or completion.finish_reason is None:
+                if count == len(completion.token_ids):
                     self._step()
-                new = output.tokens[given:]
-                given += len(new)
+                new = completion.token_ids[count:]
+                count += len(new)
                 yield from new
-        if output.error is not None:
-            raise RuntimeError(f"request {output.id!r} failed: {output.error}")
+        if completion.error is not None:
+            raise RequestFailed(f"request {output.request_id!r} failed: {completion.error}")
 
     @contextlib.contextmanager
-    def _aborting(self, outputs: Sequence[Output]) -> Iterator[None]:
-        """Those that have not ended within, also by an error, are aborted."""
+    def _aborting(self, outputs: Sequence[RequestOutput]) -> Iterator[None]:
+        """Abort the requests that have not ended at the end of the block, also after an error."""
         try:
             yield
         finally:
-            self._dropped.update((id(output), output) for output in outputs if output.finish_reason is None)
+            self._dropped.update((id(output), output) for output in outputs if not output.finished)
             # The garbage collector may drop a stream while requests change: then the step aborts it.
             if not self._changing:
                 self._abort_dropped()
 
     def _abort_dropped(self) -> None:
         for key, output in list(self._dropped.items()):
-            if self._live.get(output.id, (None, None))[1] is output:
-                self._change(self._abort, output.id)
+            if self._live.requests(output):
+                self._change(self._abort, output)
             self._dropped.pop(key, None)
 
     def _step(self) -> None:
@@ -288,9 +324,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._seconds += time.perf_counter() - begin
 
     def _change(self, change: Callable[..., T], *arguments: Any) -> T:
-        """Call what changes requests and their pages together; if it raises, abort all requests.
+        """Call a function that changes requests and their pages; if it raises, abort all requests.
 
-        So no half-made change stays, wherever an interrupt (KeyboardInterrupt, MemoryError) arrives. If it interrupts
+        So no partial change remains, wherever an interrupt (KeyboardInterrupt, MemoryError) arrives. If it interrupts
         the recovery, the next call starts with the recovery.
         """
         self._recover()
@@ -310,27 +346,25 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             return
         self._in_flight = None
         self.scheduler.clear()
-        self.runner.forget_all()
-        for request, output in self._live.values():
-            if output.finish_reason is None:
-                self._undelivered.pop(id(output), None)
-                output.finish_reason, output.cached_tokens = "abort", request.cached
-        self._live = {}
+        self.runner.release_all()
+        self._live.abort_all()
         self._changing = self._interrupted = False
 
-    def _queue(self, request: Request, output: Output) -> None:
-        self.scheduler.add(request)
-        self._taken += 1
-        self._live[request.id] = request, output
+    def _queue(self, output: RequestOutput, requests: list[Request]) -> None:
+        for request, completion in zip(requests, output.outputs, strict=True):
+            self.scheduler.add(request)
+            self._num_requested += 1
+            self._live.add(request, completion, output)
 
-    def _abort(self, request_id: str) -> Output | None:
-        request = self.scheduler.abort(request_id)
-        return None if request is None else self._end(request, "abort")
+    def _abort(self, output: RequestOutput) -> None:
+        for request in self._live.requests(output):
+            self.scheduler.abort(request.id)
+            self._end(request, "abort")
 
     def _launch_and_collect(self) -> None:
-        """Launch the next step, and take the tokens of the last one. RuntimeError if there is neither."""
+        """Launch the next step, and collect the tokens of the last one. RuntimeError if there is neither."""
         waits = self._in_flight is not None
-        if self.drafts:
+        if self.num_speculative_tokens:
             self._collect()
         step = self.scheduler.schedule()
         if step is None and not waits and len(self.scheduler):
@@ -344,29 +378,17 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _collect(self) -> None:
         """Wait for the tokens of the step in flight and add them to the outputs."""
-        sampled, self._in_flight = self._in_flight, None
-        if sampled is None:
+        result, self._in_flight = self._in_flight, None
+        if result is None:
             return
-        accepted, reasons = dict[str, list[int]](), dict[str, str]()
-        for work, tokens, logprobs in sampled.wait():
-            if (request := work.request).finished:
-                continue
-            _, output = self._live[request.id]
-            if (reason := output.extend(tokens, logprobs, request.drafts[: work.drafts])) is not None:
-                reasons[request.id] = reason
-            accepted[request.id] = output.new
-            if output.told is not None:
-                self._undelivered[id(output)] = output
+        accepted, reasons = self._live.extend(result.wait(), self.tokenizer)
         failed = [name for name, reason in reasons.items() if reason == "error"]
-        for request in self.scheduler.update(sampled.step, accepted, reasons.keys(), failed):
+        for request in self.scheduler.update(result.step, accepted, reasons.keys(), failed):
             self._end(request, reasons.get(request.id, "length"))
-        if self.drafts:
-            for request in [work.request for work in sampled.step.work if work.samples]:
-                request.drafts = request.lookup.guess(request.tokens, self.drafts)
+        if self.num_speculative_tokens:
+            for request in [one.request for one in result.step.scheduled if one.samples]:
+                request.draft_tokens = request.prompt_lookup.propose(request.tokens, self.num_speculative_tokens)
 
-    def _end(self, request: Request, reason: str) -> Output:
-        self.runner.forget(request)
-        _, output = self._live[request.id]
-        output.finish_reason, output.cached_tokens = reason, request.cached
-        del self._live[request.id]
-        return output
+    def _end(self, request: Request, reason: str) -> None:
+        self.runner.release(request)
+        self._live.end(request, reason)

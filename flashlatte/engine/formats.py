@@ -1,4 +1,4 @@
-"""Which cache formats a model takes in the engine; its config tells, before any weight is read."""
+"""The cache formats that a model supports, from its config, before any weight is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashlatte.runtime import checks
 
 
 def check_cache_format(config: Any, cache_format: Any, dtype: torch.dtype | None) -> None:
-    """Raise ValueError unless a model of this transformers config, in this dtype if it is known, takes the format."""
+    """Raise ValueError unless a model of this transformers config (and dtype, if known) supports the format."""
     if config.model_type == V4_MODEL_TYPE:
         window_format(V4Config.layers(config)[0], cache_format, dtype)
     else:
@@ -21,10 +21,10 @@ def check_cache_format(config: Any, cache_format: Any, dtype: torch.dtype | None
 
 
 def latent_format(config: MLAConfig, cache_format: Any) -> CacheFormat:
-    """The format of an MLA model's rows, of which an indexer reads single tokens.
+    """The format of an MLA model's rows.
 
     Raises:
-        ValueError: the model does not take the format; says which it takes.
+        ValueError: the model does not support the format; lists those that it supports.
     """
     latent, rope, indexed = config.kv_lora_rank, config.qk_rope_head_dim, config.indexer is not None
 
@@ -34,17 +34,17 @@ def latent_format(config: MLAConfig, cache_format: Any) -> CacheFormat:
         return (layout.latent_dim, layout.rope_dim) == (latent, rope)
 
     rows = f"rows of {latent} + {rope}" + (" and an indexer" if indexed else "")
-    return _chosen(cache_format, [name for name in FORMAT_NAMES if fits(get_format(name))], latent + rope, rows)
+    return _checked_format(cache_format, [name for name in FORMAT_NAMES if fits(get_format(name))], latent + rope, rows)
 
 
 def window_format(config: V4Config, cache_format: Any, dtype: torch.dtype | None) -> CacheFormat:
     """The format of a DeepSeek-V4's rows.
 
     Args:
-        dtype: of the model, which plain rows must have; None: not known yet.
+        dtype: dtype of the model and of unquantised rows; None: not known yet.
 
     Raises:
-        ValueError: the model does not take the format; says which it takes.
+        ValueError: the model does not support the format; lists those that it supports.
     """
 
     def fits(layout: CacheFormat) -> bool:
@@ -53,10 +53,12 @@ def window_format(config: V4Config, cache_format: Any, dtype: torch.dtype | None
         return layout.head_dim == config.head_dim
 
     rows = f"rows of {config.head_dim}" + ("" if dtype is None else f" of a model in {checks.dtype_names([dtype])}")
-    return _chosen(cache_format, [name for name in FORMAT_NAMES if fits(get_format(name))], config.head_dim, rows)
+    return _checked_format(
+        cache_format, [name for name in FORMAT_NAMES if fits(get_format(name))], config.head_dim, rows
+    )
 
 
-def _chosen(cache_format: Any, accepted: list[str], head_dim: int, rows: str) -> CacheFormat:
+def _checked_format(cache_format: Any, accepted: list[str], head_dim: int, rows: str) -> CacheFormat:
     name = cache_format.name if isinstance(cache_format, CacheFormat) else cache_format
     if name not in accepted:
         raise ValueError(f"cache_format must be {checks.either(accepted)} for {rows}, got {name!r}")

@@ -1,4 +1,4 @@
-"""The transformers model of a checkpoint directory, none of whose weights is missing."""
+"""Loading of checkpoint directories: a transformers model without missing weights, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
             dtype=dtype or "auto",
             local_files_only=True,
             output_loading_info=True,
-            # Refused below, by name.
+            # ``check_loaded`` refuses them by name.
             ignore_mismatched_sizes=True,
         )
     except torch.OutOfMemoryError:
@@ -51,3 +51,31 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
     model, info = loaded
     check_loaded(path, model, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer of a checkpoint directory with a tokenizer.json; None for a model, or a directory without one.
+
+    Raises:
+        ValueError: transformers cannot load it.
+    """
+    if isinstance(model, (str, Path)) and (Path(model) / "tokenizer.json").is_file():
+        return load_tokenizer(model)
+    return None
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a checkpoint directory.
+
+    Raises:
+        ValueError: transformers cannot load it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # of many types: transformers tries several tokenizers
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model must be a directory with a tokenizer, and transformers loads none from {path}: {reason}"
+        ) from error

@@ -1,4 +1,4 @@
-"""A transformers model on flat batches: its embedding, norms, MLPs and head, and this library's attention."""
+"""A transformers model on flat batches, with this library's attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
 from flashlatte.engine.loading import load
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
@@ -23,7 +23,7 @@ from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataB
 from flashlatte.layers.forward import check_weights, hidden_projections
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
 
-# Models whose decoder layers are norm, MLA, norm, MLP, each pair with a residual, and nothing else.
+# Models whose decoder layers are norm, MLA, norm, MLP, with a residual around each pair.
 MODEL_TYPES = (
     "axk1",
     "deepseek_v2",
@@ -41,26 +41,26 @@ MODEL_TYPES = (
 class Model(PagedModel):
     """An MLA model that computes the logits of a flat batch over paged caches.
 
-    Its weights are those of the transformers model, not copies of them. ``attention`` are its layers' attentions.
-    Of several ranks each has some of the heads and of every MLP's inner numbers (of a transformers model a copy of
-    them), and all of the rest.
+    It shares the weights of the transformers model. ``attention`` holds the attention of each layer. With several
+    ranks, each has some of the heads and some of the intermediate columns of every MLP (copied from a transformers
+    model), and all other weights.
 
     Args:
         model: a transformers model of one of ``MODEL_TYPES``, or the directory of its checkpoint.
-        dtype, device: of a checkpoint's weights; by default as stored, and a GPU if there is one (that of the rank).
-        backend: of the decode operation; None chooses.
-        batch_invariant: whether an engine is to give a request the same bits whatever else it serves, as far as
-            PyTorch's products of one shape do (see the guide); not beside an indexer, nor over several ranks.
-        ranks: that compute it together; None: this process alone.
+        dtype, device: for a checkpoint's weights; default: the stored dtype, and the rank's GPU if there is one.
+        backend: backend of the decode operation; None chooses.
+        batch_invariant: whether an engine's results must be bitwise independent of other requests, as far as PyTorch's
+            products of one shape are (see the guide); not with an indexer or several ranks.
+        ranks: ranks that compute it together; None: this process.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
         OSError: no checkpoint can be read there, or one of its files is missing.
-        TypeError: a model without a head; layers with hooks or another forward, over several ranks also within their
-            MLPs; quantised weights that are read (``kv_b_proj``) and do not tell their matrix.
+        TypeError: a model without a head; layers with hooks or a replaced forward, with several ranks also within
+            their MLPs; quantised weights of ``kv_b_proj`` from which the matrix cannot be recovered.
         ValueError: a model of another type; a checkpoint with a damaged file, or without some of the model's weights; a
-            dtype or device for a model that is loaded; over several ranks, weights that are quantised in another way
-            than float8 with scales, or whose blocks would be cut.
+            dtype or device for a loaded model; with several ranks, weights that are quantised in another way than
+            float8 with scales, or whose blocks would be split.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Model(PagedModel):
                 raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
         if of_checkpoint:
             slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
-            # What is divided goes to a GPU in parts: the whole may be larger than one.
+            # Each rank copies its part to its GPU: the whole may not fit on one.
             model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
         check_parts(model)
         if ranks is not None:
@@ -96,7 +96,7 @@ class Model(PagedModel):
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
         elif ranks is not None:
-            # Also a model that every process has made on the first GPU.
+            # Every process may have made the model on the first GPU.
             take(model, device or ranks.device, copies=not of_checkpoint)
         if ranks is not None:
             fuse_weights_on_gpu(map(hidden_projections, self.attention))
@@ -113,13 +113,13 @@ class Model(PagedModel):
             caches += [keys for layer in self.attention if layer.indexer is not None]
         return [(cache, page_size) for cache in caches]
 
-    def planner(self, cache_format: str, limits: Limits) -> Planner:
-        # Of a page of the scheduler's each rank that has some of the keys has a page.
+    def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
+        # A page of the scheduler is one page on each rank that stores some of the keys.
         page_size = limits.page_size * self.ranks.kv_ranks
         builder = MLAMetadataBuilder(
             page_size,
-            limits.max_requests,
-            max(limits.max_tokens, limits.max_requests),
+            limits.max_num_seqs,
+            max(limits.max_num_batched_tokens, limits.max_num_seqs),
             min(self.max_position, limits.num_pages * page_size),
             self.device,
             cache_format=cache_format,
@@ -127,7 +127,7 @@ class Model(PagedModel):
             topk=None if self.config.indexer is None else self.config.indexer.topk,
         )
 
-        def plan(batch: Batch, pad_to: int | None) -> MLAMetadata:
+        def plan(batch: StepBatch, pad_to: int | None) -> MLAMetadata:
             starts = [0, *itertools.accumulate(batch.counts)]
             return builder.build(starts, batch.lengths, batch.page_table(), pad_requests_to=pad_to)
 
@@ -148,7 +148,7 @@ class Model(PagedModel):
         return self._head(normed(self._body.norm, hidden[rows]))
 
     def _adopt(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> MLAAttention:
-        """An attention layer on the weights of a decoder layer's module, or on this rank's part of them."""
+        """An attention layer that shares the weights of a decoder layer's module, or this rank's part of them."""
         heads = None
         if ranks is not None:
             heads = keep_heads(self.config, layer.self_attn, ranks)
@@ -167,10 +167,10 @@ class Model(PagedModel):
 
 
 def _share_parts(layer: nn.Module, module: nn.Module) -> None:
-    """Put the projections and norms of a transformers module in the places of a layer's own, whatever they became.
+    """Replace a layer's projections and norms by those of a transformers module, of any type.
 
     Raises:
-        TypeError: it has others.
+        TypeError: the module has other parts.
     """
     names = dict(layer.named_children()).keys()
     if names != (found := dict(module.named_children()).keys()):

@@ -1,85 +1,174 @@
-"""What a request has given, and where it ends."""
+"""The results of requests, with vLLM's names."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashlatte.engine.sampling import NO_TOKEN, SamplingParams
-from flashlatte.engine.text import Text
+from flashlatte.engine.detokenizer import Detokenizer, StopMatch
+from flashlatte.engine.logprobs import Logprob, RankedToken
+from flashlatte.engine.request import Request
+from flashlatte.engine.sampling import NO_TOKEN
+from flashlatte.engine.sampling_params import SamplingParams
+
+
+class RequestFailed(RuntimeError):
+    """A streamed request ended with "error"."""
 
 
 @dataclass
-class Output:
-    """What a request has given so far.
+class CompletionOutput:
+    """One output of a request.
 
     Attributes:
-        id: of the request.
-        prompt: its tokens.
-        tokens: generated, in order.
-        logprobs: natural logarithms, of each of ``tokens``, if the request asked for them.
-        finish_reason: "length", "stop", "abort", "error", or None while it runs.
-        error: what went wrong, where ``finish_reason`` is "error".
-        cached_tokens: that the prefix cache had, of the prompt, or of all its tokens where it gave way and began again.
-        new: tokens that the last step added.
-        told: how many of ``tokens`` ``Engine.step`` has told of; None where it is not to.
-        sampling: how they are chosen; tokenizer: of the engine, or None.
+        index: of the output in its request.
+        token_ids: generated tokens, including the one that stopped the output.
+        logprobs: for each generated token, the log-probabilities of that token and of the most likely ones by token
+            id; None unless ``SamplingParams.logprobs`` is given.
+        cumulative_logprob: sum over the generated tokens; None without ``logprobs``.
+        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+        stop_reason: the stop string, or the token of ``stop_token_ids``, that ended the output; else None.
+        error: the cause where ``finish_reason`` is "error".
+        new_token_ids: tokens added since ``Engine.step`` last returned the output.
     """
 
-    id: str
-    prompt: list[int]
+    index: int
     sampling: SamplingParams = field(repr=False)
+    num_prompt_tokens: int = field(repr=False)
     tokenizer: Any = field(default=None, repr=False)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
-    cached_tokens: int = 0
-    new: list[int] = field(default_factory=list)
-    told: int | None = field(default=0, repr=False)
+    new_token_ids: list[int] = field(default_factory=list)
+    num_delivered: int = field(default=0, repr=False)
+    stop_match: StopMatch | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._watched = Text(self.tokenizer, self.sampling.stop) if self.sampling.stop else None
+        if self.sampling.logprobs is not None:
+            self.logprobs, self.cumulative_logprob = [], 0.0
+        self._detokenizer: Detokenizer | None = None
+        if self.sampling.stop:
+            stop: Any = self.sampling.stop
+            self._detokenizer = Detokenizer(self.tokenizer, stop, self.sampling.skip_special_tokens)
 
     @property
     def text(self) -> str:
-        """Of ``tokens``, up to what stopped them. ValueError from an engine without a tokenizer."""
-        if self.tokenizer is None:
-            raise ValueError("text needs an engine with a tokenizer; tokens does not")
-        ended = self.tokens[-1:] and self.tokens[-1] in self.sampling.stop_tokens
-        text = self.tokenizer.decode(self.tokens[:-1] if ended else self.tokens)
-        return text[: min((text.find(stop) for stop in self.sampling.stop if stop in text), default=len(text))]
+        """The generated text, without what stopped it unless ``include_stop_str_in_output``.
 
-    def extend(self, sampled: list[int], logprobs: list[float], drafts: list[int]) -> str | None:
-        """Add what was sampled, up to the first token that its draft was not, that ends the request, or that is its
-        last.
+        Raises:
+            ValueError: the engine has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ValueError("text needs an engine with a tokenizer; token_ids does not")
+        keeps_stop, tokens = self.sampling.include_stop_str_in_output, self.token_ids
+        if tokens and not keeps_stop and tokens[-1] in self.sampling.all_stop_token_ids:
+            tokens = tokens[:-1]
+        text = self.tokenizer.decode(tokens, skip_special_tokens=self.sampling.skip_special_tokens)
+        if self.stop_match is None:
+            return text
+        return text[: self.stop_match.begin + (len(self.stop_match.stop) if keeps_stop else 0)]
+
+    def extend(self, sampled: list[int], ranked: Sequence[list[RankedToken]], drafts: list[int]) -> str | None:
+        """Add sampled tokens, up to the first one that differs from its draft token, that ends the output, or that is
+        the last one.
+
+        Args:
+            ranked: log-probabilities of each sampled token; empty if they were not requested.
 
         Returns:
-            "stop" or "error" where a token, or the lack of one, ends the request; else None.
+            "stop" or "error" if the output ends for this reason; else None.
         """
-        self.new, reason = [], None
-        for offset, token in enumerate(sampled[: self.sampling.max_new_tokens - len(self.tokens)]):
+        new: list[int] = []
+        reason = None
+        for offset, token in enumerate(sampled[: self.sampling.max_tokens - len(self.token_ids)]):
+            count = len(self.token_ids) + offset + 1
             if token == NO_TOKEN:
-                position = len(self.prompt) + len(self.tokens) + offset
+                position = self.num_prompt_tokens + count - 1
                 self.error = f"no token at position {position} can be chosen: the logits are NaN, or all are -inf"
                 reason = "error"
                 break
-            self.new.append(token)
-            if token in self.sampling.stop_tokens or (self._watched is not None and self._watched.add(token)[1]):
+            new.append(token)
+            match = None if self._detokenizer is None else self._detokenizer.add(token)[1]
+            if token in self.sampling.all_stop_token_ids:
                 reason = "stop"
+                self.stop_reason = token if token in (self.sampling.stop_token_ids or ()) else None
+            elif match is not None and count > self.sampling.min_tokens:
+                reason, self.stop_match, self.stop_reason = "stop", match, match.stop
             if reason is not None or (offset < len(drafts) and token != drafts[offset]):
                 break
-        self.tokens = self.tokens + self.new
-        if self.sampling.logprobs:
-            self.logprobs = self.logprobs + logprobs[: len(self.new)]
+        if self.logprobs is not None:
+            added = [decoded(one, self.tokenizer) for one in ranked[: len(new)]]
+            gain = sum(one[token].logprob for one, token in zip(added, new, strict=True))
+            self.logprobs, self.cumulative_logprob = self.logprobs + added, (self.cumulative_logprob or 0.0) + gain
+        self.token_ids = self.token_ids + new
         return reason
+
+
+@dataclass
+class RequestOutput:
+    """The result of a request so far.
+
+    Attributes:
+        request_id: of the request.
+        prompt: its text; None if it was passed as tokens.
+        prompt_token_ids: its tokens.
+        outputs: ``SamplingParams.n`` outputs.
+        prompt_logprobs: for each prompt token, log-probabilities by token id, None for the first token; None unless
+            ``SamplingParams.prompt_logprobs`` is given.
+        num_cached_tokens: tokens of the first output that the prefix cache provided, summed over its start and its
+            restarts after preemption.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    # Whether ``Engine.step`` returns it, rather than ``generate`` or ``stream``.
+    returned_by_step: bool = field(default=True, repr=False)
+
+    @classmethod
+    def of(cls, request_id: str, prompt: object, requests: Sequence[Request], tokenizer: Any) -> RequestOutput:
+        """The empty result of a request, with an output for each of the scheduler's requests."""
+        outputs = [
+            CompletionOutput(index, request.sampling, len(request.prompt), tokenizer)
+            for index, request in enumerate(requests)
+        ]
+        return cls(request_id, prompt if isinstance(prompt, str) else None, requests[0].prompt, outputs)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outputs have ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
+
+    def add_prompt_logprobs(self, ranked: Sequence[list[RankedToken]], tokenizer: Any) -> None:
+        """Add the log-probabilities of the next prompt tokens."""
+        self.prompt_logprobs = [*(self.prompt_logprobs or [None]), *(decoded(one, tokenizer) for one in ranked)]
+
+    def mark_delivered(self) -> None:
+        """Set ``new_token_ids`` to the tokens added since the last call."""
+        for output in self.outputs:
+            output.new_token_ids = output.token_ids[output.num_delivered :]
+            output.num_delivered = len(output.token_ids)
+
+
+def decoded(ranked: list[RankedToken], tokenizer: Any) -> dict[int, Logprob]:
+    """Log-probabilities by token id."""
+    return {
+        token: Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
+        for token, logprob, rank in ranked
+    }
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of finished requests, if ``shown``; yields what is told how many they are."""
+    """A bar of finished requests, if ``shown``; yields a function that sets their number."""
     if not shown:
         yield lambda done: None
         return

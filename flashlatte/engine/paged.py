@@ -1,4 +1,4 @@
-"""What an engine asks of a model: logits of flat batches over paged caches, and the caches."""
+"""The interface between engine and model: logits of flat batches over paged caches, and the caches."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from torch import nn
 
 from flashlatte import kv_cache
 from flashlatte.distributed.model.single_process import SingleProcess
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers import models
 from flashlatte.layers.missing_weights import warn_of_missing
 from flashlatte.layers.weights import has_custom_forward, has_hooks
 
-# Makes the metadata of a step, whose ``num_tokens`` it has, with padding up to so many requests if a number is given:
-# then it lies where that of the last such step did, until its ``buffers`` is another object.
-Planner = Callable[[Batch, int | None], Any]
+# Makes the metadata of a step, with attributes ``num_tokens`` and ``buffers``. With a number, it is padded to so many
+# requests, and its tensors keep their addresses until ``buffers`` is another object.
+Planner = Callable[[StepBatch, int | None], Any]
 
-# Of a GPU's free memory, what the cache takes when nobody chose its size; a cache on the CPU has so many tokens.
+# Default size of the cache: a fraction of a GPU's free memory, or a number of tokens on a CPU.
 CACHE_SHARE, CPU_TOKENS = 0.8, 16384
-# A DeepSeek-V3 by another name, which transformers does not know: it would ask for leave to run the checkpoint's code.
+# The type of a DeepSeek-V3 under another name. transformers would run the checkpoint's own code for it.
 _OF_KIMI_K2 = "kimi_k2"
 
 
 class PagedModel:
-    """A transformers model's facts, and its caches. Subclasses compute.
+    """A transformers model's properties and caches. Subclasses compute logits.
 
     Args:
-        model: of transformers.
-        device: of its weights, and of the caches.
-        ranks: that compute it together.
+        model: a transformers model.
+        device: device of its weights and of the caches.
+        ranks: ranks that compute it together.
 
     Attributes:
-        config, name, vocabulary, max_position, dtype, device: of the model; ``name`` is its type's.
-        end_tokens: that end a text, as the model's generation config says.
-        page_size: of its caches, where nobody chose one.
-        repeats: tokens at the end of a shared beginning that are computed again, without being written, as what follows
-            needs more of them than pages hold.
-        batch_invariant: whether what a request gets is to depend on it alone.
+        config, vocabulary, max_position, dtype, device: of the model.
+        name: its model type.
+        eos_token_ids: end-of-sequence tokens of the model's generation config.
+        page_size: default number of tokens in a page.
+        prefix_overlap: tokens at the end of a shared prefix that are recomputed without being written, because later
+            tokens need state of theirs that is not in pages.
+        batch_invariant: whether a request's result must not depend on the rest of the batch.
     """
 
     config: Any
     page_size = 64
-    repeats = 0
+    prefix_overlap = 0
     batch_invariant = False
 
     def __init__(self, model: Any, device: torch.device, ranks: SingleProcess | None = None) -> None:
@@ -57,19 +58,19 @@ class PagedModel:
         self.max_position: int = model.config.max_position_embeddings
         self._body, self._head = model.model, model.lm_head
         ends = model.generation_config.eos_token_id
-        self.end_tokens: tuple[int, ...] = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+        self.eos_token_ids: tuple[int, ...] = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
         self.dtype: torch.dtype = self._body.embed_tokens.weight.dtype
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[CacheFormat, int]]:
-        """Of each cache its format, and the rows of a page.
+        """The format and the number of rows of a page of each cache.
 
         Raises:
-            ValueError: a format or a page that the model's rows do not fit.
+            ValueError: a format or page size that does not fit the model.
         """
         raise NotImplementedError
 
-    def planner(self, cache_format: str, limits: Limits) -> Planner:
-        """What makes the metadata of steps over caches of ``allocate``."""
+    def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
+        """The function that makes the metadata of steps over caches of ``allocate``."""
         raise NotImplementedError
 
     def __call__(
@@ -80,7 +81,7 @@ class PagedModel:
 
     @property
     def plain_format(self) -> str:
-        """The cache format that keeps rows as they are."""
+        """The cache format of unquantised rows in the model's dtype."""
         for name in kv_cache.FORMAT_NAMES:
             layout = kv_cache.get_format(name)
             if layout.plain and layout.record_dtype == self.dtype:
@@ -88,7 +89,7 @@ class PagedModel:
         raise ValueError(f"cache_format must be given for a model in {self.dtype}")
 
     def default_pages(self, cache_format: str, page_size: int) -> int:
-        """Pages of a cache whose size nobody chose; the same on all ranks."""
+        """Default number of pages; the same on all ranks."""
         if self.device.type != "cuda":
             return -(-CPU_TOKENS // page_size)
         return self.ranks.all_reduce_min(max(self._pages_that_fit(cache_format, page_size, self.device), 1))
@@ -99,10 +100,10 @@ class PagedModel:
         """The empty caches of ``layouts``, or their copies on the host, in pinned memory if there is a GPU.
 
         Raises:
-            ValueError: they do not fit; says how many pages do.
+            ValueError: they do not fit the memory; says how many pages do.
         """
         device = torch.device("cpu") if on_host else self.device
-        # Asked before the attempt, whose memory may not be free again when it has failed.
+        # Computed first, because a failed attempt may leave memory allocated.
         fit = self._pages_that_fit(cache_format, page_size, device)
         try:
             caches = [
@@ -111,7 +112,7 @@ class PagedModel:
             ]
             return [cache.pin_memory() for cache in caches] if device != self.device else caches
         except RuntimeError as error:
-            name = "host_pages" if on_host else "num_pages"
+            name = "swap_space" if on_host else "num_pages"
             memory = "the host's" if device.type == "cpu" else "the GPU's"
             raise ValueError(
                 f"{name} must fit {memory} free memory: of {num_pages} pages of {page_size} tokens about {fit} do"
@@ -156,23 +157,26 @@ def check_type(config: Any, known: Sequence[str]) -> None:
     models.check_not_refused(config.model_type)
     if config.model_type not in known:
         raise ValueError(
-            f"model must be of a type that the engine knows ({', '.join(known)}), got {config.model_type!r}"
+            f"model must be of a type that the engine supports ({', '.join(known)}), got {config.model_type!r}"
         )
 
 
 def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """A transformers RMSNorm in one kernel, where its own module takes seven. In the dtype of ``x``, rounded once, also
-    where the weights are in float32, as DeepSeek-V4's stay when a checkpoint in bf16 is read."""
+    """A transformers RMSNorm in one kernel instead of seven.
+
+    The result has the dtype of ``x`` and is rounded once, also with float32 weights, which DeepSeek-V4's
+    norms keep in a bf16 checkpoint.
+    """
     if norm.weight.dtype == x.dtype:
         return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
     return nn.functional.rms_norm(x.float(), x.shape[-1:], norm.weight.float(), norm.variance_epsilon).to(x.dtype)
 
 
 def check_parts(model: Any) -> None:
-    """Raise TypeError for a model without a head, and where hooks or another forward make more than weights of a part.
+    """Raise TypeError for a model without a head, or with hooks or a replaced forward on a module that is not called.
 
-    Of the decoder layers the engine calls the MLPs and the projections, of the norms it reads the weights (``normed``).
-    Warns of weights that no checkpoint had.
+    The engine calls the MLPs and projections of decoder layers, and reads the weights of norms (``normed``). Warns of
+    weights that were missing in the checkpoint.
     """
     if not (hasattr(model, "lm_head") and hasattr(getattr(model, "model", None), "layers")):
         raise TypeError(
@@ -183,20 +187,14 @@ def check_parts(model: Any) -> None:
         for name, part in layer.named_modules():
             if name.split(".")[0] == "mlp":
                 continue
-            # A projection is called, and a norm may have a kernel's forward.
-            got = (
-                "some"
-                if has_hooks(part)
-                else "another forward"
-                if has_custom_forward(part) and [*part.children()]
-                else None
-            )
+            # Projections are called, and the forward of a norm may be replaced by a kernel.
+            got = "some" if has_hooks(part) else "another forward" if has_custom_forward(part) and [*part.children()] else None
             if got is not None:
                 raise TypeError(
                     f"layer {number} of the model must have no hooks and no other forward outside of its MLP, as the "
                     f"engine does not call it: got {got} on {name or 'the layer'}"
                 )
-    # Those of ``flashlatte.integrations.transformers.enable`` prepare a call that is not made.
+    # The hooks of ``flashlatte.integrations.transformers.enable`` prepare a call that the engine does not make.
     decoders = [] if hasattr(model.model, "_flashlatte") else [("the decoder", model.model)]
     for name, part in (("the model", model), *decoders, ("the last norm of the model", model.model.norm)):
         if has_hooks(part):

@@ -1,8 +1,8 @@
-"""Pages of a cache: who holds them, and which hold the start of a prompt that was seen before.
+"""Reference-counted pages of a cache, and the prefix cache over them.
 
-A page belongs to whoever references it. A full page is also *known*, by a key chained over its tokens and all before
-them, so that a later request that begins alike takes a reference instead of computing it. When the last reference goes,
-a known page stays until its place is needed: the page that was let go longest ago is forgotten first.
+A full page can be *registered* under a hash that is chained over its tokens and all tokens before them, so that a later
+request with the same beginning references the page instead of computing it. A registered page without references stays
+until its memory is needed. The page that was released first is evicted first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass
 class _Page:
-    """``key``, ``parent``, ``tokens``: of a known page; its chain's key, the key before it, and its own tokens."""
+    """``key``, ``parent``, ``tokens``: a registered page's hash, the hash of the page before it, and its tokens."""
 
     references: int = 0
     key: bytes | None = None
@@ -25,7 +25,7 @@ class _Page:
 
 
 class PagePool:
-    """The pages of one cache (or of one copy of it, on the host): one model's, in one format.
+    """The pages of one cache, or of its copy on the host.
 
     Args:
         num_pages: pages of the cache.
@@ -36,129 +36,131 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._pages = [_Page() for _ in range(num_pages)]
-        self._blank = list(range(num_pages - 1, -1, -1))  # without references, not known
-        self._idle: OrderedDict[int, None] = OrderedDict()  # without references, known: the first is forgotten first
-        self._known: dict[bytes, int] = {}
-        self._forgotten = 0  # times that all was
+        self._free = list(range(num_pages - 1, -1, -1))  # without references, not registered
+        self._evictable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # without references, registered; the first is evicted first
+        self._registered: dict[bytes, int] = {}
+        self._generation = 0  # number of calls of invalidate_all
 
     @property
     def available(self) -> int:
-        """Pages that ``allocate`` can give: blank ones, and known ones that nobody references."""
-        return len(self._blank) + len(self._idle)
+        """Number of pages without references, which ``allocate`` can return."""
+        return len(self._free) + len(self._evictable)
 
     @property
     def in_use(self) -> int:
-        """Pages that somebody references, each counted once."""
+        """Number of pages with references."""
         return self.num_pages - self.available
 
     def references(self, page: int) -> int:
         return self._pages[page].references
 
-    def root(self, salt: str = "") -> bytes:
-        """The key before a request's first page. Requests with different salts never share a page."""
-        return hashlib.sha256(repr((salt, self._forgotten)).encode()).digest()
+    def root_hash(self, cache_salt: str = "") -> bytes:
+        """The hash before a request's first page. Requests with different salts never share a page."""
+        return hashlib.sha256(repr((cache_salt, self._generation)).encode()).digest()
 
-    def forget_all(self) -> None:
-        """Match no page that is known by now, nor any that a request which began before makes known later."""
-        self._forgotten += 1
+    def invalidate_all(self) -> None:
+        """Stop matching all registered pages, and those that unfinished requests register later."""
+        self._generation += 1
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """The known pages that hold the longest start of ``tokens``, in order. They are not referenced yet."""
+    def match(self, tokens: Sequence[int], cache_salt: str = "") -> list[int]:
+        """The registered pages of the longest prefix of ``tokens``, in order. This adds no reference."""
         found: list[int] = []
-        parent = self.root(salt)
+        parent = self.root_hash(cache_salt)
         for begin in range(0, len(tokens) - self.page_size + 1, self.page_size):
             chunk = tuple(tokens[begin : begin + self.page_size])
-            key = _chained(parent, chunk)
-            number = self._known.get(key)
+            key = _page_hash(parent, chunk)
+            number = self._registered.get(key)
             if number is None:
                 break
             page = self._pages[number]
-            # Two chains with one key would serve somebody else's tokens: the tokens themselves decide.
+            # On a hash collision the page would hold other tokens.
             if page.tokens != chunk or page.parent != parent:
                 break
             found.append(number)
             parent = key
         return found
 
-    def forget(self, pages: Sequence[int]) -> None:
-        """Match none of these pages any more, as what they hold is wrong. Their references stay."""
+    def unregister(self, pages: Sequence[int]) -> None:
+        """Stop matching these pages because their contents are wrong. Their references stay."""
         for number in pages:
             if self._pages[number].key is not None:
-                self._forget(number)
+                self._evict(number)
 
-    def take(self, pages: Sequence[int]) -> None:
-        """Reference pages that are in use or known."""
+    def acquire(self, pages: Sequence[int]) -> None:
+        """Add a reference to each page. They must be in use or registered."""
         for number in pages:
             page = self._pages[number]
             if page.references == 0:
                 if page.key is None:
-                    raise ValueError(f"pages must be in use or known, got {number}, which is blank")
-                del self._idle[number]
+                    raise ValueError(f"pages must be in use or registered, got {number}, which is neither")
+                del self._evictable[number]
             page.references += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages for new tokens, referenced once each; None, and nothing changes, if there are not so many."""
+        """``count`` pages with one reference each; None, without a change, if fewer are available."""
         if count > self.available:
             return None
         pages = []
         for _ in range(count):
-            if self._blank:
-                number = self._blank.pop()
+            if self._free:
+                number = self._free.pop()
             else:
-                number, _ = self._idle.popitem(last=False)
-                self._forget(number)
+                number, _ = self._evictable.popitem(last=False)
+                self._evict(number)
             self._pages[number].references = 1
             pages.append(number)
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop a reference of each of a request's pages, given in the order of its tokens.
+        """Remove one reference from each of a request's pages, which are passed in the order of its tokens.
 
-        The last page is the first to be forgotten: a chain is of use from its start only.
+        The last page is evicted first, because a page can be matched only after all pages before it.
         """
         for number in reversed(pages):
             page = self._pages[number]
             if page.references < 1:
-                raise ValueError(f"pages must be in use, got {number}, which nobody references")
+                raise ValueError(f"pages must be in use, got {number}, which has no references")
             page.references -= 1
             if page.references == 0:
                 if page.key is None:
-                    self._blank.append(number)
+                    self._free.append(number)
                 else:
-                    self._idle[number] = None
+                    self._evictable[number] = None
 
     def release_all(self) -> None:
-        """Drop all references, also those of a change that was interrupted. Known pages stay known."""
+        """Remove all references, also after an interrupted change. Registered pages stay registered."""
         for page in self._pages:
             page.references = 0
-        self._known = {page.key: number for number, page in enumerate(self._pages) if page.key is not None}
-        self._idle = OrderedDict.fromkeys(self._known.values())
-        self._blank = [number for number in range(self.num_pages - 1, -1, -1) if number not in self._idle]
+        self._registered = {page.key: number for number, page in enumerate(self._pages) if page.key is not None}
+        self._evictable = OrderedDict.fromkeys(self._registered.values())
+        self._free = [number for number in range(self.num_pages - 1, -1, -1) if number not in self._evictable]
 
-    def seal(self, page: int, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Make a full page known; returns the key that the next page's chain goes on from.
+    def register(self, page: int, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Register a full page; returns its hash, which is the ``parent`` of the next page.
 
-        Of two pages with the same tokens the first is the known one.
+        Of two pages with the same hash the first is registered.
         """
         if len(tokens) != self.page_size:
             raise ValueError(f"tokens must fill a page of {self.page_size}, got {len(tokens)}")
         entry = self._pages[page]
         if entry.references < 1:
-            raise ValueError(f"page must be in use, got {page}, which nobody references")
+            raise ValueError(f"page must be in use, got {page}, which has no references")
         chunk = tuple(tokens)
-        key = _chained(parent, chunk)
-        if entry.key is None and key not in self._known:
-            # The key comes last: a page with a key is known, wherever this is interrupted.
+        key = _page_hash(parent, chunk)
+        if entry.key is None and key not in self._registered:
+            # The key is set last, so that a page with a key is complete wherever this is interrupted.
             entry.parent, entry.tokens, entry.key = parent, chunk, key
-            self._known[key] = page
+            self._registered[key] = page
         return key
 
-    def _forget(self, number: int) -> None:
+    def _evict(self, number: int) -> None:
         page = self._pages[number]
         assert page.key is not None
-        del self._known[page.key]
+        del self._registered[page.key]
         page.key, page.parent, page.tokens = None, b"", ()
 
 
-def _chained(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+def _page_hash(parent: bytes, tokens: tuple[int, ...]) -> bytes:
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()

@@ -1,60 +1,67 @@
-"""A request as the scheduler sees it, and a step: which pages move, and which tokens of which requests are computed."""
+"""A request as the scheduler sees it, and a step: pages to copy, and the tokens to compute for each request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashlatte.engine.drafts import PromptLookup
+from flashlatte.engine.prompt_lookup import PromptLookup
 
-Copies = list[tuple[int, int]]
+PageCopies = list[tuple[int, int]]
 
 
 @dataclass(eq=False)
 class Request:
-    """What somebody asked for, and its state.
+    """One sequence to generate, and its state.
 
     Attributes:
-        id: unlike that of any other unfinished request.
+        id: unique among unfinished requests.
         prompt: tokens to continue, at least one.
-        max_new_tokens: tokens to generate, at least one.
-        priority: 0 is usual, lower comes first (see ``Scheduler``).
-        salt: only requests with the same salt share cached pages.
-        sampling: how its tokens are chosen, which the scheduler need not know.
-        tokens: the prompt and what was generated and is known.
-        pending: tokens that steps under way will add.
-        computed: tokens from the start that are in the cache, or will be when the steps under way have run.
-        pages: device pages of the computed tokens, in order; host_pages: their copies while it is swapped out.
-        shared: tokens from the start that the prefix cache had, in pages that others may read.
-        sealed: pages that were offered to the prefix cache; chain: the key behind them.
-        cached: tokens that the prefix cache had whenever it began or began again.
-        drafts: guesses of the tokens to come, which the next step verifies; verifying: a step that does is under way.
-        lookup: where they come from.
-        order: by which requests are served.
-        place: from its first step a number that no other has while it lives: where the runner keeps its last token.
+        max_tokens: tokens to generate, at least one.
+        priority: default 0; lower values run earlier (see ``Scheduler``).
+        cache_salt: only requests with the same salt share cached pages.
+        sampling: the sampling parameters. The scheduler does not read them.
+        scores_prompt: whether log-probabilities of the prompt's tokens are computed.
+        tokens: the prompt and the generated tokens that the host has received.
+        num_scored_tokens: leading prompt tokens that have log-probabilities, or will have after the steps in flight.
+        pending: tokens that steps in flight will add.
+        num_computed_tokens: leading tokens that are in the cache, or will be after the steps in flight.
+        pages: device pages of the computed tokens, in order.
+        host_pages: host pages of the computed tokens while the request is swapped out.
+        num_shared_tokens: leading tokens whose pages came from the prefix cache and must not be written.
+        num_registered_pages: pages that were offered to the prefix cache.
+        page_hash: hash of the last registered page.
+        num_cached_tokens: tokens that the prefix cache provided, summed over starts and restarts.
+        draft_tokens: proposed next tokens, which the next step verifies.
+        verifying: whether a step in flight verifies draft tokens.
+        prompt_lookup: proposes the draft tokens.
+        order: position in the queues.
+        state_index: row of the request in the runner's per-request state, from its first step on; -1 before.
     """
 
     id: str
     prompt: list[int]
-    max_new_tokens: int
+    max_tokens: int
     priority: int = 0
-    salt: str = ""
+    cache_salt: str = ""
     sampling: Any = None
+    scores_prompt: bool = False
     tokens: list[int] = field(default_factory=list)
+    num_scored_tokens: int = 1  # the first token has none
     pending: int = 0
-    computed: int = 0
+    num_computed_tokens: int = 0
     pages: list[int] = field(default_factory=list)
     host_pages: list[int] = field(default_factory=list)
-    shared: int = 0
-    sealed: int = 0
-    chain: bytes = b""
-    cached: int = 0
-    drafts: list[int] = field(default_factory=list)
-    lookup: PromptLookup = field(default_factory=PromptLookup)
+    num_shared_tokens: int = 0
+    num_registered_pages: int = 0
+    page_hash: bytes = b""
+    num_cached_tokens: int = 0
+    draft_tokens: list[int] = field(default_factory=list)
+    prompt_lookup: PromptLookup = field(default_factory=PromptLookup)
     verifying: bool = False
     finished: bool = False
     order: tuple[int, int] = (0, 0)
-    place: int = -1
+    state_index: int = -1
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -63,26 +70,36 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens, those under way included."""
+        """Number of tokens, including those of steps in flight."""
         return len(self.tokens) + self.pending
 
     @property
-    def most_tokens(self) -> int:
-        return len(self.prompt) + self.max_new_tokens
+    def max_length(self) -> int:
+        """Number of tokens of the prompt and of the longest possible output."""
+        return len(self.prompt) + self.max_tokens
 
 
 @dataclass(frozen=True)
-class Work:
-    """``count`` tokens of a request from position ``start``, the last ``drafts`` of them guesses to be verified.
+class ScheduledRequest:
+    """``count`` tokens of a request from position ``start``. The last ``num_drafts`` of them are draft tokens.
 
-    ``samples``: the last token is the request's last one, so that a new one follows.
+    ``samples``: whether the step computes the request's last token, so that it samples the next one.
+    ``num_scored``: prompt tokens whose log-probabilities the step computes; the last of them is at position
+    ``start + count``, or ends the prompt.
     """
 
     request: Request
     start: int
     count: int
-    drafts: int
+    num_drafts: int
     samples: bool
+    num_scored: int = 0
+
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt tokens whose log-probabilities the step computes."""
+        end = min(self.start + self.count + 1, len(self.request.prompt))
+        return range(end - self.num_scored, end)
 
 
 @dataclass
@@ -90,19 +107,19 @@ class Step:
     """What a step does, in this order.
 
     Attributes:
-        swap_out: (device page, host page) to copy.
-        swap_in: (host page, device page) to copy.
-        work: requests that generate first, then chunks of prompts.
-        left: tokens that there is room for beside them.
-        gave_way: whether somebody gave way for it.
+        swap_out: (device page, host page) pairs to copy.
+        swap_in: (host page, device page) pairs to copy.
+        scheduled: requests that generate, then chunks of prompts.
+        token_budget: tokens that can still be added.
+        preempted: whether the step preempted a request.
     """
 
-    swap_out: Copies = field(default_factory=list)
-    swap_in: Copies = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
-    left: int = 0
-    gave_way: bool = False
+    swap_out: PageCopies = field(default_factory=list)
+    swap_in: PageCopies = field(default_factory=list)
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    token_budget: int = 0
+    preempted: bool = False
 
-    def add(self, work: Work) -> None:
-        self.work.append(work)
-        self.left -= work.count
+    def add(self, scheduled: ScheduledRequest) -> None:
+        self.scheduled.append(scheduled)
+        self.token_budget -= scheduled.count

@@ -1,120 +1,146 @@
-"""A step on the device: pages moved, inputs from tokens, one forward pass, tokens sampled.
+"""Runs a step on the device: copies pages, makes the inputs, runs the forward pass, samples.
 
-Nothing waits for the device, so the host may plan a step while the last one runs: a token that is not known on the host
-yet is taken, on the device, from where its step put it.
+The host does not wait for the device, so it can plan a step while the last one runs. A token that the host does not
+have yet is read on the device, where its step stored it.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashlatte.distributed.model.single_process import SingleProcess
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
+from flashlatte.engine.logits_processing import LogitsRow, TokenHistory, process_logits
+from flashlatte.engine.logprobs import LogprobRows, RankedToken, num_top_tokens
 from flashlatte.engine.paged import PagedModel
-from flashlatte.engine.request import Copies, Request, Step, Work
-from flashlatte.engine.sampling import SamplingParams, log_probabilities, sample
+from flashlatte.engine.request import PageCopies, Request, ScheduledRequest, Step
+from flashlatte.engine.sampling import sample
 from flashlatte.ops.cache_copy import swap_blocks
 from flashlatte.runtime.transfer import to_device
 
-# Batches of so many requests, each generating one token, have a CUDA graph each; others in between are padded.
+# Decode steps of these numbers of requests have a CUDA graph each. Other steps are padded to the next size.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """What a step sampled, on its way to the host.
+class RequestResult:
+    """What a step computed for a request: sampled tokens, and log-probabilities if they were requested."""
+
+    scheduled: ScheduledRequest
+    tokens: list[int]
+    logprobs: list[list[RankedToken]]
+    prompt_logprobs: list[list[RankedToken]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of a step, which are being copied to the host.
 
     Attributes:
-        step: that did.
-        tokens, logprobs: [rows], on the host as soon as ``arrived`` is done; logprobs None if nobody asked. Of each
-            work that samples one row, and one for each of its drafts.
-        ranks: that computed it together.
+        step: the step.
+        tokens: int64 [rows], on the host once ``arrived`` is reached. A request that samples has one row, and one more
+            for each draft token.
+        logprobs: of these rows; None if not requested.
+        prompt_logprobs: of the scored prompt tokens; None if there are none.
+        ranks: the ranks that computed the step.
     """
 
     step: Step
     tokens: torch.Tensor
-    logprobs: torch.Tensor | None
+    logprobs: LogprobRows | None
+    prompt_logprobs: LogprobRows | None
     arrived: torch.cuda.Event | None
     ranks: SingleProcess
 
-    def wait(self) -> list[tuple[Work, list[int], list[float]]]:
-        """Each work that samples, its tokens, and their logprobs if somebody asked."""
+    def wait(self) -> list[RequestResult]:
+        """Wait for the copies; the results of each request."""
         if self.arrived is not None:
             self.ranks.wait(self.arrived)
-        tokens, logprobs = self.tokens.tolist(), [] if self.logprobs is None else self.logprobs.tolist()
-        sampling = [work for work in self.step.work if work.samples]
-        ends = itertools.accumulate(1 + work.drafts for work in sampling)
-        rows = [slice(end - 1 - work.drafts, end) for work, end in zip(sampling, ends, strict=True)]
-        return [(work, tokens[its], logprobs[its]) for work, its in zip(sampling, rows, strict=True)]
+        tokens, results, row, scored = self.tokens.tolist(), [], 0, 0
+        for one in self.step.scheduled:
+            params, count = one.request.sampling, (1 + one.num_drafts) * one.samples
+            logprobs, prompt_logprobs = [], []
+            if self.logprobs is not None and params.logprobs is not None:
+                logprobs = self.logprobs.ranked(row, row + count, params.logprobs)
+            if self.prompt_logprobs is not None and one.num_scored:
+                prompt_logprobs = self.prompt_logprobs.ranked(scored, scored + one.num_scored, params.prompt_logprobs)
+            results.append(RequestResult(one, tokens[row : row + count], logprobs, prompt_logprobs))
+            row, scored = row + count, scored + one.num_scored
+        return results
 
 
 class Runner:
-    """Executes steps of a scheduler, over caches of its own.
+    """Runs the steps of a scheduler, over its own caches.
 
     Args:
-        limits: of the caches and of a step.
-        graphs: whether steps that only generate run as CUDA graphs.
+        limits: sizes of the caches and of a step.
+        cuda_graphs: whether decode steps run as CUDA graphs.
 
     Raises:
         ValueError: an unfit cache format, or caches that do not fit the memory.
     """
 
-    def __init__(self, model: PagedModel, cache_format: str, limits: Limits, *, graphs: bool) -> None:
+    def __init__(self, model: PagedModel, cache_format: str, limits: EngineLimits, *, cuda_graphs: bool) -> None:
         self.model, self.ranks, self._cache_format = model, model.ranks, cache_format
         self.caches = model.allocate(cache_format, limits.num_pages, limits.page_size)
         self.host_caches: list[torch.Tensor] = []
-        if limits.host_pages:
-            self.host_caches = model.allocate(cache_format, limits.host_pages, limits.page_size, on_host=True)
+        if limits.swap_space:
+            self.host_caches = model.allocate(cache_format, limits.swap_space, limits.page_size, on_host=True)
         self._plan = model.planner(cache_format, limits)
-        max_requests = limits.max_requests
-        # Of one size, all steps that generate go through the same kernels.
+        max_num_seqs = limits.max_num_seqs
+        # With one size, all decode steps run the same kernels.
         smaller = () if model.batch_invariant else GRAPH_SIZES
-        self._sizes = [size for size in smaller if size < max_requests] + [max_requests]
+        self._sizes = [size for size in smaller if size < max_num_seqs] + [max_num_seqs]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._buffers_of_graphs: object = None
-        self._use_graphs = graphs and model.device.type == "cuda"
+        self._use_graphs = cuda_graphs and model.device.type == "cuda"
         with torch.inference_mode(False), torch.device(model.device):
-            self._tokens = torch.zeros(max(limits.max_tokens, max_requests), dtype=torch.int64)
-            # What a graph reads must stay where it is.
-            self._rows = torch.arange(max_requests)
-            # By place: each request's last token, and which tokens occurred in it, once a penalty asks.
-            self._last = torch.zeros(max_requests, dtype=torch.int64)
-        self._seen: torch.Tensor | None = None
-        self._free_places: list[int] = []
-        self._new_places = itertools.count()
+            self._tokens = torch.zeros(max(limits.max_num_batched_tokens, max_num_seqs), dtype=torch.int64)
+            # Graphs read this tensor, so it keeps its address.
+            self._rows = torch.arange(max_num_seqs)
+            # The last sampled token by state index.
+            self._last = torch.zeros(max_num_seqs, dtype=torch.int64)
+        # Allocated for the first request with a penalty.
+        self._history: TokenHistory | None = None
+        self._free_state_indices: list[int] = []
+        self._new_state_indices = itertools.count()
 
-    def run(self, step: Step) -> Sampled:
-        """Execute a step, on all ranks.
+    def run(self, step: Step) -> StepResult:
+        """Run a step, on all ranks.
 
         Raises:
             RuntimeError: another rank failed; says which, and why.
         """
-        for work in step.work:
-            if work.request.place < 0:
-                work.request.place = self._free_places.pop() if self._free_places else next(self._new_places)
-        batch = Batch.of(step)
+        for one in step.scheduled:
+            if one.request.state_index < 0:
+                free = self._free_state_indices
+                one.request.state_index = free.pop() if free else next(self._new_state_indices)
+        batch = StepBatch.of(step)
         with self.ranks.failing_together():
             self.ranks.send(batch)
             logits = self._compute(batch)
-            sampling = [work for work in step.work if work.samples]
-            rows = [(work, row) for work in sampling for row in range(1 + work.drafts)]
-            chosen = [work.request.sampling for work, _ in rows]
-            positions = [work.start + work.count - work.drafts + row for work, row in rows]
-            tokens = sample(logits, chosen, positions, self._seen_rows(sampling, chosen))
-            # NO_TOKEN is for the host, which ends the request; until then its next step computes some token.
+            rows = [
+                LogitsRow(one.request, one.start + one.count - one.num_drafts + drafts, drafts)
+                for one in step.scheduled
+                if one.samples
+                for drafts in range(1 + one.num_drafts)
+            ]
+            tokens = self._sample(logits[: len(rows)], rows)
+            # NO_TOKEN ends the request on the host. Its next step may already be launched, with any token.
             ids = tokens.clamp(min=0)
             self._keep(batch, ids)
-            logprobs = log_probabilities(logits, ids) if any(one.logprobs for one in chosen) else None
-            return self._to_host(step, tokens, logprobs)
+            logprobs, top = None, num_top_tokens([row.params.logprobs for row in rows], self.model.vocabulary)
+            if top is not None:
+                logprobs = LogprobRows.of(logits[: len(rows)], ids, top)
+            return self._to_host(step, tokens, logprobs, self._score(step, logits[len(rows) :]))
 
     def follow(self) -> None:
-        """Execute what rank 0 executes, until it has nothing more.
+        """Run the steps that rank 0 runs, until it closes the engine.
 
         Raises:
             ValueError: on rank 0.
@@ -124,60 +150,60 @@ class Runner:
         with self.ranks.failing_together():
             while (batch := self.ranks.receive()) is not None:
                 self._compute(batch)
-                self._keep(batch, torch.empty(len(batch.rows), dtype=torch.int64, device=self._last.device))
+                self._keep(batch, torch.empty(len(batch.kept), dtype=torch.int64, device=self._last.device))
         self.ranks.leave()
 
-    def forget(self, request: Request) -> None:
-        """A request has ended."""
-        if request.place >= 0:
-            self._free_places.append(request.place)
+    def release(self, request: Request) -> None:
+        """Free the state of a request that has ended."""
+        if request.state_index >= 0:
+            self._free_state_indices.append(request.state_index)
 
-    def forget_all(self) -> None:
-        """All requests have ended, some of them within a step that was interrupted."""
-        self._free_places, self._new_places, self._seen = [], itertools.count(), None
+    def release_all(self) -> None:
+        """Free the state of all requests, also after an interrupted step."""
+        self._free_state_indices, self._new_state_indices, self._history = [], itertools.count(), None
 
-    def _make_places(self, count: int) -> None:
-        """Requests that gave way keep theirs: there may be more than requests that run."""
+    def _ensure_state(self, count: int) -> None:
+        """Make room for more requests: preempted ones keep their state, so there can be more than run."""
         while len(self._last) < count:
             self._last = torch.cat((self._last, torch.zeros_like(self._last)))
-            if self._seen is not None:
-                self._seen = torch.cat((self._seen, torch.zeros_like(self._seen)))
+        if self._history is not None:
+            self._history.grow(len(self._last))
 
-    def _compute(self, batch: Batch) -> torch.Tensor:
-        """Move pages, then the forward pass: logits [rows, vocabulary] of the sampled rows."""
+    def _compute(self, batch: StepBatch) -> torch.Tensor:
+        """Copy pages, then run the forward pass: logits [rows, vocabulary] of ``batch.rows``."""
         self._move_pages(batch.swap_out, self.caches, self.host_caches)
         self._move_pages(batch.swap_in, self.host_caches, self.caches)
         if not batch.counts:
             return torch.empty(0, self.model.vocabulary, device=self._last.device)
-        self._make_places(max(batch.places) + 1)
+        self._ensure_state(max(batch.state_indices) + 1)
         ids = to_device(batch.tokens, self._tokens.device)
         if min(batch.tokens) < 0:
             ids = torch.where(ids < 0, self._last[(-1 - ids).clamp(min=0)], ids)
         self._tokens[: len(ids)].copy_(ids)
         requests = len(batch.counts)
-        if not batch.generates or not (self._use_graphs or self.model.batch_invariant):
+        if not batch.one_token_each or not (self._use_graphs or self.model.batch_invariant):
             metadata = self._plan(batch, None)
             return self._logits(metadata, to_device(batch.rows, self._tokens.device))
         size = next(size for size in self._sizes if size >= requests)
         logits = self._padded(size, self._plan(batch, size))
-        if len(batch.rows) == requests:
+        if batch.rows == list(range(requests)):
             return logits[:requests]
         return logits[to_device(batch.rows, logits.device)]
 
-    def _keep(self, batch: Batch, tokens: torch.Tensor) -> None:
-        """Put each request's sampled token, rank 0's, where its next step finds it."""
+    def _keep(self, batch: StepBatch, tokens: torch.Tensor) -> None:
+        """Store each request's sampled token, that of rank 0, for its next step."""
         if not batch.kept:
             return
         self.ranks.share_tokens(tokens)
-        places = to_device(batch.kept, tokens.device)
-        self._last[places] = tokens
-        if self._seen is not None:
-            self._seen[places, tokens] = torch.ones_like(tokens, dtype=torch.bool)
+        indices = to_device(batch.kept, tokens.device)
+        self._last[indices] = tokens
+        if self._history is not None:
+            self._history.add(indices, tokens)
 
-    def _move_pages(self, pairs: Copies, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def _move_pages(self, pairs: PageCopies, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         if not pairs:
             return
-        # Sent to the device once, for the caches of all layers.
+        # Copied to the device once, for the caches of all layers.
         from_pages, to_pages = to_device(pairs, self._tokens.device).unbind(1)
         for source, target in zip(sources, targets, strict=True):
             swap_blocks(source, target, from_pages, to_pages)
@@ -187,9 +213,9 @@ class Runner:
         return self.model(self._tokens[: metadata.num_tokens], self.caches, metadata, rows)
 
     def _padded(self, size: int, metadata: Any) -> torch.Tensor:
-        """Logits of a step of ``size`` requests of one token, from its graph, which is captured when first needed.
+        """Logits of a decode step of ``size`` requests, from its graph, which is captured when first needed.
 
-        A model that cannot be captured runs without graphs from then on.
+        If the capture fails, this and all later steps run without graphs.
         """
         if metadata.buffers is not self._buffers_of_graphs:
             self._graphs.clear()
@@ -223,34 +249,29 @@ class Runner:
             logits = self._logits(metadata, rows)
         return graph, logits
 
-    def _seen_rows(self, sampling: Sequence[Work], chosen: Sequence[SamplingParams]) -> torch.Tensor | None:
-        """Which tokens occurred before each sampled one; None if no request asks for it.
+    def _sample(self, logits: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
+        """Tokens of the rows that sample: int64 [rows]."""
+        if self._history is None and any(row.params.uses_penalties for row in rows):
+            self._history = TokenHistory(len(self._last), self.model.vocabulary, self._last.device)
+        processed = process_logits(logits, rows, self._last, self._history)
+        return sample(processed, [row.params for row in rows], [row.position for row in rows])
 
-        A number of Python that is assigned to chosen places would wait for the GPU: they are filled.
-        """
-        if all(one.repetition_penalty == 1 for one in chosen):
+    def _score(self, step: Step, logits: torch.Tensor) -> LogprobRows | None:
+        """Log-probabilities of the prompt tokens that the step scores; None if there are none."""
+        scored = [one for one in step.scheduled if one.num_scored]
+        top = num_top_tokens([one.request.sampling.prompt_logprobs for one in scored], self.model.vocabulary)
+        if top is None:
             return None
-        device = self._last.device
-        if self._seen is None:
-            self._seen = torch.zeros(len(self._last), self.model.vocabulary, dtype=torch.bool, device=device)
-        rows = []
-        for work in sampling:
-            request, seen = work.request, self._seen[work.request.place]
-            if request.pending == 1:
-                # All its tokens are known here; what is not was marked when it was sampled.
-                seen.zero_()
-                seen.index_fill_(0, to_device(request.tokens, device), True)
-            for count in range(1 + work.drafts):
-                row = seen.clone()
-                row.index_fill_(0, to_device(request.drafts[:count], device), True)
-                rows.append(row)
-        return torch.stack(rows)
+        tokens = [one.request.prompt[position] for one in scored for position in one.scored]
+        return LogprobRows.of(logits, to_device(tokens, logits.device), top)
 
-    def _to_host(self, step: Step, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> Sampled:
+    def _to_host(
+        self, step: Step, tokens: torch.Tensor, logprobs: LogprobRows | None, prompt_logprobs: LogprobRows | None
+    ) -> StepResult:
         if tokens.device.type != "cuda":
-            return Sampled(step, tokens, logprobs, None, self.ranks)
-        host = tokens.to("cpu", non_blocking=True)
-        host_logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
+            return StepResult(step, tokens, logprobs, prompt_logprobs, None, self.ranks)
+        tokens = tokens.to("cpu", non_blocking=True)
+        logprobs, prompt_logprobs = (None if one is None else one.to_host() for one in (logprobs, prompt_logprobs))
         arrived = torch.cuda.Event()
         arrived.record()
-        return Sampled(step, host, host_logprobs, arrived, self.ranks)
+        return StepResult(step, tokens, logprobs, prompt_logprobs, arrived, self.ranks)

@@ -1,12 +1,12 @@
-"""Which tokens of which requests the next step computes, in which pages. Numbers and lists only.
+"""Chooses which tokens of which requests the next step computes, and in which pages. Integers and lists only.
 
-Continuous batching under a budget of tokens: every running request that generates gets its token first, the rest goes
-to prompts, in chunks. When pages run out the latest request gives way: its pages move to the host, or are computed
-again. Nothing is admitted in a step that took pages from somebody.
+Continuous batching under a token budget: every running request that generates gets its token first, and prompts share
+the rest, in chunks. When pages run out, the latest request is preempted: its pages are swapped out to the host, or
+recomputed later. A step that preempts a request admits no other.
 
-Requests are served in the order of ``arrival + patience · priority``, an arrival being the number of steps scheduled
-before it. So a lower priority goes first, but whoever waits is in the end before all that come later, and the first in
-order can always take the pages of the others: nobody starves, and nothing deadlocks.
+Requests run in the order of ``arrival + starvation_limit * priority``, where the arrival is the number of steps
+scheduled before it. A lower priority runs first, but a waiting request eventually precedes all later ones, and the
+first request in order can always take the pages of the others. So there is no starvation and no deadlock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashlatte.engine.pages import PagePool
-from flashlatte.engine.request import Request, Step, Work
+from flashlatte.engine.request import Request, ScheduledRequest, Step
 
 
 @dataclass
@@ -35,19 +35,20 @@ class Statistics:
 class Scheduler:
     """Plans steps over a pool of pages.
 
-    ``schedule`` may run ahead: it can be called again before ``update`` was told of the last step, so that the host
-    plans while the device computes. Requests whose drafts are under way wait for their ``update``.
+    ``schedule`` can be called again before ``update`` has processed the last step, so that the host plans while the
+    device computes. A request whose draft tokens are being verified waits for its ``update``.
 
     Args:
         pool: pages of the cache.
-        host_pool: pages of its copy on the host; None: what gives way is computed again.
-        max_tokens: of a step. max_requests: that run at a time.
-        patience: steps that a priority lower by one is worth.
-        prefix_cache: whether requests that begin alike share pages.
-        repeats: tokens at the end of a shared beginning that are computed again (``PagedModel.repeats``).
-        apart: whether what a step computes of a prompt depends on that request alone: its chunks are of ``max_tokens``,
-            each a step of its own, and come before the tokens of those who generate. Only pages of whole chunks are
-            shared, and what was generated is computed token by token, also when it is computed again.
+        host_pool: pages of its copy on the host; None: preempted requests are recomputed.
+        max_num_batched_tokens: tokens of a step.
+        max_num_seqs: requests that run at a time.
+        starvation_limit: steps by which a priority that is lower by one moves a request forward.
+        enable_prefix_caching: whether requests with the same beginning share pages.
+        prefix_overlap: tokens at the end of a shared prefix that are recomputed (``PagedModel.prefix_overlap``).
+        batch_invariant: whether the steps of a request depend on that request alone. Its prompt is then computed in
+            chunks of ``max_num_batched_tokens``, each in a step of its own, before other requests generate. Only pages
+            of whole chunks are shared, and generated tokens are computed one by one, also when they are recomputed.
     """
 
     def __init__(
@@ -55,54 +56,62 @@ class Scheduler:
         pool: PagePool,
         *,
         host_pool: PagePool | None = None,
-        max_tokens: int = 2048,
-        max_requests: int = 64,
-        patience: int = 64,
-        prefix_cache: bool = True,
-        repeats: int = 0,
-        apart: bool = False,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 64,
+        starvation_limit: int = 64,
+        enable_prefix_caching: bool = True,
+        prefix_overlap: int = 0,
+        batch_invariant: bool = False,
     ) -> None:
         self.pool, self.host_pool = pool, host_pool or PagePool(0, pool.page_size)
-        self.max_tokens, self.max_requests, self.patience = max_tokens, max_requests, patience
-        self.prefix_cache, self.repeats, self.apart = prefix_cache, repeats, apart
+        self.max_num_batched_tokens, self.max_num_seqs, self.starvation_limit = (
+            max_num_batched_tokens,
+            max_num_seqs,
+            starvation_limit,
+        )
+        self.enable_prefix_caching, self.prefix_overlap, self.batch_invariant = (
+            enable_prefix_caching,
+            prefix_overlap,
+            batch_invariant,
+        )
         self.statistics = Statistics()
         self._running, self._waiting = list[Request](), list[Request]()
         self._unfinished: dict[str, Request] = {}
         self._steps = self._arrivals = 0
 
     def __len__(self) -> int:
-        """Unfinished requests."""
+        """Number of unfinished requests."""
         return len(self._unfinished)
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for an id that is in use, and for more tokens than the cache has room for."""
+        """Raise ValueError for an id that is in use, or more tokens than the cache can hold."""
         if request.id in self._unfinished:
-            raise ValueError(f"id must differ from those of unfinished requests, got {request.id!r} again")
+            raise ValueError(f"request_id must be unique among unfinished requests, got {request.id!r} again")
         room = self.pool.num_pages * self.pool.page_size
-        needed = request.most_tokens - 1  # the last one never goes there
+        needed = request.max_length - 1  # the last token is never stored
         if needed > room:
             raise ValueError(
-                f"request {request.id!r} needs room for {needed} tokens (its prompt and max_new_tokens), "
-                f"and the cache has {room}: {self.pool.num_pages} pages of {self.pool.page_size}"
+                f"prompt and max_tokens of request {request.id!r} must fit the cache, got {needed} tokens, and it "
+                f"holds {room}: {self.pool.num_pages} pages of {self.pool.page_size}"
             )
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError as ``check`` does."""
         self.check(request)
         self._arrivals += 1
-        request.order = (self._steps + self.patience * request.priority, self._arrivals)
+        request.order = (self._steps + self.starvation_limit * request.priority, self._arrivals)
         self._unfinished[request.id] = request
         _insert(self._waiting, request)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; None if there is none of this id."""
+        """End a request now. Returns it, or None if no unfinished request has this id."""
         request = self._unfinished.get(request_id)
         if request is not None:
             self._finish(request)
         return request
 
     def clear(self) -> None:
-        """End all requests and release all pages, also after a change of them that was interrupted."""
+        """End all requests and release all pages, also after an interrupted change."""
         for request in self._unfinished.values():
             request.finished = True
         self._running, self._waiting, self._unfinished = [], [], {}
@@ -110,22 +119,22 @@ class Scheduler:
         self.host_pool.release_all()
 
     def schedule(self) -> Step | None:
-        """The next step; None if there is nothing that could be computed now."""
-        step = Step(left=self.max_tokens)
-        if self.apart:
-            self._continue(step, generating=False)
-            if not step.work:
+        """The next step; None if nothing can be computed now."""
+        step = Step(token_budget=self.max_num_batched_tokens)
+        if self.batch_invariant:
+            self._schedule_running(step, generating=False)
+            if not step.scheduled:
                 self._admit(step)
-            if not step.work:
-                self._continue(step, generating=True)
+            if not step.scheduled:
+                self._schedule_running(step, generating=True)
         else:
-            self._continue(step, generating=True)
-            self._continue(step, generating=False)
+            self._schedule_running(step, generating=True)
+            self._schedule_running(step, generating=False)
             while self._admit(step):
                 pass
-        if not step.work and not step.swap_out:
+        if not step.scheduled and not step.swap_out:
             return None
-        step.work.sort(key=lambda work: not work.samples or work.count > 1 + work.drafts)
+        step.scheduled.sort(key=lambda one: not one.samples or one.count > 1 + one.num_drafts)
         self._steps += 1
         return step
 
@@ -136,184 +145,196 @@ class Scheduler:
         stopped: Collection[str] = (),
         failed: Collection[str] = (),
     ) -> list[Request]:
-        """Tell what a step gave; steps in the order in which they were scheduled.
+        """Process the sampled tokens of a step. Steps are passed in the order in which they were scheduled.
 
         Args:
-            tokens: by id of each request that sampled: its new tokens, more than one where drafts were right.
-            stopped: ids of requests that are to end with these tokens.
-            failed: ids of requests that are to end as well, with these tokens or none, and whose pages nobody shares:
-                what was computed of them is wrong.
+            tokens: new tokens by id of each request that sampled; several where draft tokens were accepted.
+            stopped: ids of requests that end with these tokens.
+            failed: ids of requests that end with these tokens or none because their computation is wrong. Their pages
+                leave the prefix cache.
 
         Returns:
             The requests that ended.
         """
         ended = []
-        for work in step.work:
-            request = work.request
+        for one in step.scheduled:
+            request = one.request
             if request.finished:
                 continue
-            self.statistics.computed_tokens += work.count
+            self.statistics.computed_tokens += one.count
             fails = request.id in failed
-            if work.samples:
+            if one.samples:
                 new = list(tokens[request.id])
-                least, most = 0 if fails else 1, 1 + work.drafts
-                if not least <= len(new) <= most:
-                    raise ValueError(f"tokens of request {request.id!r} must be {least} to {most}, got {len(new)}")
+                minimum, maximum = 0 if fails else 1, 1 + one.num_drafts
+                if not minimum <= len(new) <= maximum:
+                    raise ValueError(f"request {request.id!r} must get {minimum} to {maximum} tokens, got {len(new)}")
                 self.statistics.generated_tokens += len(new)
-                self.statistics.draft_tokens += work.drafts
+                self.statistics.draft_tokens += one.num_drafts
                 self.statistics.accepted_tokens += max(len(new) - 1, 0)
-                request.tokens += new[: request.most_tokens - len(request.tokens)]
+                request.tokens += new[: request.max_length - len(request.tokens)]
                 request.pending -= 1
                 if request.verifying:
-                    request.computed, request.verifying = work.start + len(new), False
+                    request.num_computed_tokens, request.verifying = one.start + len(new), False
             if fails:
-                self.pool.forget(request.pages)
-            elif request.pages and self.prefix_cache:
-                self._seal(request)
-            if work.samples and (len(request.tokens) >= request.most_tokens or fails or request.id in stopped):
+                self.pool.unregister(request.pages)
+            elif request.pages and self.enable_prefix_caching:
+                self._register_pages(request)
+            if one.samples and (len(request.tokens) >= request.max_length or fails or request.id in stopped):
                 self._finish(request)
                 ended.append(request)
         return ended
 
-    def _continue(self, step: Step, generating: bool) -> None:
-        """Add running requests that generate, or those whose prompt is not done."""
+    def _schedule_running(self, step: Step, generating: bool) -> None:
+        """Add the running requests that generate, or those whose prompt is incomplete."""
         for request in list(self._running):
-            if (step.gave_way and request not in self._running) or self._generates(request) != generating:
+            if (step.preempted and request not in self._running) or self._generates(request) != generating:
                 continue
-            count = min(self._wanted(request), step.left)
-            if count > 0 and self._make_room(request, request.computed + count, step):
-                self._assign(request, count, step)
-                if self.apart and not generating:
+            count = min(self._num_schedulable(request), step.token_budget)
+            if count > 0 and self._allocate_for(request, request.num_computed_tokens + count, step):
+                self._add_to(request, count, step)
+                if self.batch_invariant and not generating:
                     return
 
     def _generates(self, request: Request) -> bool:
-        missing = request.length - request.computed
-        return missing == 1 or (self.apart and request.computed >= len(request.prompt))
+        missing = request.length - request.num_computed_tokens
+        return missing == 1 or (self.batch_invariant and request.num_computed_tokens >= len(request.prompt))
 
-    def _wanted(self, request: Request) -> int:
-        """Tokens that could be computed of a running request."""
-        missing = request.length - request.computed
-        to_generate = request.most_tokens - request.length
-        ends_under_way = to_generate < 1 and missing <= 1
-        if ends_under_way or request.verifying:
+    def _num_schedulable(self, request: Request) -> int:
+        """Number of tokens of a running request that can be computed now."""
+        missing = request.length - request.num_computed_tokens
+        to_generate = request.max_length - request.length
+        ends_in_flight = to_generate < 1 and missing <= 1
+        if ends_in_flight or request.verifying:
             return 0
-        if missing == 1 and request.drafts and not request.pending:
-            return 1 + min(len(request.drafts), to_generate - 1)
-        if self.apart and missing > 1:
-            return max(len(request.prompt) - request.computed, 1)
+        if missing == 1 and request.draft_tokens and not request.pending:
+            return 1 + min(len(request.draft_tokens), to_generate - 1)
+        if self.batch_invariant and missing > 1:
+            return max(len(request.prompt) - request.num_computed_tokens, 1)
         return missing
 
-    def _assign(self, request: Request, count: int, step: Step) -> None:
-        """Give the step ``count`` tokens of a request that has the pages for them."""
-        missing = request.length - request.computed
+    def _add_to(self, request: Request, count: int, step: Step) -> None:
+        """Add ``count`` tokens of a request, which has the pages for them, to the step."""
+        missing = request.length - request.num_computed_tokens
         samples, drafts = count >= missing, max(count - missing, 0)
-        step.add(Work(request, request.computed, count, drafts, samples))
-        request.computed += count
+        begin, request.num_computed_tokens = request.num_computed_tokens, request.num_computed_tokens + count
+        num_scored = 0
+        if request.scores_prompt:
+            end = min(begin + count + 1, len(request.prompt))
+            num_scored = max(end - request.num_scored_tokens, 0)
+            request.num_scored_tokens += num_scored
+        step.add(ScheduledRequest(request, begin, count, drafts, samples, num_scored))
         request.pending += samples
         request.verifying = drafts > 0
 
-    def _make_room(self, request: Request, tokens: int, step: Step) -> bool:
-        """Whether a running request has pages for so many tokens now.
+    def _allocate_for(self, request: Request, tokens: int, step: Step) -> bool:
+        """Allocate the pages of a running request's first ``tokens`` tokens, preempting later requests if needed.
 
-        One that finds nobody to give way keeps what it has and waits: those who hold the pages are in this step, or
-        before it in order.
+        Returns False if none can be preempted: all other pages belong to requests of this step or to earlier ones. The
+        request then keeps its pages and waits.
         """
         missing = self._missing_pages(request, tokens)
         while (pages := self.pool.allocate(missing)) is None:
-            scheduled = {id(work.request) for work in step.work}
+            scheduled = {id(one.request) for one in step.scheduled}
             later = [other for other in self._running if other.order > request.order and id(other) not in scheduled]
             if not later:
                 return False
-            self._give_way(later[-1], step)
+            self._preempt(later[-1], step)
         request.pages += pages
         return True
 
     def _missing_pages(self, request: Request, tokens: int) -> int:
         return max(-(-tokens // self.pool.page_size) - len(request.pages), 0)
 
-    def _give_way(self, request: Request, step: Step) -> None:
-        step.gave_way = True
+    def _preempt(self, request: Request, step: Step) -> None:
+        step.preempted = True
         host = self.host_pool.allocate(len(request.pages))
         if host is not None:
             step.swap_out += zip(request.pages, host, strict=True)
             request.host_pages = host
             self.statistics.swapped += 1
         else:
-            request.computed, request.sealed, request.verifying = 0, 0, False
+            request.num_computed_tokens, request.num_registered_pages, request.verifying = 0, 0, False
             self.statistics.recomputed += 1
-        self._drop_pages(request)
+        self._release_pages(request)
         self._running.remove(request)
         _insert(self._waiting, request)
 
     def _admit(self, step: Step) -> bool:
-        """Let the first that waits run, if there is room for some of its tokens; whether it does."""
-        if not self._waiting or len(self._running) >= self.max_requests or step.left < 1 or step.gave_way:
+        """Start the first waiting request if step and cache have room for some of its tokens; whether it did."""
+        if not self._waiting or len(self._running) >= self.max_num_seqs or step.token_budget < 1 or step.preempted:
             return False
         request = self._waiting[0]
         if request.pending:
-            return False  # its last token is not known yet
-        hosted = request.host_pages
-        if not hosted:
-            request.pages = self._cached_pages(request)
-            request.shared = len(request.pages) * self.pool.page_size
-            request.computed = max(request.shared - self.repeats, 0)
-        count = min(self._wanted(request), step.left)
-        more = self.pool.allocate(max(self._missing_pages(request, request.computed + count), len(hosted)))
-        if more is None:
-            self._drop_pages(request)
-            request.computed = request.computed if hosted else 0
+            return False  # the host does not have its last token yet
+        host_pages = request.host_pages
+        if not host_pages:
+            request.pages = self._acquire_cached_pages(request)
+            request.num_shared_tokens = len(request.pages) * self.pool.page_size
+            request.num_computed_tokens = max(request.num_shared_tokens - self.prefix_overlap, 0)
+        count = min(self._num_schedulable(request), step.token_budget)
+        new_pages = self.pool.allocate(
+            max(self._missing_pages(request, request.num_computed_tokens + count), len(host_pages))
+        )
+        if new_pages is None:
+            self._release_pages(request)
+            request.num_computed_tokens = request.num_computed_tokens if host_pages else 0
             return False
-        if hosted:
-            step.swap_in += zip(hosted, more, strict=False)
-            self._drop_host_pages(request)
+        if host_pages:
+            step.swap_in += zip(host_pages, new_pages, strict=False)
+            self._release_host_pages(request)
         else:
-            request.cached += request.computed
-            request.sealed, request.chain = 0, self.pool.root(request.salt)
-            self.statistics.cached_tokens += request.computed
-        request.pages += more
+            request.num_cached_tokens += request.num_computed_tokens
+            request.num_registered_pages, request.page_hash = 0, self.pool.root_hash(request.cache_salt)
+            self.statistics.cached_tokens += request.num_computed_tokens
+        request.pages += new_pages
         _insert(self._running, self._waiting.pop(0))
-        self._assign(request, count, step)
+        self._add_to(request, count, step)
         return True
 
-    def _cached_pages(self, request: Request) -> list[int]:
-        """Pages that hold the start of a request already, referenced for it; never all its tokens."""
-        if not self.prefix_cache:
+    def _acquire_cached_pages(self, request: Request) -> list[int]:
+        """Acquire the registered pages of a request's longest cached prefix; at least one token remains to compute."""
+        # Tokens from the prefix cache have no logits.
+        if not self.enable_prefix_caching or (
+            request.scores_prompt and request.num_scored_tokens < len(request.prompt)
+        ):
             return []
-        found = self.pool.match(request.tokens[: request.length - 1], request.salt)
-        while self.apart and len(found) * self.pool.page_size % self.max_tokens:
+        found = self.pool.match(request.tokens[: request.length - 1], request.cache_salt)
+        while self.batch_invariant and len(found) * self.pool.page_size % self.max_num_batched_tokens:
             found.pop()
-        self.pool.take(found)
+        self.pool.acquire(found)
         return found
 
-    def _seal(self, request: Request) -> None:
-        """Offer the pages that are full of known, computed tokens to the prefix cache."""
+    def _register_pages(self, request: Request) -> None:
+        """Register pages that are full of computed tokens that the host has."""
         size, prompt = self.pool.page_size, len(request.prompt)
-        known = prompt - prompt % self.max_tokens if self.apart else len(request.tokens)
-        full = min(request.computed, known) // size
-        while request.sealed < min(full, len(request.pages)):
-            begin = request.sealed * size
+        known = prompt - prompt % self.max_num_batched_tokens if self.batch_invariant else len(request.tokens)
+        full = min(request.num_computed_tokens, known) // size
+        while request.num_registered_pages < min(full, len(request.pages)):
+            begin = request.num_registered_pages * size
             chunk = request.tokens[begin : begin + size]
-            request.chain = self.pool.seal(request.pages[request.sealed], request.chain, chunk)
-            request.sealed += 1
+            request.page_hash = self.pool.register(
+                request.pages[request.num_registered_pages], request.page_hash, chunk
+            )
+            request.num_registered_pages += 1
 
     def _finish(self, request: Request) -> None:
         request.finished = True
         del self._unfinished[request.id]
-        self._drop_pages(request)
-        self._drop_host_pages(request)
+        self._release_pages(request)
+        self._release_host_pages(request)
         for queue in (self._running, self._waiting):
             if request in queue:
                 queue.remove(request)
 
-    def _drop_pages(self, request: Request) -> None:
+    def _release_pages(self, request: Request) -> None:
         self.pool.release(request.pages)
         request.pages = []
 
-    def _drop_host_pages(self, request: Request) -> None:
+    def _release_host_pages(self, request: Request) -> None:
         self.host_pool.release(request.host_pages)
         request.host_pages = []
 
 
 def _insert(queue: list[Request], request: Request) -> None:
-    """Keep the queue in order."""
+    """Insert into a sorted queue."""
     bisect.insort(queue, request, key=lambda one: one.order)

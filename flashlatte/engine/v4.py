@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in the engine: a page holds tokens and the groups that they finish; states lie beside the pages."""
+"""DeepSeek-V4 in the engine: a page holds tokens and the groups that they complete; states are stored separately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups, take
-from flashlatte.engine.batch import Batch, Limits
+from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import window_format
 from flashlatte.engine.loading import load
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
@@ -29,31 +29,31 @@ from flashlatte.layers.v4.modules import check_weights, hidden_projections
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 from flashlatte.ops.mhc import mhc_post
 
-# Groups of the lowest ratio that a page holds, where nobody chose its size: what kernels of the indexer are made for.
+# Default number of groups of the lowest ratio in a page: the page size of the indexer's kernels.
 _GROUPS_OF_A_PAGE = 64
 
 
 class V4Model(PagedModel):
     """A DeepSeek-V4 that computes the logits of a flat batch over paged caches.
 
-    A page of ``page_size`` tokens holds the groups of each ratio that these tokens finish, page_size // ratio of them,
-    so that one table leads to all. Windows' keys stay as long as their request.
+    A page of ``page_size`` tokens holds the page_size // ratio groups of each ratio that these tokens complete, so that
+    one block table addresses all of them. Keys of windows stay until their request ends.
 
     Args:
         model: a transformers ``DeepseekV4ForCausalLM``, whose weights it uses, or the directory of its checkpoint.
-        backend: of the layers' operations; None chooses.
-        ranks: that compute it together, each with some of the groups of heads, as of ``Model``; None: this process
-            alone. All ranks store all keys.
+        backend: backend of the layers' operations; None chooses.
+        ranks: ranks that compute it together, each with some of the groups of heads, as in ``Model``; None: this
+            process. All ranks store all keys.
 
     Raises:
-        TypeError: a model without a head; layers with hooks or another forward; quantised weights that are read
-            (``o_a_proj``) and do not tell their matrix.
+        TypeError: a model without a head; layers with hooks or a replaced forward; quantised weights of ``o_a_proj``
+            from which the matrix cannot be recovered.
         OSError: no checkpoint can be read there, or one of its files is missing.
         ValueError: a model of another type; a checkpoint with a damaged file, or without some of the model's weights;
-            weights that ranks cannot divide, as of ``Model``.
+            weights that ranks cannot divide, as in ``Model``.
     """
 
-    # Which prompts attend over a workspace.
+    # Limits of prompts that attend over a workspace.
     workspaces = DEFAULT_LIMITS
 
     def __init__(self, model: Any, *, backend: str | None = None, ranks: Ranks | None = None) -> None:
@@ -79,9 +79,9 @@ class V4Model(PagedModel):
         for attention, config in zip(attentions, self.layers, strict=True):
             check_weights(attention, config, self.dtype)
         fuse_weights_on_gpu(map(hidden_projections, attentions, self.layers))
-        # What unfinished groups need is no page's: it goes with the request. The first group behind a shared page needs
-        # the one before it where groups overlap.
-        self.repeats = max(config.overlap * config.ratio for config in self.layers)
+        # Unfinished groups have state of a request, not of a page. Where groups overlap, the first group after a shared
+        # page needs the one before it.
+        self.prefix_overlap = max(config.overlap * config.ratio for config in self.layers)
         self._streams: int = model.config.hc_mult
         ratios = sorted({config.ratio for config in self.layers} - {0})
         self._tokens_of_groups = math.lcm(*ratios) if ratios else 1
@@ -89,7 +89,7 @@ class V4Model(PagedModel):
         self.page_size = -(-least // self._tokens_of_groups) * self._tokens_of_groups
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[CacheFormat, int]]:
-        """Each layer's window, and its groups and index keys if it has them."""
+        """The window of each layer, and its groups and index keys if it has them."""
         if page_size % self._tokens_of_groups:
             raise ValueError(
                 f"page_size must be a multiple of {self._tokens_of_groups}, so that groups end with it, got {page_size}"
@@ -105,23 +105,27 @@ class V4Model(PagedModel):
                 found.append((keys, page_size // config.ratio))
         return found
 
-    def planner(self, cache_format: str, limits: Limits) -> Planner:
+    def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
         max_pages = min(limits.num_pages, -(-self.max_position // limits.page_size))
         builder = V4Builder(
             self.layers,
             limits.page_size,
-            limits.max_requests,
+            limits.max_num_seqs,
             max_pages,
             self.device,
-            num_speculative_tokens=limits.drafts,
+            num_speculative_tokens=limits.num_speculative_tokens,
             limits=self.workspaces,
             backend=self.backend,
         )
 
-        def plan(batch: Batch, pad_to: int | None) -> V4Metadata:
+        def plan(batch: StepBatch, pad_to: int | None) -> V4Metadata:
             spans = [(length - count, length) for count, length in zip(batch.counts, batch.lengths, strict=True)]
             return builder.build(
-                spans, batch.page_table(), batch.places, shared_tokens=batch.shared, pad_requests_to=pad_to
+                spans,
+                batch.page_table(),
+                batch.state_indices,
+                shared_tokens=batch.num_shared_tokens,
+                pad_requests_to=pad_to,
             )
 
         return plan
@@ -140,21 +144,21 @@ class V4Model(PagedModel):
             attended = attend(layer.self_attn, config, normed(layer.input_layernorm, seen), step, cache, self.backend)
             streams = mhc_post(self.ranks.sum(attended), streams, shares, mixture, backend=self.backend)
             shares, mixture, seen = read_streams(layer.ffn_hc, streams, self.backend)
-            # The first layers choose experts by the token itself.
+            # The first layers choose experts by token id.
             fed = layer.mlp(normed(layer.post_attention_layernorm, seen)[None], input_ids=tokens[None])[0]
             streams = mhc_post(fed, streams, shares, mixture, backend=self.backend)
         return self._head(normed(self._body.norm, self._body.hc_head(streams[rows][None])[0]))
 
 
 def _keep_share(config: V4Config, layer: Any, ranks: Ranks) -> V4Config:
-    """Leave a decoder layer this rank's part; what its attention is then."""
+    """Reduce a decoder layer to this rank's part; returns the config of its attention then."""
     kept = keep_groups(config, layer.self_attn, ranks)
     divide_mlp(layer.mlp, ranks)
     return kept
 
 
 def _cache_of(config: V4Config, caches: Iterator[torch.Tensor], states: States) -> V4Cache:
-    """A layer's caches, the next of ``allocate``'s."""
+    """The caches of the next layer, in the order of ``allocate``."""
     window = next(caches)
     groups = next(caches) if config.ratio else None
     keys = None if config.indexer is None else next(caches)

@@ -8,30 +8,32 @@ import subprocess
 import sys
 
 import pytest
-from support.engine_models import generated_by_transformers, model
+from support import rank_engine_jobs
+from support.engine_models import generated_by_transformers, greedy, model
 
 from flashlatte import cli
+from flashlatte.engine import Engine
 
 
 class Letters:
     """A tokenizer of one letter a token."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(letter) - 30 for letter in text]
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join(chr(token + 30) for token in tokens)
 
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
     model("DeepseekV3").save_pretrained(tmp_path)
-    monkeypatch.setattr("flashlatte.engine.command._tokenizer", lambda path: Letters())
+    monkeypatch.setattr("flashlatte.engine.command.load_tokenizer", lambda path: Letters())
     return tmp_path
 
 
 def test_a_text_is_continued(checkpoint, capsys):
-    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--new-tokens", "9"]) == 0
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--max-tokens", "9"]) == 0
     output = capsys.readouterr()
     expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9))
     assert output.out == expected + "\n"
@@ -43,10 +45,10 @@ def test_a_text_that_ends_within_a_letter_is_shown_to_its_end(checkpoint, capsys
     tokenizer = Letters()
     # The last token's first letter is whole.
     monkeypatch.setattr(
-        tokenizer, "decode", lambda tokens: "".join(f"({token}\N{REPLACEMENT CHARACTER}" for token in tokens)
+        tokenizer, "decode", lambda tokens, **_: "".join(f"({token}\N{REPLACEMENT CHARACTER}" for token in tokens)
     )
-    monkeypatch.setattr("flashlatte.engine.command._tokenizer", lambda path: tokenizer)
-    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--new-tokens", "3"]) == 0
+    monkeypatch.setattr("flashlatte.engine.command.load_tokenizer", lambda path: tokenizer)
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--max-tokens", "3"]) == 0
     tokens = generated_by_transformers("DeepseekV3", tokenizer.encode("Hello"), 3)
     assert capsys.readouterr().out == tokenizer.decode(tokens) + "\n"
 
@@ -55,7 +57,7 @@ def test_a_text_ends_where_the_checkpoint_says(checkpoint, capsys):
     tokens = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9)
     config = json.loads((checkpoint / "generation_config.json").read_text())
     (checkpoint / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [96, tokens[5]]}))
-    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--new-tokens", "9"]) == 0
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Hello", "--max-tokens", "9"]) == 0
     assert capsys.readouterr().out == Letters().decode(tokens[: tokens.index(tokens[5])]) + "\n"
 
 
@@ -77,7 +79,7 @@ def test_mistakes_are_errors_with_words(checkpoint, capsys):
 
 def test_a_text_from_standard_input(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello")))
-    assert cli.main(["generate", str(checkpoint), "--file", "-", "--new-tokens", "3"]) == 0
+    assert cli.main(["generate", str(checkpoint), "--file", "-", "--max-tokens", "3"]) == 0
     expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 3))
     assert capsys.readouterr().out == expected + "\n"
 
@@ -89,6 +91,15 @@ def test_only_the_first_rank_reads_the_text(checkpoint, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["generate", str(checkpoint / "nothing"), "--file", "-"]) == 2
     assert text.read() == "Hello"
+
+
+def test_nan_logits_are_an_error_with_a_reason(checkpoint, capsys):
+    rank_engine_jobs.poisoned("DeepseekV3").save_pretrained(checkpoint)
+    text = "Hello" + Letters().decode([rank_engine_jobs.POISON])
+    assert cli.main(["generate", str(checkpoint), "--prompt", text]) == 1
+    error = capsys.readouterr().err
+    assert "flashlatte generate: request 'request-0' failed: no token at position 6 can be chosen: the logits" in error
+    assert "Traceback" not in error
 
 
 def test_files_that_cannot_be_read_are_named(checkpoint, capsys):
@@ -125,14 +136,31 @@ def test_no_directory_is_no_question_of_a_tokenizer(tmp_path, capsys):
     assert "must be the directory of a checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.full
-def test_torchrun_divides_the_model(tmp_path):
-    """Two processes of ``flashlatte generate``, of which the first writes."""
+def save_letters(path):
+    """Save ``Letters`` as a tokenizer of transformers."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     letters = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(30 + token): token for token in range(97)}, " "))
     letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     letters.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(path)
+
+
+def test_an_engine_takes_the_tokenizer_of_its_checkpoint(tmp_path):
+    model("DeepseekV3").save_pretrained(tmp_path)
+    assert Engine(tmp_path, num_pages=4).tokenizer is None
+    save_letters(tmp_path)
+    (output,) = Engine(tmp_path, num_pages=4).generate(["Hello"], greedy(9))
+    expected = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9)
+    assert (output.prompt, output.outputs[0].text) == ("Hello", Letters().decode(expected))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^model must be a directory with a tokenizer, and transformers loads none"):
+        Engine(tmp_path, num_pages=4)
+
+
+@pytest.mark.full
+def test_torchrun_divides_the_model(tmp_path):
+    """Two processes of ``flashlatte generate``. Only the first writes."""
+    save_letters(tmp_path)
     model("DeepseekV3").save_pretrained(tmp_path)
     launch = [
         sys.executable,
@@ -144,7 +172,7 @@ def test_torchrun_divides_the_model(tmp_path):
         "-m",
         "flashlatte",
     ]
-    arguments = ["generate", str(tmp_path), "--prompt", "Hello", "--new-tokens", "9", "--context-parallel", "2"]
+    arguments = ["generate", str(tmp_path), "--prompt", "Hello", "--max-tokens", "9", "--context-parallel", "2"]
     done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=300)
     expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9))
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr

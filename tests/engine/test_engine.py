@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import VOCABULARY, generated_by_transformers, model, prompt
+from support.engine_models import VOCABULARY, chosen_logprobs, generated_by_transformers, greedy, model, prompt
 from support.marks import mostly_full
 
-from flashlatte.engine import Engine, Model, SamplingParams
+from flashlatte.engine import Engine, Model
 from flashlatte.integrations.transformers import enable
 
 FAMILIES = (
@@ -29,16 +29,16 @@ LENGTHS = (3, 17, 40, 1, 26)
 
 
 def engine(family: str | torch.nn.Module = "DeepseekV3", **options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     return Engine(model(family) if isinstance(family, str) else family, **settings | options)
 
 
 def check(engine: Engine, family: str = "DeepseekV3", new: int = 9) -> list[Any]:
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new))
+    outputs = engine.generate(prompts, greedy(new))
     for tokens, output in zip(prompts, outputs, strict=True):
-        assert output.tokens == generated_by_transformers(family, tokens, new)
-        assert output.finish_reason == "length"
+        assert output.outputs[0].token_ids == generated_by_transformers(family, tokens, new)
+        assert output.outputs[0].finish_reason == "length"
     assert engine.pool.in_use == 0
     return outputs
 
@@ -48,30 +48,33 @@ def test_mixed_lengths(family):
     check(engine(family), family)
 
 
-@pytest.mark.parametrize("max_tokens", [5, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64))])
-def test_every_chunk_size(max_tokens):
-    check(engine(max_tokens=max_tokens))
+@pytest.mark.parametrize(
+    "max_num_batched_tokens", [5, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64))]
+)
+def test_every_chunk_size(max_num_batched_tokens):
+    check(engine(max_num_batched_tokens=max_num_batched_tokens))
 
 
 @pytest.mark.parametrize(
-    ("family", "host_pages"),
+    ("family", "swap_space"),
     [("DeepseekV3", 0), ("DeepseekV3", 12), pytest.param("GlmMoeDsa", 0, marks=pytest.mark.full), ("GlmMoeDsa", 12)],
 )
-def test_a_pool_so_small_that_requests_give_way(family, host_pages):
-    small = engine(family, num_pages=7, host_pages=host_pages, prefix_cache=False)
+def test_a_pool_so_small_that_requests_give_way(family, swap_space):
+    small = engine(family, num_pages=7, swap_space=swap_space, enable_prefix_caching=False)
     check(small, family)
     statistics = small.statistics()
-    assert statistics["swapped" if host_pages else "recomputed"] > 0
+    assert statistics["swapped" if swap_space else "recomputed"] > 0
 
 
 @pytest.mark.parametrize(
-    ("family", "drafts"), [("DeepseekV3", 4), pytest.param("DeepseekV3", 1, marks=pytest.mark.full), ("DeepseekV32", 3)]
+    ("family", "num_speculative_tokens"),
+    [("DeepseekV3", 4), pytest.param("DeepseekV3", 1, marks=pytest.mark.full), ("DeepseekV32", 3)],
 )
-def test_drafts_change_no_token(family, drafts):
-    speculating = engine(family, drafts=drafts)
+def test_drafts_change_no_token(family, num_speculative_tokens):
+    speculating = engine(family, num_speculative_tokens=num_speculative_tokens)
     repeated = prompt(4) * 6
-    (output,) = speculating.generate([repeated], SamplingParams(max_new_tokens=24))
-    assert output.tokens == generated_by_transformers(family, repeated, 24)
+    (output,) = speculating.generate([repeated], greedy(24))
+    assert output.outputs[0].token_ids == generated_by_transformers(family, repeated, 24)
     statistics = speculating.statistics()
     assert statistics["generated_tokens"] == 24
     assert statistics["draft_tokens"] >= statistics["accepted_tokens"] > 0
@@ -82,37 +85,41 @@ def test_drafts_change_no_token(family, drafts):
 def test_a_prefix_is_computed_once(family):
     shared = prompt(40)
     served = engine(family)
-    first, second = served.generate([[*shared, 1], [*shared, 2]], SamplingParams(max_new_tokens=3))
-    later = served.generate([[*shared, 3]], SamplingParams(max_new_tokens=3))[0]
-    assert later.cached_tokens == 40
+    first, second = served.generate([[*shared, 1], [*shared, 2]], greedy(3))
+    later = served.generate([[*shared, 3]], greedy(3))[0]
+    assert later.num_cached_tokens == 40
     for output in (first, second, later):
-        assert output.tokens == generated_by_transformers(family, output.prompt, 3)
+        assert output.outputs[0].token_ids == generated_by_transformers(family, output.prompt_token_ids, 3)
     assert served.statistics()["cached_tokens"] >= 40
 
 
 def test_arrivals_and_aborts_leave_the_others_alone():
-    served = engine(max_tokens=16)
-    wanted = {served.add(prompt(20, seed), SamplingParams(max_new_tokens=6)): prompt(20, seed) for seed in range(3)}
-    gone = served.add(prompt(30, 9), SamplingParams(max_new_tokens=6))
+    served = engine(max_num_batched_tokens=16)
+    wanted = {served.add(prompt(20, seed), greedy(6)): prompt(20, seed) for seed in range(3)}
+    gone = served.add(prompt(30, 9), greedy(6))
     done = {}
     for number in range(60):
         if number == 2:
-            assert served.abort(gone).finish_reason == "abort"
-            wanted[served.add(prompt(11, 5), SamplingParams(max_new_tokens=6))] = prompt(11, 5)
-        done |= {output.id: output.tokens for output in served.step() if output.finish_reason == "length"}
+            assert served.abort(gone).outputs[0].finish_reason == "abort"
+            wanted[served.add(prompt(11, 5), greedy(6))] = prompt(11, 5)
+        done |= {
+            output.request_id: output.outputs[0].token_ids
+            for output in served.step()
+            if output.outputs[0].finish_reason == "length"
+        }
     assert done == {name: generated_by_transformers("DeepseekV3", tokens, 6) for name, tokens in wanted.items()}
     assert served.pool.in_use == 0
 
 
-@pytest.mark.parametrize("under_way", [False, True], ids=["ended", "under way"])
+@pytest.mark.parametrize("in_flight", [False, True], ids=["ended", "under way"])
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
-def test_weights_that_change_and_what_was_computed_before(family, under_way):
+def test_weights_that_change_and_what_was_computed_before(family, in_flight):
     """A request that is under way seals pages of the old weights behind the reset, too."""
     changed = copy.deepcopy(model(family))
     served = engine(changed)
-    text, params = prompt(40), SamplingParams(max_new_tokens=6, logprobs=True)
+    text, params = prompt(40), greedy(6, logprobs=0)
     served.add(text, params)
-    while served.unfinished and not (under_way and served.statistics()["generated_tokens"]):
+    while served.unfinished and not (in_flight and served.statistics()["generated_tokens"]):
         served.step()
     with torch.no_grad():
         for weight in changed.parameters():
@@ -122,15 +129,15 @@ def test_weights_that_change_and_what_was_computed_before(family, under_way):
         served.step()
     (fresh,) = engine(changed).generate([text], params)
     (output,) = served.generate([text], params)
-    assert output.cached_tokens == 0
-    assert output.tokens == fresh.tokens
-    assert torch.allclose(torch.tensor(output.logprobs), torch.tensor(fresh.logprobs), atol=1e-5)
-    assert served.generate([text], params)[0].cached_tokens > 0
+    assert output.num_cached_tokens == 0
+    assert output.outputs[0].token_ids == fresh.outputs[0].token_ids
+    assert torch.allclose(torch.tensor(chosen_logprobs(output)), torch.tensor(chosen_logprobs(fresh)), atol=1e-5)
+    assert served.generate([text], params)[0].num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pages": 12, "host_pages": 8, "prefix_cache": False}])
+@pytest.mark.parametrize("options", [{}, {"num_pages": 12, "swap_space": 8, "enable_prefix_caching": False}])
 def test_batch_invariance_changes_no_token(options):
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     check(Engine(Model(model(), batch_invariant=True), **settings | options))
 
 
@@ -139,51 +146,51 @@ def test_batch_invariance_changes_no_token(options):
     [
         ([], [prompt(5, 1)], {}),
         ([], [prompt(20, 2), prompt(9, 3), prompt(31, 4)], {}),
-        ([], [prompt(20, 2), prompt(9, 3), prompt(31, 4)], {"num_pages": 11, "prefix_cache": False}),
+        ([], [prompt(20, 2), prompt(9, 3), prompt(31, 4)], {"num_pages": 11, "enable_prefix_caching": False}),
         ([prompt(37)[:26], prompt(37)], [prompt(8, 4)], {}),
     ],
     ids=["one other", "three others", "computed again", "a prefix that is there"],
 )
 def test_batch_invariant_bits_do_not_depend_on_other_requests(earlier, beside, options):
     """Of a model without experts: on a CPU an expert's product has as many rows as tokens that chose it."""
-    sampling = SamplingParams(max_new_tokens=12, logprobs=True)
+    sampling = greedy(12, logprobs=0)
 
     def generated(earlier: list[list[int]], beside: list[list[int]], **options: Any) -> Any:
-        settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 16, "max_requests": 4}
+        settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4}
         served = Engine(Model(model("Youtu"), batch_invariant=True), **settings | options)
         for one in earlier:
             served.generate([one], sampling)
         output = served.generate([*beside, prompt(37)], sampling)[-1]
         assert (served.statistics()["recomputed"] > 0) == ("num_pages" in options)
-        assert output.cached_tokens == (32 if earlier else 0)
-        return output.tokens, output.logprobs
+        assert output.num_cached_tokens == (32 if earlier else 0)
+        return output.outputs[0].token_ids, chosen_logprobs(output)
 
     assert generated(earlier, beside, **options) == generated([], [])
 
 
 def test_batch_invariance_takes_no_drafts():
-    with pytest.raises(ValueError, match=r"drafts must be 0 for a batch_invariant model, .* got 2"):
-        Engine(Model(model(), batch_invariant=True), drafts=2)
+    with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 for a batch_invariant model, got 2"):
+        Engine(Model(model(), batch_invariant=True), num_speculative_tokens=2)
 
 
 def test_stop_tokens_end_a_request():
     expected = generated_by_transformers("DeepseekV3", prompt(5), 8)
-    (output,) = engine().generate([prompt(5)], SamplingParams(max_new_tokens=8, stop_tokens=(expected[3],)))
-    assert output.tokens == expected[: expected.index(expected[3]) + 1]
-    assert output.finish_reason == "stop"
+    (output,) = engine().generate([prompt(5)], greedy(8, stop_token_ids=(expected[3],)))
+    assert output.outputs[0].token_ids == expected[: expected.index(expected[3]) + 1]
+    assert output.outputs[0].finish_reason == "stop"
 
 
 class Decoder:
     """A tokenizer of one letter a token that encodes no text."""
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join(chr(token + 30) for token in tokens)
 
 
 class Letters(Decoder):
     """A tokenizer of one letter a token."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(letter) - 30 for letter in text]
 
 
@@ -191,44 +198,51 @@ def test_texts_in_and_stops():
     served = engine(tokenizer=Letters())
     expected = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 8)
     stop = Letters().decode(expected[2:4])
-    (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop=(stop,)))
-    assert output.tokens == expected[:4]
-    assert output.text == Letters().decode(expected[:2])
-    assert served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop=stop))[0].tokens == output.tokens
-    (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8, stop_tokens=(expected[5],)))
-    assert output.text == Letters().decode(expected[: expected.index(expected[5])])
-    (output,) = served.generate(["Hello"], SamplingParams(max_new_tokens=8))
-    assert output.text == Letters().decode(expected)
+    (output,) = served.generate(["Hello"], greedy(8, stop=(stop,)))
+    assert output.outputs[0].token_ids == expected[:4]
+    assert output.outputs[0].text == Letters().decode(expected[:2])
+    assert served.generate(["Hello"], greedy(8, stop=stop))[0].outputs[0].token_ids == output.outputs[0].token_ids
+    (output,) = served.generate(["Hello"], greedy(8, stop_token_ids=(expected[5],)))
+    assert output.outputs[0].text == Letters().decode(expected[: expected.index(expected[5])])
+    (output,) = served.generate(["Hello"], greedy(8))
+    assert output.outputs[0].text == Letters().decode(expected)
 
 
 def test_stream_gives_tokens_as_they_come():
-    assert list(engine().stream(prompt(6), SamplingParams(max_new_tokens=5))) == generated_by_transformers(
-        "DeepseekV3", prompt(6), 5
-    )
+    assert list(engine().stream(prompt(6), greedy(5))) == generated_by_transformers("DeepseekV3", prompt(6), 5)
 
 
 def test_a_repetition_penalty_is_transformers():
-    params = SamplingParams(max_new_tokens=12, repetition_penalty=1.7)
+    params = greedy(12, repetition_penalty=1.7)
     expected = generated_by_transformers("DeepseekV3", prompt(9), 12, repetition_penalty=1.7)
-    for drafts in (0, 3):
-        assert engine(drafts=drafts).generate([prompt(9)], params)[0].tokens == expected
+    for num_speculative_tokens in (0, 3):
+        assert (
+            engine(num_speculative_tokens=num_speculative_tokens).generate([prompt(9)], params)[0].outputs[0].token_ids
+            == expected
+        )
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch_and_with_drafts():
-    params = SamplingParams(max_new_tokens=10, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7)
-    alone = engine().generate([prompt(9)], params)[0].tokens
-    together = engine().generate([prompt(9), *(prompt(7, seed) for seed in range(1, 4))], params)[0].tokens
-    speculated = engine(drafts=3, max_tokens=7).generate([prompt(9)], params)[0].tokens
+    params = greedy(10, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7)
+    alone = engine().generate([prompt(9)], params)[0].outputs[0].token_ids
+    together = (
+        engine().generate([prompt(9), *(prompt(7, seed) for seed in range(1, 4))], params)[0].outputs[0].token_ids
+    )
+    speculated = (
+        engine(num_speculative_tokens=3, max_num_batched_tokens=7).generate([prompt(9)], params)[0].outputs[0].token_ids
+    )
     assert alone == together == speculated
-    assert alone != engine().generate([prompt(9)], SamplingParams(max_new_tokens=10))[0].tokens
+    assert alone != engine().generate([prompt(9)], greedy(10))[0].outputs[0].token_ids
 
 
 def test_logprobs_are_the_models():
-    (output,) = engine().generate([prompt(5)], SamplingParams(max_new_tokens=4, logprobs=True))
+    (output,) = engine().generate([prompt(5)], greedy(4, logprobs=0))
     with torch.no_grad():
-        logits = model().forward(torch.tensor([[*output.prompt, *output.tokens]])).logits[0, 4:-1]
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(output.tokens)[:, None]).squeeze(-1)
-    assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-5)
+        logits = (
+            model().forward(torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])).logits[0, 4:-1]
+        )
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(output.outputs[0].token_ids)[:, None]).squeeze(-1)
+    assert torch.allclose(torch.tensor(chosen_logprobs(output)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -237,23 +251,26 @@ def test_logprobs_are_the_models():
         ({"prompt": []}, "prompt of request 'a' must have at least one token"),
         ({"prompt": [VOCABULARY]}, "prompt must hold tokens from 0 to 96, got 97"),
         ({"prompt": [1] * 600}, "must not pass the model's 512 positions"),
-        ({"prompt": [1] * 100, "sampling": SamplingParams(max_new_tokens=400)}, "the cache has 128"),
-        ({"prompt": [1], "sampling": SamplingParams(stop=("x",))}, "stop needs an engine with a tokenizer"),
+        ({"prompt": [1] * 100, "sampling_params": greedy(400)}, "it holds 128"),
+        ({"prompt": [1], "sampling_params": greedy(stop=("x",))}, "stop needs an engine with a tokenizer"),
         ({"prompt": [1.5]}, "prompt must hold ints, got 1.5"),
         ({"prompt": [[1, 2]]}, r"prompt must hold ints, got \[1, 2\]"),
         ({"prompt": 5}, "prompt must be a sequence of ints, got 5"),
         ({"prompt": {2, 1}}, "prompt must hold its tokens in order, got {1, 2}"),
         ({"prompt": {7: 1}}, "prompt must hold its tokens in order, got {7: 1}"),
-        ({"prompt": [1], "sampling": {"temperature": 1.0}}, "sampling must be SamplingParams or None, got dict"),
-        ({"prompt": [1], "id": 5}, "id must be a text, got 5"),
-        ({"prompt": [1], "salt": None}, "salt must be a text, got None"),
+        (
+            {"prompt": [1], "sampling_params": {"temperature": 1.0}},
+            "sampling_params must be SamplingParams or None, got dict",
+        ),
+        ({"prompt": [1], "request_id": 5}, "request_id must be a string, got 5"),
+        ({"prompt": [1], "cache_salt": None}, "cache_salt must be a string, got None"),
         ({"prompt": [1], "priority": 0.5}, "priority must be an int, got float"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):
     served = engine(num_pages=16)
     with pytest.raises((TypeError, ValueError), match=message):
-        served.add(**{"id": "a"} | arguments)
+        served.add(**{"request_id": "a"} | arguments)
     assert served.unfinished == 0
 
 
@@ -263,11 +280,11 @@ def test_errors_name_the_argument(arguments, message):
         ({"cache_format": "v32"}, r"^cache_format must be bf16, fp16, fp32 or fp8 for rows of 32 \+ 8, got 'v32'$"),
         ({"cache_format": "index_fp8"}, r"fp32 or fp8 for rows of 32 \+ 8, got 'index_fp8'$"),
         ({"cache_format": ""}, "^cache_format must be bf16, fp16, .*, got ''$"),
-        ({"patience": 1.5}, "patience must be an int, got float"),
+        ({"starvation_limit": 1.5}, "starvation_limit must be an int, got float"),
         ({"tokenizer": "checkpoint"}, "^tokenizer must have decode, .* got 'checkpoint'$"),
         ({"tokenizer": 5}, "^tokenizer must have decode, .* got int$"),
-        ({"prefix_cache": 2}, "prefix_cache must be True or False, got 2"),
-        ({"graphs": "no"}, "graphs must be True or False, got 'no'"),
+        ({"enable_prefix_caching": 2}, "enable_prefix_caching must be True or False, got 2"),
+        ({"cuda_graphs": "no"}, "cuda_graphs must be True or False, got 'no'"),
     ],
 )
 def test_an_engine_that_could_not_run_is_not_made(options, message):
@@ -278,7 +295,8 @@ def test_an_engine_that_could_not_run_is_not_made(options, message):
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, "greedy"])
 def test_sampling_that_is_neither_parameters_nor_a_list_of_them(sampling):
     with pytest.raises(
-        TypeError, match=f"^sampling must be SamplingParams, a list of them or None, got {type(sampling).__name__}$"
+        TypeError,
+        match=f"^sampling_params must be SamplingParams, a list of them or None, got {type(sampling).__name__}$",
     ):
         engine().generate([[1], [2]], sampling)
 
@@ -291,17 +309,19 @@ def test_one_text_is_no_batch_of_letters():
 def test_a_tokenizer_that_only_decodes_serves_stops_and_no_texts():
     expected = generated_by_transformers("DeepseekV3", prompt(5), 3)
     served, last = engine(tokenizer=Decoder()), Decoder().decode(expected[-1:])
-    (output,) = served.generate([prompt(5)], SamplingParams(max_new_tokens=6, stop=(last,)))
-    assert output.text == Decoder().decode(expected).partition(last)[0]
-    with pytest.raises(TypeError, match="prompt must be tokens, as the engine has no tokenizer that encodes, got a te"):
+    (output,) = served.generate([prompt(5)], greedy(6, stop=(last,)))
+    assert output.outputs[0].text == Decoder().decode(expected).partition(last)[0]
+    with pytest.raises(
+        TypeError, match="prompt must be tokens for an engine without a tokenizer that encodes, got a str"
+    ):
         served.add("Hello")
 
 
 def test_a_prompt_may_be_a_tensor():
-    (output,) = engine().generate([torch.tensor(prompt(5))], SamplingParams(max_new_tokens=2))
-    assert output.tokens == generated_by_transformers("DeepseekV3", prompt(5), 2)
+    (output,) = engine().generate([torch.tensor(prompt(5))], greedy(2))
+    assert output.outputs[0].token_ids == generated_by_transformers("DeepseekV3", prompt(5), 2)
     with pytest.raises(ValueError, match="text needs an engine with a tokenizer"):
-        _ = output.text
+        _ = output.outputs[0].text
 
 
 def test_a_model_with_other_layers_is_refused_by_name():
@@ -335,9 +355,9 @@ def test_hooks_that_collect_hidden_states_are_none_of_the_engines(family):
     hooked = copy.deepcopy(model(family))
     hooked(torch.tensor([prompt(5)]), output_hidden_states=True)
     assert hooked.model.layers[1]._forward_hooks
-    (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
-    (alone,) = Engine(model(family), num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
-    assert output.tokens == alone.tokens
+    (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    (alone,) = Engine(model(family), num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
@@ -356,8 +376,8 @@ def test_hooks_that_the_engine_would_pass_over_are_refused(family):
             Engine(hooked, num_pages=24, page_size=16)
         del part.forward
     layer.mlp.register_forward_hook(lambda *called: called[2])
-    (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
-    assert output.tokens == generated_by_transformers(family, prompt(5), 3)
+    (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
 
 
 def test_a_checkpoint_of_kimi_k2(tmp_path):
@@ -366,8 +386,8 @@ def test_a_checkpoint_of_kimi_k2(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2", "auto_map": code}))
-    (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
-    assert output.tokens == generated_by_transformers("DeepseekV3", prompt(5), 3)
+    (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers("DeepseekV3", prompt(5), 3)
 
 
 @pytest.mark.parametrize(
@@ -384,15 +404,15 @@ def test_hooks_around_the_layers_are_refused(name, told):
 def test_a_model_that_is_enabled_is_served(family):
     """The hooks of ``enable`` are none of the engine's."""
     enabled = enable(copy.deepcopy(model(family)))
-    (output,) = Engine(enabled, num_pages=24, page_size=16).generate([prompt(5)], SamplingParams(max_new_tokens=3))
-    assert output.tokens == generated_by_transformers(family, prompt(5), 3)
+    (output,) = Engine(enabled, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
 
 
 def test_an_id_in_use_is_refused_and_its_request_goes_on():
     served = engine()
-    served.add(prompt(3), SamplingParams(max_new_tokens=2), id="a")
+    served.add(prompt(3), greedy(2), request_id="a")
     with pytest.raises(ValueError, match="got 'a' again"):
-        served.add([1], id="a")
+        served.add([1], request_id="a")
     while served.unfinished:
         served.step()
     with pytest.raises(ValueError, match="unfinished request, got 'a'"):

@@ -11,10 +11,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from support.engine_models import VOCABULARY, model, prompt
+from support.choosing import choose
+from support.engine_models import VOCABULARY, chosen_logprobs, greedy, model, prompt
 
-from flashlatte.engine import Engine, Model, Output, SamplingParams
-from flashlatte.engine.sampling import sample
+from flashlatte.engine import Engine, Model, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.full
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -30,12 +30,16 @@ PROMPTS = tuple(
     )
 )
 SAMPLINGS = (
-    SamplingParams(1),
-    SamplingParams(10, logprobs=True),
-    SamplingParams(10, repetition_penalty=1.4, suppress_tokens=range(20)),  # type: ignore[arg-type]
-    SamplingParams(9, temperature=0.9, top_p=0.8, seed=2, logprobs=True),
-    SamplingParams(10, stop_tokens=tuple(range(0, VOCABULARY, 9)), logprobs=True),
-    SamplingParams(10, stop=("ba", "cd", "addd")),
+    greedy(1),
+    greedy(10, logprobs=0),
+    greedy(10, repetition_penalty=1.4, suppress_tokens=range(20)),  # type: ignore[arg-type]
+    greedy(9, temperature=0.9, top_p=0.8, seed=2, logprobs=0),
+    greedy(10, stop_token_ids=tuple(range(0, VOCABULARY, 9)), logprobs=0),
+    greedy(10, stop=("ba", "cd", "addd")),
+    greedy(
+        10, presence_penalty=1.0, frequency_penalty=0.5, logit_bias={3: 1.0}, min_tokens=5, stop_token_ids=range(50)
+    ),
+    SamplingParams(max_tokens=9, seed=3, frequency_penalty=1.0, allowed_token_ids=tuple(range(40)), logprobs=2),
 )
 MOST_TOKENS = max(map(len, PROMPTS)) + 10
 
@@ -43,7 +47,7 @@ MOST_TOKENS = max(map(len, PROMPTS)) + 10
 class Pieces:
     """A tokenizer of one to three letters a token."""
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join("abcd"[token % 4] * (1 + token % 3) for token in tokens)
 
 
@@ -58,14 +62,13 @@ def expected(family: str, tokens: tuple[int, ...], sampling: SamplingParams) -> 
     """Tokens, log-probabilities and the reason of the end."""
     new: list[int] = []
     logprobs: list[float] = []
-    while len(new) < sampling.max_new_tokens:
+    while len(new) < sampling.max_tokens:
         known = (*tokens, *new)
-        logits, seen = logits_of(family, known)[None], torch.zeros(1, VOCABULARY, dtype=torch.bool)
-        seen[0, list(known)] = True
-        token = int(sample(logits, [sampling], [len(known)], seen))
+        logits = logits_of(family, known)[None]
+        token = int(choose(logits, [sampling], prompt=tokens, output=new))
         new.append(token)
         logprobs.append(float(logits.log_softmax(-1)[0, token]))
-        if token in sampling.stop_tokens or any(stop in Pieces().decode(new) for stop in sampling.stop):
+        if token in sampling.all_stop_token_ids or any(stop in Pieces().decode(new) for stop in sampling.stop or ()):
             return new, logprobs, "stop"
     return new, logprobs, "length"
 
@@ -75,26 +78,30 @@ class Requests(RuleBasedStateMachine):
         family=st.sampled_from(FAMILIES),
         page_size=st.sampled_from([1, 2, 8]),
         more_pages=st.sampled_from([0, 1, 4, 40]),
-        host_pages=st.sampled_from([0, 4, 40]),
-        drafts=st.sampled_from([0, 1, 4]),
+        swap_space=st.sampled_from([0, 4, 40]),
+        num_speculative_tokens=st.sampled_from([0, 1, 4]),
         limits=st.fixed_dictionaries(
             {
-                "max_tokens": st.sampled_from([1, 2, 5, 16, 64]),
-                "max_requests": st.integers(1, 5),
-                "patience": st.sampled_from([1, 64]),
-                "prefix_cache": st.booleans(),
+                "max_num_batched_tokens": st.sampled_from([1, 2, 5, 16, 64]),
+                "max_num_seqs": st.integers(1, 5),
+                "starvation_limit": st.sampled_from([1, 64]),
+                "enable_prefix_caching": st.booleans(),
             }
         ),
     )
-    def start(self, family, page_size, more_pages, host_pages, drafts, limits):
+    def start(self, family, page_size, more_pages, swap_space, num_speculative_tokens, limits):
         self.family = family.split(",")[0]
         served: Any = model(self.family)
         if family == INVARIANT:
-            served, drafts = Model(served, batch_invariant=True), 0
+            served, num_speculative_tokens = Model(served, batch_invariant=True), 0
         if family == "DeepseekV4":
             page_size = 8
         pages = {"page_size": page_size, "num_pages": -(-MOST_TOKENS // page_size) + more_pages}
-        options = pages | limits | {"host_pages": host_pages, "drafts": drafts, "tokenizer": Pieces()}
+        options = (
+            pages
+            | limits
+            | {"swap_space": swap_space, "num_speculative_tokens": num_speculative_tokens, "tokenizer": Pieces()}
+        )
         self.engines = [Engine(served, **options) for _ in range(2)]
         self.asked: dict[tuple[int, str], tuple[Any, SamplingParams]] = {}
         self.streams: list[tuple[Iterator[int], list[int], Any]] = []
@@ -109,12 +116,12 @@ class Requests(RuleBasedStateMachine):
         sampling=samplings,
         given=st.sampled_from([list, tuple, torch.tensor]),
         priority=st.integers(-1, 1),
-        salt=st.sampled_from(["", "", "other"]),
+        cache_salt=st.sampled_from(["", "", "other"]),
     )
-    def add(self, engine, prompt, sampling, given, priority, salt):
+    def add(self, engine, prompt, sampling, given, priority, cache_salt):
         self.count += 1
         name = self.engines[engine].add(
-            given(prompt), sampling, id=f"number {self.count}", priority=priority, salt=salt
+            given(prompt), sampling, request_id=f"number {self.count}", priority=priority, cache_salt=cache_salt
         )
         self.asked[engine, name] = prompt, sampling
 
@@ -122,8 +129,8 @@ class Requests(RuleBasedStateMachine):
     def step(self, engine, times):
         for _ in range(times):
             for output in self.engines[engine].step():
-                if output.finish_reason is not None:
-                    self.check(output, *self.asked.pop((engine, output.id)))
+                if output.outputs[0].finish_reason is not None:
+                    self.check(output, *self.asked.pop((engine, output.request_id)))
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -149,16 +156,16 @@ class Requests(RuleBasedStateMachine):
     def generate(self, engine, asked):
         given, samplings = [one for one, _ in asked], [one for _, one in asked]
         for output, one in zip(self.engines[engine].generate(given, samplings), asked, strict=True):
-            assert output.finish_reason != "abort"
+            assert output.outputs[0].finish_reason != "abort"
             self.check(output, *one)
 
-    def check(self, output: Output, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
+    def check(self, output: RequestOutput, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
         tokens, logprobs, reason = expected(self.family, prompt, sampling)
-        if output.finish_reason == "abort":
-            tokens, reason = tokens[: len(output.tokens)], "abort"
-        assert (output.tokens, output.finish_reason) == (tokens, reason)
-        if sampling.logprobs:
-            assert output.logprobs == pytest.approx(logprobs[: len(tokens)], abs=2e-4)
+        if output.outputs[0].finish_reason == "abort":
+            tokens, reason = tokens[: len(output.outputs[0].token_ids)], "abort"
+        assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == (tokens, reason)
+        if sampling.logprobs is not None:
+            assert chosen_logprobs(output) == pytest.approx(logprobs[: len(tokens)], abs=2e-4)
 
     def teardown(self):
         if not hasattr(self, "engines"):

@@ -13,23 +13,35 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine_models import greedy
 
 from flashlatte.distributed.model.single_process import SingleProcess
-from flashlatte.engine import Engine, SamplingParams, batch, drafts, engine, outputs, pages, request, runner, scheduler
-from flashlatte.engine.batch import Batch
+from flashlatte.engine import (
+    Engine,
+    batch,
+    engine,
+    live_requests,
+    outputs,
+    pages,
+    prompt_lookup,
+    request,
+    runner,
+    scheduler,
+)
+from flashlatte.engine.batch import StepBatch
 from flashlatte.engine.paged import PagedModel
 
 VOCABULARY = 11
 # Some begin alike, some repeat themselves.
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [8, 9] * 4, [3]]
 NEW = 5
-PLANNING = (engine, scheduler, pages)
-ALL = (*PLANNING, batch, drafts, outputs, request, runner)
+PLANNING = (engine, live_requests, scheduler, pages)
+ALL = (*PLANNING, batch, outputs, prompt_lookup, request, runner)
 OPTIONS = [
-    {"num_pages": 7, "host_pages": 4},
-    {"num_pages": 7, "drafts": 2},
-    {"num_pages": 7, "host_pages": 2, "max_tokens": 3, "drafts": 1},
-    {"num_pages": 40, "prefix_cache": False, "max_requests": 2},
+    {"num_pages": 7, "swap_space": 4},
+    {"num_pages": 7, "num_speculative_tokens": 2},
+    {"num_pages": 7, "swap_space": 2, "max_num_batched_tokens": 3, "num_speculative_tokens": 1},
+    {"num_pages": 40, "enable_prefix_caching": False, "max_num_seqs": 2},
 ]
 
 
@@ -44,7 +56,7 @@ class Hashes(PagedModel):
     """A model whose next token is a function of the tokens that it finds in its pages."""
 
     vocabulary, max_position, dtype, device = VOCABULARY, 64, torch.float32, torch.device("cpu")
-    config, name, end_tokens = None, "hashes", ()
+    config, name, eos_token_ids = None, "hashes", ()
 
     def __init__(self) -> None:
         self.ranks, self.fails_at, self.calls = SingleProcess(), -1, 0
@@ -72,7 +84,7 @@ class Hashes(PagedModel):
 class Plan:
     buffers = None
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: StepBatch) -> None:
         self.counts, self.lengths, self.pages = batch.counts, batch.lengths, batch.pages
         self.num_tokens = len(batch.tokens)
 
@@ -85,20 +97,20 @@ def expected(prompt: list[int]) -> list[int]:
 
 
 def made(**options: Any) -> Engine:
-    settings: dict[str, Any] = {"cache_format": "bf16", "page_size": 2, "max_tokens": 8, "max_requests": 3}
+    settings: dict[str, Any] = {"cache_format": "bf16", "page_size": 2, "max_num_batched_tokens": 8, "max_num_seqs": 3}
     return Engine(Hashes(), **settings | options)
 
 
 def serve(served: Engine) -> None:
     """All that is asked of an engine, some of it at the same time."""
-    served.add(PROMPTS[2], SamplingParams(NEW), id="stepped")
-    served.add(PROMPTS[3], SamplingParams(NEW), id="aborted", priority=1)
+    served.add(PROMPTS[2], greedy(NEW), request_id="stepped")
+    served.add(PROMPTS[3], greedy(NEW), request_id="aborted", priority=1)
     served.step()
-    stream = served.stream(PROMPTS[1], SamplingParams(NEW, logprobs=True))
-    dropped = served.stream(PROMPTS[0], SamplingParams(NEW))
+    stream = served.stream(PROMPTS[1], greedy(NEW, logprobs=0))
+    dropped = served.stream(PROMPTS[0], greedy(NEW))
     got = [next(stream), next(dropped)]
     del dropped
-    check_tokens(served.generate([PROMPTS[0], PROMPTS[1]], SamplingParams(NEW)), 2)
+    check_tokens(served.generate([PROMPTS[0], PROMPTS[1]], greedy(NEW)), 2)
     with contextlib.suppress(ValueError):  # it has ended already
         served.abort("aborted")
     assert [got[0], *stream] == expected(PROMPTS[1])
@@ -108,8 +120,8 @@ def serve(served: Engine) -> None:
 
 def check_tokens(given: list[Any], finished: int) -> None:
     for output in given:
-        assert output.tokens == expected(output.prompt)[: len(output.tokens)]
-    assert sum(output.finish_reason == "length" for output in given) >= finished
+        assert output.outputs[0].token_ids == expected(output.prompt_token_ids)[: len(output.outputs[0].token_ids)]
+    assert sum(output.outputs[0].finish_reason == "length" for output in given) >= finished
 
 
 def check_consistent(served: Engine) -> None:
@@ -126,8 +138,8 @@ def check_consistent(served: Engine) -> None:
             references[page] for page in range(pool.num_pages)
         ]
         assert pool.in_use == len(references)
-        assert sorted([*pool._blank, *pool._idle]) == sorted(set(range(pool.num_pages)) - set(references))
-        assert all(pool._pages[page].key == key for key, page in pool._known.items())
+        assert sorted([*pool._free, *pool._evictable]) == sorted(set(range(pool.num_pages)) - set(references))
+        assert all(pool._pages[page].key == key for key, page in pool._registered.items())
 
 
 class Interrupts:
@@ -174,8 +186,8 @@ def check_interrupted(modules: tuple[Any, ...], options: dict[str, Any], at: int
             if not served.unfinished:
                 break
             check_tokens(served.step(), 0)
-        again = served.generate(PROMPTS, SamplingParams(NEW))
-        assert [output.tokens for output in again] == [expected(prompt) for prompt in PROMPTS]
+        again = served.generate(PROMPTS, greedy(NEW))
+        assert [output.outputs[0].token_ids for output in again] == [expected(prompt) for prompt in PROMPTS]
         assert served.unfinished == served.pool.in_use == served.scheduler.host_pool.in_use == 0
     except Exception as failure:
         raise AssertionError(f"interrupted at {interrupts.reached[-1]}, number {at} of its lines") from failure
@@ -194,7 +206,7 @@ def fail(served: Engine) -> None:
     served.model.fails_at = 4
     with pytest.raises(RuntimeError, match="out of memory"):
         serve(served)
-    check_tokens(served.generate(PROMPTS[:2], SamplingParams(NEW)), 2)
+    check_tokens(served.generate(PROMPTS[:2], greedy(NEW)), 2)
 
 
 def handles_signals(line: tuple[str, int]) -> bool:
@@ -229,6 +241,6 @@ def test_a_step_that_can_schedule_nothing_raises():
     served = made(num_pages=4)
     served.pool.allocate(4)
     with pytest.raises(RuntimeError, match=r"^none of 1 unfinished requests can be scheduled, with 0 of 4 pages free$"):
-        served.generate([PROMPTS[3]], SamplingParams(NEW))
-    check_tokens(served.generate([PROMPTS[3]], SamplingParams(NEW)), 1)
+        served.generate([PROMPTS[3]], greedy(NEW))
+    check_tokens(served.generate([PROMPTS[3]], greedy(NEW)), 1)
     assert served.unfinished == served.pool.in_use == 0

@@ -137,7 +137,7 @@ def test_an_index_that_leaves_a_weight_out(read, tmp_path):
 
 
 def test_what_a_model_does_not_need_is_passed_over(read, tmp_path):
-    """The layer that drafts, buffers of rotation, and a head that is the embedding."""
+    """The layer that num_speculative_tokens, buffers of rotation, and a head that is the embedding."""
     whole = model("DeepseekV3", tie_word_embeddings=True)
     whole.save_pretrained(tmp_path)
 

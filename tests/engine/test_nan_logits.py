@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from support import rank_engine_jobs
-from support.engine_models import generated_by_transformers, prompt
+from support.choosing import choose
+from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, prompt
 
-from flashlatte.engine import Engine, SamplingParams
-from flashlatte.engine.outputs import Output
-from flashlatte.engine.sampling import NO_TOKEN, sample
+from flashlatte.engine import CompletionOutput, Engine, RequestOutput
+from flashlatte.engine.sampling import NO_TOKEN
 
 NEW = 6
 POISON = rank_engine_jobs.POISON
@@ -27,51 +27,51 @@ def poisoned_model(family: str) -> Any:
 
 
 def engine(family: str = "DeepseekV3", **options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 16, "max_requests": 4}
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     return Engine(poisoned_model(family), **settings | options)
 
 
-def check(outputs: list[Output], family: str) -> None:
+def check(outputs: list[RequestOutput], family: str) -> None:
     """Of ``HEALTHY`` and, behind the first of them, ``POISONED``."""
     failed = outputs.pop(1)
-    assert (failed.tokens, failed.finish_reason) == ([], "error")
-    assert failed.error == "no token at position 22 can be chosen: the logits are NaN, or all are -inf"
+    assert (failed.outputs[0].token_ids, failed.outputs[0].finish_reason) == ([], "error")
+    assert failed.outputs[0].error == "no token at position 22 can be chosen: the logits are NaN, or all are -inf"
     for tokens, output in zip(HEALTHY, outputs, strict=True):
-        assert output.tokens == generated_by_transformers(family, tokens, NEW)
-        assert (output.finish_reason, output.error) == ("length", None)
+        assert output.outputs[0].token_ids == generated_by_transformers(family, tokens, NEW)
+        assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("length", None)
 
 
 @pytest.mark.parametrize(
     ("family", "options"),
     [
         ("DeepseekV3", {}),
-        ("DeepseekV3", {"drafts": 3}),
-        ("DeepseekV3", {"num_pages": 8, "host_pages": 8, "prefix_cache": False}),
+        ("DeepseekV3", {"num_speculative_tokens": 3}),
+        ("DeepseekV3", {"num_pages": 8, "swap_space": 8, "enable_prefix_caching": False}),
         ("GlmMoeDsa", {}),
-        ("DeepseekV4", {"max_requests": 2}),
+        ("DeepseekV4", {"max_num_seqs": 2}),
     ],
     ids=str,
 )
 def test_it_ends_and_the_others_go_on(family, options):
     served = engine(family, **options)
     prompts = [HEALTHY[0], POISONED, *HEALTHY[1:]]
-    check(served.generate(prompts, SamplingParams(NEW, logprobs=True)), family)
+    check(served.generate(prompts, greedy(NEW, logprobs=0)), family)
     assert served.unfinished == served.pool.in_use == 0
     # Its keys are not shared, and its place is another request's.
-    again = served.generate(prompts, SamplingParams(NEW))
-    assert again[1].cached_tokens == 0
+    again = served.generate(prompts, greedy(NEW))
+    assert again[1].num_cached_tokens == 0
     check(again, family)
 
 
 def test_draws_and_penalties():
-    sampling = SamplingParams(
+    sampling = greedy(
         NEW, temperature=0.9, top_p=0.8, min_p=0.01, seed=3, repetition_penalty=1.3, suppress_tokens=(POISON,)
     )
     prompts = [HEALTHY[0], POISONED, HEALTHY[1]]
-    outputs = engine(drafts=2).generate(prompts, [sampling, sampling, SamplingParams(NEW)])
-    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
-    assert outputs[0].tokens == engine().generate(HEALTHY[:1], sampling)[0].tokens
-    assert outputs[2].tokens == generated_by_transformers("DeepseekV3", HEALTHY[1], NEW)
+    outputs = engine(num_speculative_tokens=2).generate(prompts, [sampling, sampling, greedy(NEW)])
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[0].outputs[0].token_ids == engine().generate(HEALTHY[:1], sampling)[0].outputs[0].token_ids
+    assert outputs[2].outputs[0].token_ids == generated_by_transformers("DeepseekV3", HEALTHY[1], NEW)
 
 
 def test_a_fault_that_passes_leaves_no_wrong_page(monkeypatch):
@@ -82,29 +82,34 @@ def test_a_fault_that_passes_leaves_no_wrong_page(monkeypatch):
     with monkeypatch.context() as patched:
         calls = iter(range(100))
         patched.setattr(served.runner, "_compute", lambda batch: compute(batch) * (math.nan if next(calls) == 5 else 1))
-        (output,) = served.generate([HEALTHY[2]], SamplingParams(NEW, logprobs=True))
-    assert (output.finish_reason, output.tokens) == ("error", expected[: len(output.tokens)])
-    assert 0 < len(output.tokens) == len(output.logprobs) < NEW
-    (output,) = served.generate([HEALTHY[2]], SamplingParams(NEW))
-    assert (output.cached_tokens, output.tokens) == (0, expected)
+        (output,) = served.generate([HEALTHY[2]], greedy(NEW, logprobs=0))
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == (
+        "error",
+        expected[: len(output.outputs[0].token_ids)],
+    )
+    assert 0 < len(output.outputs[0].token_ids) == len(chosen_logprobs(output)) < NEW
+    (output,) = served.generate([HEALTHY[2]], greedy(NEW))
+    assert (output.num_cached_tokens, output.outputs[0].token_ids) == (0, expected)
 
 
 def test_step_tells_and_a_stream_raises():
     served = engine()
-    served.add(POISONED, SamplingParams(NEW), id="poisoned")
+    served.add(POISONED, greedy(NEW), request_id="poisoned")
     with pytest.raises(RuntimeError, match=r"^request 'request-1' failed: no token at position 22 can be chosen"):
-        list(served.stream(POISONED, SamplingParams(NEW)))
+        list(served.stream(POISONED, greedy(NEW)))
     told = served.step()
-    assert [(output.id, output.finish_reason, output.new) for output in told] == [("poisoned", "error", [])]
+    assert [
+        (output.request_id, output.outputs[0].finish_reason, output.outputs[0].new_token_ids) for output in told
+    ] == [("poisoned", "error", [])]
     assert served.unfinished == served.pool.in_use == 0
 
 
 def test_a_guess_that_is_refused_may_have_logits_of_nan():
-    output = Output("a", [1, 2], SamplingParams(8))
+    output = CompletionOutput(0, greedy(8), 2)
     assert output.extend([3, 4, NO_TOKEN], [], [3, 9]) is None
-    assert output.tokens == [3, 4]
+    assert output.token_ids == [3, 4]
     assert output.extend([5, NO_TOKEN, 6], [], [5, 6]) == "error"
-    assert (output.tokens, output.error is None) == ([3, 4, 5], False)
+    assert (output.token_ids, output.error is None) == ([3, 4, 5], False)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.5, "top_k": 2, "min_p": 0.1}], ids=str)
@@ -112,7 +117,7 @@ def test_rows_without_a_token(options):
     logits = torch.tensor(
         [[0.0, 2.0, 1.0], [0.0, math.nan, 1.0], [-math.inf] * 3, [-math.inf, -1.0, -math.inf], [5.0, 1.0, math.nan]]
     )
-    params = [SamplingParams(**options, seed=1)] * 4
-    tokens = sample(logits, [*params, SamplingParams(suppress_tokens=(2,))], [0] * 5).tolist()
+    params = [greedy(**options, seed=1)] * 4
+    tokens = choose(logits, [*params, greedy(suppress_tokens=(2,))]).tolist()
     assert tokens[0] != NO_TOKEN
     assert tokens[1:] == [NO_TOKEN, NO_TOKEN, 1, 0]

@@ -17,13 +17,13 @@ def allocate(pool, count):
     return pages
 
 
-def fill(pool, tokens, salt=""):
+def fill(pool, tokens, cache_salt=""):
     """Pages with all full pages of ``tokens``, known."""
     pages = allocate(pool, len(tokens) // pool.page_size)
-    chain = pool.root(salt)
+    chain = pool.root_hash(cache_salt)
     for number, page in enumerate(pages):
         begin = number * pool.page_size
-        chain = pool.seal(page, chain, tokens[begin : begin + pool.page_size])
+        chain = pool.register(page, chain, tokens[begin : begin + pool.page_size])
     return pages
 
 
@@ -37,9 +37,9 @@ def test_the_longest_known_start_is_found():
 
 def test_other_salts_match_nothing():
     pool = PagePool(8, 2)
-    fill(pool, [1, 2], salt="a")
-    assert pool.match([1, 2], salt="b") == []
-    assert len(pool.match([1, 2], salt="a")) == 1
+    fill(pool, [1, 2], cache_salt="a")
+    assert pool.match([1, 2], cache_salt="b") == []
+    assert len(pool.match([1, 2], cache_salt="a")) == 1
 
 
 def test_the_page_let_go_longest_ago_is_forgotten_first_and_a_chain_from_its_end():
@@ -60,7 +60,7 @@ def test_a_page_in_use_is_never_given_again():
 
 
 def test_a_key_that_two_chains_share_serves_neither_the_others_tokens(monkeypatch):
-    monkeypatch.setattr("flashlatte.engine.pages._chained", lambda parent, tokens: b"the same")
+    monkeypatch.setattr("flashlatte.engine.pages._page_hash", lambda parent, tokens: b"the same")
     pool = PagePool(4, 1)
     fill(pool, [1])
     assert pool.match([2]) == []
@@ -70,11 +70,11 @@ def test_errors_name_the_argument():
     pool = PagePool(2, 2)
     with pytest.raises(ValueError, match="pages must be in use, got 1"):
         pool.release([1])
-    with pytest.raises(ValueError, match="pages must be in use or known, got 0"):
-        pool.take([0])
+    with pytest.raises(ValueError, match="pages must be in use or registered, got 0"):
+        pool.acquire([0])
     (page,) = allocate(pool, 1)
     with pytest.raises(ValueError, match="tokens must fill a page of 2, got 1"):
-        pool.seal(page, pool.root(), [1])
+        pool.register(page, pool.root_hash(), [1])
 
 
 class Pool(RuleBasedStateMachine):
@@ -91,21 +91,21 @@ class Pool(RuleBasedStateMachine):
         size = self.pool.page_size
         tokens = tokens[: len(tokens) // size * size]
         found = self.pool.match(tokens)
-        self.pool.take(found)
+        self.pool.acquire(found)
         available = self.pool.available
         more = self.pool.allocate(len(tokens) // size - len(found))
         if more is None:
             assert available < len(tokens) // size - len(found)
             self.pool.release(found)
             return
-        chain = self.pool.root()
+        chain = self.pool.root_hash()
         for number, page in enumerate(found + more):
             chunk = tokens[number * size : number * size + size]
             if number < len(found):
                 assert self.content[page] == tokens[: (number + 1) * size]
             else:
                 self.content[page] = tokens[: (number + 1) * size]
-            chain = self.pool.seal(page, chain, chunk)
+            chain = self.pool.register(page, chain, chunk)
         self.holders.append(found + more)
 
     @precondition(lambda self: bool(getattr(self, "holders", None)))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import fp8_linears, rank_engine_jobs
-from support.engine_models import generated_by_transformers, model, prompt
+from support.engine_models import generated_by_transformers, greedy, model, prompt
 from support.ranks import Ranks
 
 from flashlatte.engine import Engine, SamplingParams
@@ -23,7 +23,7 @@ from flashlatte.engine.runner import Runner
 NEW = 8
 # The second and later ones come when the first has ended. Two begin like it.
 PROMPTS = [prompt(40), [*prompt(40)[:37], 5, 6], prompt(3, 1), prompt(26, 2), [*prompt(40), *[9] * 20]]
-GREEDY = SamplingParams(max_new_tokens=NEW, logprobs=True)
+GREEDY = greedy(NEW, logprobs=0)
 # What each of two ranks has a half of.
 _ATTENTION = ("q_b_proj", "kv_b_proj", "o_proj", "sinks", "o_a_proj", "o_b_proj")
 HALVED = (*(f"self_attn.{name}" for name in _ATTENTION), "mlp.experts.", "mlp.shared_experts.")
@@ -77,8 +77,8 @@ def test_heads_over_two_and_keys_over_two(four, family):
     ("family", "options"),
     [
         ("DeepseekV3", {}),
-        ("DeepseekV32", {"context_parallel": 2, "max_tokens": 20}),
-        ("DeepseekV3", {"context_parallel": 2, "drafts": 3, "cache_format": "fp32"}),
+        ("DeepseekV32", {"context_parallel": 2, "max_num_batched_tokens": 20}),
+        ("DeepseekV3", {"context_parallel": 2, "num_speculative_tokens": 3, "cache_format": "fp32"}),
         ("Youtu", {"context_parallel": 2}),
         ("Mistral4", {"context_parallel": 2}),
     ],
@@ -98,18 +98,28 @@ def test_three_ranks_divide_unevenly(tmp_path):
         three.close()
 
 
-@pytest.mark.parametrize("host_pages", [0, 16])
-def test_requests_give_way_on_all_ranks(two, host_pages):
-    options = {"context_parallel": 2, "num_pages": 11, "host_pages": host_pages, "prefix_cache": False}
+@pytest.mark.parametrize("swap_space", [0, 16])
+def test_requests_give_way_on_all_ranks(two, swap_space):
+    options = {"context_parallel": 2, "num_pages": 11, "swap_space": swap_space, "enable_prefix_caching": False}
     statistics = check(two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, GREEDY, **options), "DeepseekV3")
-    assert statistics["swapped" if host_pages else "recomputed"] > 0
+    assert statistics["swapped" if swap_space else "recomputed"] > 0
 
 
 def test_draws_are_those_of_one_process(two):
-    drawn = SamplingParams(max_new_tokens=NEW, temperature=0.9, top_p=0.9, repetition_penalty=1.3, seed=3)
+    """Rank 0 samples, and asks the others for the logits of prompt tokens too."""
+    drawn = SamplingParams(
+        max_tokens=NEW,
+        temperature=0.9,
+        top_p=0.9,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        logit_bias={5: 1.0},
+        prompt_logprobs=1,
+        seed=3,
+    )
     outputs, _ = two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, drawn)[0]
     alone = Engine(model("DeepseekV3"), **rank_engine_jobs.SIZES).generate(PROMPTS, drawn)
-    assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone]
+    assert [tokens for tokens, _, _ in outputs] == [output.outputs[0].token_ids for output in alone]
 
 
 def test_a_request_with_nan_logits_ends_and_the_others_go_on(two):
@@ -117,9 +127,9 @@ def test_a_request_with_nan_logits_ends_and_the_others_go_on(two):
     assert all(rank_engine_jobs.POISON not in tokens for tokens in healthy)
     poisoned = [*prompt(21, 9), rank_engine_jobs.POISON]
     outputs, _ = two.run(rank_engine_jobs.generate_poisoned, [healthy[0], poisoned, healthy[1]], GREEDY)
-    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     for tokens, output in zip(healthy, outputs[::2], strict=True):
-        assert output.tokens == generated_by_transformers("DeepseekV3", tokens, NEW)
+        assert output.outputs[0].token_ids == generated_by_transformers("DeepseekV3", tokens, NEW)
 
 
 def test_a_checkpoint_is_divided(two, tmp_path):
@@ -138,7 +148,7 @@ def test_a_checkpoint_is_divided(two, tmp_path):
     [
         ({}, ["cached_tokens"]),
         (
-            {"drafts": 2, "num_pages": 12, "host_pages": 12, "max_tokens": 12},
+            {"num_speculative_tokens": 2, "num_pages": 12, "swap_space": 12, "max_num_batched_tokens": 12},
             ["cached_tokens", "accepted_tokens", "swapped"],
         ),
     ],
@@ -172,7 +182,9 @@ def test_a_float8_checkpoint_is_divided(two, family, sizes, tmp_path, monkeypatc
     fp8_linears.keep_quantised(monkeypatch)
     settings: dict[str, Any] = rank_engine_jobs.SIZES | {"page_size": 8}
     alone = Engine(tmp_path, **settings)
-    assert [tokens for tokens, _, _ in outputs] == [output.tokens for output in alone.generate(PROMPTS, GREEDY)]
+    assert [tokens for tokens, _, _ in outputs] == [
+        output.outputs[0].token_ids for output in alone.generate(PROMPTS, GREEDY)
+    ]
     layer = alone.model._body.layers[-1]
     assert layer.mlp.experts.down_proj.dtype == layer.self_attn.q_b_proj.weight.dtype == torch.float8_e4m3fn
     for name, weight in layer.named_parameters():
@@ -261,8 +273,8 @@ def test_engines_of_each_process_and_of_all(two):
     [
         {"num_pages": 0},
         {"page_size": "x"},
-        {"prefix_cache": 2},
-        {"drafts": -1},
+        {"enable_prefix_caching": 2},
+        {"num_speculative_tokens": -1},
         {"context_parallel": 2},
         {"tensor_parallel": 3},
     ],
@@ -295,7 +307,7 @@ def test_processes_that_are_no_group_yet(late, tmp_path):
     script = tmp_path / "serve.py"
     script.write_text(
         f"""import os, time
-from flashlatte.engine import Engine
+from flashlatte.engine import Engine, SamplingParams
 from support.engine_models import model
 
 rank = int(os.environ["RANK"])
@@ -325,7 +337,7 @@ def test_without_processes():
         Engine(model(), tensor_parallel=2)
     with pytest.raises(ValueError, match=r"^context_parallel must divide .* 1, .* got 2: torchrun .* 2 starts"):
         Engine(model(), context_parallel=2)
-    with pytest.raises(ValueError, match=r"must be \(1, 1\), which the Model was made for, got \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"must be \(1, 1\), as in the Model, got \(2, 1\)"):
         Engine(Model(model()), tensor_parallel=2)
 
 

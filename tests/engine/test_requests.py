@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engine_models import VOCABULARY, generated_by_transformers, model, prompt
+from support.engine_models import VOCABULARY, chosen_logprobs, generated_by_transformers, greedy, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams, runner
 from flashlatte.engine.request import Step
@@ -21,7 +21,7 @@ PROMPTS = [prompt(length, seed) for seed, length in enumerate((3, 20, 33, 1, 14)
 
 
 def engine(**options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_tokens": 16, "max_requests": 3}
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 3}
     return Engine(model(), **settings | options)
 
 
@@ -33,7 +33,11 @@ def expected(number: int) -> list[int]:
 def finished(served: Engine) -> dict[str, list[int]]:
     done = {}
     while served.unfinished:
-        done |= {output.id: output.tokens for output in served.step() if output.finish_reason is not None}
+        done |= {
+            output.request_id: output.outputs[0].token_ids
+            for output in served.step()
+            if output.outputs[0].finish_reason is not None
+        }
     return done
 
 
@@ -42,7 +46,11 @@ def finished(served: Engine) -> dict[str, list[int]]:
         st.tuples(st.integers(0, 4), st.sampled_from(["add", "add", "step", "step", "abort"])), max_size=10
     ),
     options=st.fixed_dictionaries(
-        {"num_pages": st.sampled_from([10, 64]), "host_pages": st.sampled_from([0, 8]), "drafts": st.integers(0, 2)}
+        {
+            "num_pages": st.sampled_from([10, 64]),
+            "swap_space": st.sampled_from([0, 8]),
+            "num_speculative_tokens": st.integers(0, 2),
+        }
     ),
 )
 def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, options):
@@ -52,12 +60,16 @@ def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, opt
     for number, event in events:
         running = [name for name in numbers if name not in done]
         if event == "add":
-            numbers[served.add(PROMPTS[number], SamplingParams(NEW))] = number
+            numbers[served.add(PROMPTS[number], greedy(NEW))] = number
         elif event == "step":
-            done |= {output.id: output.tokens for output in served.step() if output.finish_reason is not None}
+            done |= {
+                output.request_id: output.outputs[0].token_ids
+                for output in served.step()
+                if output.outputs[0].finish_reason is not None
+            }
         elif running:
             gone = running[number % len(running)]
-            got = served.abort(gone).tokens
+            got = served.abort(gone).outputs[0].token_ids
             assert got == expected(numbers.pop(gone))[: len(got)]
     done |= finished(served)
     assert done == {name: expected(number) for name, number in numbers.items()}
@@ -67,17 +79,17 @@ def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, opt
 class Pieces:
     """A tokenizer of one to three letters a token, so that a text may begin and end within tokens."""
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join("abcd"[token % 4] * (1 + token % 3) for token in tokens)
 
 
 @functools.cache
 def drawn_alone(number: int, sampling: SamplingParams) -> tuple[list[int], list[float], str | None]:
     (output,) = engine().generate([PROMPTS[number]], dataclasses.replace(sampling, stop=()))
-    for count in range(1, len(output.tokens) + 1):
-        if any(text in Pieces().decode(output.tokens[:count]) for text in sampling.stop):
-            return output.tokens[:count], output.logprobs[:count], "stop"
-    return output.tokens, output.logprobs, output.finish_reason
+    for count in range(1, len(output.outputs[0].token_ids) + 1):
+        if any(text in Pieces().decode(output.outputs[0].token_ids[:count]) for text in sampling.stop or ()):
+            return output.outputs[0].token_ids[:count], chosen_logprobs(output)[:count], "stop"
+    return output.outputs[0].token_ids, chosen_logprobs(output), output.outputs[0].finish_reason
 
 
 @given(
@@ -85,13 +97,13 @@ def drawn_alone(number: int, sampling: SamplingParams) -> tuple[list[int], list[
         *[
             st.builds(
                 SamplingParams,
-                max_new_tokens=st.just(NEW),
+                max_tokens=st.just(NEW),
                 temperature=st.sampled_from([0.0, 0.9]),
                 repetition_penalty=st.sampled_from([1.0, 1.4]),
                 seed=st.integers(0, 1),
-                stop_tokens=st.sampled_from([(), tuple(range(12))]),
+                stop_token_ids=st.sampled_from([(), tuple(range(12))]),
                 stop=st.sampled_from([(), ("ba", "cd", "addd")]),
-                logprobs=st.just(True),
+                logprobs=st.just(0),
             )
         ]
         * 3
@@ -99,37 +111,37 @@ def drawn_alone(number: int, sampling: SamplingParams) -> tuple[list[int], list[
     options=st.fixed_dictionaries(
         {
             "num_pages": st.sampled_from([10, 12]),
-            "host_pages": st.sampled_from([0, 8]),
-            "drafts": st.sampled_from([0, 3]),
+            "swap_space": st.sampled_from([0, 8]),
+            "num_speculative_tokens": st.sampled_from([0, 3]),
         }
     ),
 )
 def test_draws_penalties_stops_and_logprobs_are_those_of_a_request_alone(samplings, options):
-    served = engine(page_size=4, max_requests=2, tokenizer=Pieces(), **options)
+    served = engine(page_size=4, max_num_seqs=2, tokenizer=Pieces(), **options)
     outputs = served.generate(PROMPTS[:3], samplings)
     for number, (output, sampling) in enumerate(zip(outputs, samplings, strict=True)):
         tokens, logprobs, reason = drawn_alone(number, sampling)
-        assert (output.tokens, output.finish_reason) == (tokens, reason)
-        assert output.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == (tokens, reason)
+        assert chosen_logprobs(output) == pytest.approx(logprobs, abs=1e-4)
 
 
 def test_other_salts_share_no_page():
     served = engine()
-    for salt, cached in (("a", 0), ("b", 0), ("a", 16), ("", 0)):
-        served.add(PROMPTS[1], SamplingParams(NEW), id="one", salt=salt)
+    for cache_salt, cached in (("a", 0), ("b", 0), ("a", 16), ("", 0)):
+        served.add(PROMPTS[1], greedy(NEW), request_id="one", cache_salt=cache_salt)
         output = None
         while served.unfinished:
             (output,) = served.step() or [output]
         assert output is not None
-        assert (output.cached_tokens, output.tokens) == (cached, expected(1))
+        assert (output.num_cached_tokens, output.outputs[0].token_ids) == (cached, expected(1))
 
 
 def test_pages_of_a_shared_prefix_are_counted_once():
-    served = engine(max_tokens=64)
+    served = engine(max_num_batched_tokens=64)
     shared = prompt(40, 9)
-    served.generate([shared], SamplingParams(1))
+    served.generate([shared], greedy(1))
     for last in range(3):
-        served.add([*shared, last], SamplingParams(4))
+        served.add([*shared, last], greedy(4))
     served.step()
     # Five pages of the prefix, and one of each request's own.
     assert served.pool.in_use == 5 + 3
@@ -137,11 +149,11 @@ def test_pages_of_a_shared_prefix_are_counted_once():
 
 
 def test_an_urgent_request_ends_before_one_that_came_first():
-    served = engine(max_requests=1)
-    served.add(PROMPTS[0], SamplingParams(NEW), id="running")
+    served = engine(max_num_seqs=1)
+    served.add(PROMPTS[0], greedy(NEW), request_id="running")
     served.step()
-    served.add(PROMPTS[1], SamplingParams(NEW), id="usual")
-    served.add(PROMPTS[2], SamplingParams(NEW), id="urgent", priority=-1)
+    served.add(PROMPTS[1], greedy(NEW), request_id="usual")
+    served.add(PROMPTS[2], greedy(NEW), request_id="urgent", priority=-1)
     assert list(finished(served)) == ["running", "urgent", "usual"]
 
 
@@ -156,10 +168,10 @@ def test_an_urgent_request_ends_before_one_that_came_first():
 )
 def test_of_prompts_with_a_mistake_none_is_queued_and_others_go_on(mistake, error):
     served = engine()
-    served.add(PROMPTS[1], SamplingParams(NEW), id="other")
+    served.add(PROMPTS[1], greedy(NEW), request_id="other")
     served.step()
     with pytest.raises(error):
-        served.generate([PROMPTS[0], mistake], SamplingParams(NEW))
+        served.generate([PROMPTS[0], mistake], greedy(NEW))
     assert served.unfinished == 1
     assert finished(served) == {"other": expected(1)}
 
@@ -167,7 +179,7 @@ def test_of_prompts_with_a_mistake_none_is_queued_and_others_go_on(mistake, erro
 def test_streams_side_by_side_lose_no_token():
     served = engine()
     numbers = (0, 3, 1)
-    streams = {number: served.stream(PROMPTS[number], SamplingParams(NEW)) for number in numbers}
+    streams = {number: served.stream(PROMPTS[number], greedy(NEW)) for number in numbers}
     got: dict[int, list[int]] = {number: [] for number in numbers}
     while streams:
         for number in list(streams):
@@ -182,20 +194,20 @@ def test_streams_side_by_side_lose_no_token():
 
 def test_a_stream_goes_on_after_others_stepped():
     served = engine()
-    stream = served.stream(PROMPTS[0], SamplingParams(NEW))
+    stream = served.stream(PROMPTS[0], greedy(NEW))
     got = [next(stream)]
-    assert served.generate([PROMPTS[1]], SamplingParams(NEW))[0].tokens == expected(1)
+    assert served.generate([PROMPTS[1]], greedy(NEW))[0].outputs[0].token_ids == expected(1)
     served.step()
     assert [*got, *stream] == expected(0)
 
 
 def test_a_stream_whose_request_is_aborted_ends():
     served = engine()
-    served.add(PROMPTS[1], SamplingParams(NEW), id="other")
-    stream = served.stream(PROMPTS[0], SamplingParams(NEW))
+    served.add(PROMPTS[1], greedy(NEW), request_id="other")
+    stream = served.stream(PROMPTS[0], greedy(NEW))
     got = [next(stream)]
     output = served.abort("request-1")
-    assert [*got, *stream] == output.tokens == expected(0)[: len(output.tokens)]
+    assert [*got, *stream] == output.outputs[0].token_ids == expected(0)[: len(output.outputs[0].token_ids)]
     assert finished(served) == {"other": expected(1)}
 
 
@@ -203,7 +215,7 @@ def test_a_stream_is_queued_or_refused_at_the_call():
     served = engine()
     with pytest.raises(ValueError, match="prompt must hold tokens from 0 to 96, got 97"):
         served.stream([VOCABULARY])
-    stream = served.stream(PROMPTS[0], SamplingParams(NEW))
+    stream = served.stream(PROMPTS[0], greedy(NEW))
     assert served.unfinished == 1
     served.step()
     assert list(stream) == expected(0)
@@ -214,18 +226,18 @@ def test_a_stream_is_queued_or_refused_at_the_call():
 
 def test_a_stream_that_the_garbage_collector_drops_within_a_step_is_aborted_after_it(monkeypatch):
     served = engine()
-    served.add(PROMPTS[1], SamplingParams(NEW), id="other")
-    caught: list[Any] = [served.stream(PROMPTS[0], SamplingParams(NEW))]
+    served.add(PROMPTS[1], greedy(NEW), request_id="other")
+    caught: list[Any] = [served.stream(PROMPTS[0], greedy(NEW))]
     next(caught[0])
     caught.append(caught)
-    make_room, collected = served.scheduler._make_room, []
+    make_room, collected = served.scheduler._allocate_for, []
 
     def collecting(*arguments: Any) -> Any:
         if not collected:
             collected.append(gc.collect())
         return make_room(*arguments)
 
-    monkeypatch.setattr(served.scheduler, "_make_room", collecting)
+    monkeypatch.setattr(served.scheduler, "_allocate_for", collecting)
     del caught
     assert finished(served) == {"other": expected(1)}
     assert collected
@@ -235,25 +247,29 @@ def test_a_stream_that_the_garbage_collector_drops_within_a_step_is_aborted_afte
 @pytest.mark.parametrize("alone", [False, True])
 def test_step_tells_what_a_stream_and_a_batch_gave_to_others(alone):
     served = engine()
-    served.add(PROMPTS[0], SamplingParams(2), id="ends meanwhile")
+    served.add(PROMPTS[0], greedy(2), request_id="ends meanwhile")
     if not alone:
-        served.add(PROMPTS[1], SamplingParams(NEW), id="goes on")
-    list(served.stream(PROMPTS[3], SamplingParams(NEW)))
-    served.generate([PROMPTS[3]], SamplingParams(2))
+        served.add(PROMPTS[1], greedy(NEW), request_id="goes on")
+    list(served.stream(PROMPTS[3], greedy(NEW)))
+    served.generate([PROMPTS[3]], greedy(2))
     new: dict[str, list[int]] = {}
     while served.unfinished:
         for output in served.step():
-            new[output.id] = new.get(output.id, []) + output.new
-            assert new[output.id] == output.tokens
+            new[output.request_id] = new.get(output.request_id, []) + output.outputs[0].new_token_ids
+            assert new[output.request_id] == output.outputs[0].token_ids
     assert new == {"ends meanwhile": expected(0)[:2]} | ({} if alone else {"goes on": expected(1)})
 
 
 def test_a_request_that_ended_untold_may_be_aborted():
     served = engine()
-    served.add(PROMPTS[0], SamplingParams(2), id="ends meanwhile")
-    list(served.stream(PROMPTS[3], SamplingParams(NEW)))
+    served.add(PROMPTS[0], greedy(2), request_id="ends meanwhile")
+    list(served.stream(PROMPTS[3], greedy(NEW)))
     output = served.abort("ends meanwhile")
-    assert (output.tokens, output.finish_reason, served.unfinished) == (expected(0)[:2], "length", 0)
+    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason, served.unfinished) == (
+        expected(0)[:2],
+        "length",
+        0,
+    )
     with pytest.raises(ValueError, match="unfinished request, got 'ends meanwhile'"):
         served.abort("ends meanwhile")
 
@@ -270,30 +286,30 @@ def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
 
     monkeypatch.setattr(served.runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        served.generate([PROMPTS[1], PROMPTS[2]], SamplingParams(NEW))
+        served.generate([PROMPTS[1], PROMPTS[2]], greedy(NEW))
     assert served.unfinished == served.pool.in_use == 0
 
 
 @pytest.mark.parametrize("raises_in", ["run", "wait"])
-@pytest.mark.parametrize("host_pages", [0, 8])
-def test_a_step_that_fails_ends_all_requests_and_spoils_no_page(raises_in, host_pages, monkeypatch):
+@pytest.mark.parametrize("swap_space", [0, 8])
+def test_a_step_that_fails_ends_all_requests_and_spoils_no_page(raises_in, swap_space, monkeypatch):
     """Their first pages were planned and not computed: a request that begins like them must not find them."""
-    served = engine(page_size=4, host_pages=host_pages, max_tokens=8)
-    names = [served.add(PROMPTS[number], SamplingParams(NEW)) for number in (1, 2)]
+    served = engine(page_size=4, swap_space=swap_space, max_num_batched_tokens=8)
+    names = [served.add(PROMPTS[number], greedy(NEW)) for number in (1, 2)]
     served.step()
-    outputs = [output for _, output in served._live.values()]
+    outputs = served._live.outputs()
 
     def failing(*arguments: Any) -> Any:
         raise RuntimeError("no memory left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(*((served.runner, "_compute") if raises_in == "run" else (runner.Sampled, "wait")), failing)
+        patched.setattr(*((served.runner, "_compute") if raises_in == "run" else (runner.StepResult, "wait")), failing)
         with pytest.raises(RuntimeError, match="no memory left"):
             served.step()
-    assert [output.id for output in outputs] == names
-    assert all(output.finish_reason == "abort" for output in outputs)
+    assert [output.request_id for output in outputs] == names
+    assert all(output.outputs[0].finish_reason == "abort" for output in outputs)
     assert served.unfinished == served.pool.in_use == 0
-    assert [output.tokens for output in served.generate(PROMPTS, SamplingParams(NEW))] == [
+    assert [output.outputs[0].token_ids for output in served.generate(PROMPTS, greedy(NEW))] == [
         expected(number) for number in range(len(PROMPTS))
     ]
 
@@ -304,8 +320,8 @@ def test_prompts_and_parameters_may_be_read_once():
         raise OSError("no more lines")
 
     served = engine()
-    outputs = served.generate(iter(PROMPTS[:2]), (SamplingParams(count) for count in (2, 3)))
-    assert [output.tokens for output in outputs] == [expected(0)[:2], expected(1)[:3]]
+    outputs = served.generate(iter(PROMPTS[:2]), (greedy(count) for count in (2, 3)))
+    assert [output.outputs[0].token_ids for output in outputs] == [expected(0)[:2], expected(1)[:3]]
     with pytest.raises(OSError, match="no more lines"):
         served.generate(broken())
     assert served.unfinished == 0
@@ -314,24 +330,22 @@ def test_prompts_and_parameters_may_be_read_once():
 def test_an_id_may_be_used_again_when_its_request_has_ended():
     served = engine()
     for number in (0, 1):
-        served.add(PROMPTS[number], SamplingParams(NEW), id="again")
+        served.add(PROMPTS[number], greedy(NEW), request_id="again")
         assert finished(served) == {"again": expected(number)}
 
 
 def test_a_name_that_somebody_chose_is_not_given_to_another():
     served = engine()
-    served.add(PROMPTS[1], SamplingParams(NEW), id="request-0")
-    assert served.generate([PROMPTS[0]], SamplingParams(NEW))[0].tokens == expected(0)
+    served.add(PROMPTS[1], greedy(NEW), request_id="request-0")
+    assert served.generate([PROMPTS[0]], greedy(NEW))[0].outputs[0].token_ids == expected(0)
     assert finished(served) == {"request-0": expected(1)}
 
 
 def test_suppressed_tokens_are_transformers():
     suppressed = (*expected(0)[:2], 5)
     wanted = generated_by_transformers("DeepseekV3", PROMPTS[0], NEW, suppress_tokens=list(suppressed))
-    with_others = engine().generate(
-        [PROMPTS[0], PROMPTS[1]], [SamplingParams(NEW, suppress_tokens=suppressed), SamplingParams(NEW)]
-    )
-    assert [output.tokens for output in with_others] == [wanted, expected(1)]
+    with_others = engine().generate([PROMPTS[0], PROMPTS[1]], [greedy(NEW, suppress_tokens=suppressed), greedy(NEW)])
+    assert [output.outputs[0].token_ids for output in with_others] == [wanted, expected(1)]
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -339,15 +353,15 @@ def test_a_text_ends_where_transformers_ends_it(as_list, monkeypatch):
     ends = [96, expected(1)[2]] if as_list else expected(1)[2]
     monkeypatch.setattr(model().generation_config, "eos_token_id", ends)
     wanted = [generated_by_transformers("DeepseekV3", PROMPTS[number], NEW, eos_token_id=ends) for number in (0, 1)]
-    ended, going_on = engine().generate([PROMPTS[1]] * 2, [SamplingParams(NEW), SamplingParams(NEW, ignore_eos=True)])
-    assert (ended.tokens, ended.finish_reason) == (wanted[1], "stop")
-    assert (going_on.tokens, going_on.finish_reason) == (expected(1), "length")
-    assert engine().generate([PROMPTS[0]], SamplingParams(NEW))[0].tokens == wanted[0]
+    ended, going_on = engine().generate([PROMPTS[1]] * 2, [greedy(NEW), greedy(NEW, ignore_eos=True)])
+    assert (ended.outputs[0].token_ids, ended.outputs[0].finish_reason) == (wanted[1], "stop")
+    assert (going_on.outputs[0].token_ids, going_on.outputs[0].finish_reason) == (expected(1), "length")
+    assert engine().generate([PROMPTS[0]], greedy(NEW))[0].outputs[0].token_ids == wanted[0]
 
 
 def test_requests_without_a_seed_draw_differently_and_again_the_same():
     drawn = [
-        [output.tokens for output in engine().generate([PROMPTS[0]] * 3, SamplingParams(NEW, temperature=2.0))]
+        [output.outputs[0].token_ids for output in engine().generate([PROMPTS[0]] * 3, greedy(NEW, temperature=2.0))]
         for _ in range(2)
     ]
     assert drawn[0] == drawn[1]
@@ -355,10 +369,10 @@ def test_requests_without_a_seed_draw_differently_and_again_the_same():
 
 
 def test_a_request_that_is_refused_changes_no_draw_of_those_that_come_after_it():
-    undisturbed, served, sampling = engine(), engine(), SamplingParams(NEW, temperature=2.0)
+    undisturbed, served, sampling = engine(), engine(), greedy(NEW, temperature=2.0)
     for one in (undisturbed, served):
-        one.add(PROMPTS[1], sampling, id="a")
-    for mistake in ({"prompt": []}, {"prompt": [VOCABULARY]}, {"prompt": [1], "id": "a"}):
+        one.add(PROMPTS[1], sampling, request_id="a")
+    for mistake in ({"prompt": []}, {"prompt": [VOCABULARY]}, {"prompt": [1], "request_id": "a"}):
         with pytest.raises(ValueError, match="got"):
             served.add(**mistake)  # type: ignore[arg-type]
     assert served.add(PROMPTS[0], sampling) == undisturbed.add(PROMPTS[0], sampling) == "request-1"
@@ -374,15 +388,15 @@ def test_a_request_that_is_refused_changes_no_draw_of_those_that_come_after_it()
 )
 def test_suppressed_tokens_must_be_the_models_and_not_all(suppressed, message):
     with pytest.raises(ValueError, match=message):
-        engine().add([1], SamplingParams(suppress_tokens=suppressed))
+        engine().add([1], greedy(suppress_tokens=suppressed))
 
 
 def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
     swapped = []
     swap_blocks = runner.swap_blocks
     monkeypatch.setattr(runner, "swap_blocks", lambda *args: [swapped.append(args), swap_blocks(*args)])
-    served = engine(page_size=4, num_pages=12, host_pages=12, prefix_cache=False)
-    served.generate(PROMPTS, SamplingParams(12))
+    served = engine(page_size=4, num_pages=12, swap_space=12, enable_prefix_caching=False)
+    served.generate(PROMPTS, greedy(12))
     layers = len(served.runner.caches)
     assert len(swapped) > layers > 1
     for first in range(0, len(swapped), layers):
@@ -392,14 +406,14 @@ def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
 
 
 def test_a_step_may_move_pages_and_compute_nothing():
-    served = engine(host_pages=2)
+    served = engine(swap_space=2)
     served.runner.caches[0][3].fill_(7.0)
     served.runner.run(Step(swap_out=[(3, 1)])).wait()
     assert served.runner.host_caches is not None
     assert (served.runner.host_caches[0][1] == 7.0).all()
 
 
-@pytest.mark.parametrize("name", ["num_pages", "host_pages"])
+@pytest.mark.parametrize("name", ["num_pages", "swap_space"])
 def test_a_cache_that_does_not_fit_names_what_to_change(name):
     with pytest.raises(
         ValueError, match=rf"{name} must fit the host's free memory: of 10000000000000 pages .* about \d+ do"

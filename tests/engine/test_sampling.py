@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.choosing import choose
 
-from flashlatte.engine.sampling import SamplingParams, sample
+from flashlatte.engine import SamplingParams
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04]))
 
 
 def frequencies(params: SamplingParams, draws: int = 20_000) -> torch.Tensor:
-    tokens = sample(LOGITS.expand(draws, -1), [params] * draws, range(draws))
+    tokens = choose(LOGITS.expand(draws, -1), [params] * draws, range(draws))
     return torch.bincount(tokens, minlength=5) / draws
 
 
@@ -45,7 +46,7 @@ def test_draws_have_the_filtered_frequencies(options, weights):
 def test_a_temperature_near_0_takes_the_likeliest_token(temperature):
     params = SamplingParams(temperature=temperature, suppress_tokens=(0,))
     logits = torch.tensor([[1e4, 0.5, 3.5, 3.25, -2e4], [9.0, 0.0, -0.25, -1.0, -4.0]])
-    assert sample(logits, [params, params], range(2)).tolist() == [2, 1]
+    assert choose(logits, [params, params]).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("temperature", [1e30, 1e39, 1e308])
@@ -58,27 +59,26 @@ def test_a_huge_temperature_draws_evenly_from_what_is_not_suppressed(temperature
 @pytest.mark.parametrize(("penalty", "token"), [(1e-320, 2), (1e-39, 2), (1e39, 4), (1e300, 4)])
 def test_a_penalty_beyond_float32_keeps_the_order_of_tokens(temperature, penalty, token):
     logits = torch.tensor([[4.0, 2.0, 5.0, 0.0, 1.0]])
-    seen = torch.tensor([[True, True, True, True, False]])
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
-    assert sample(logits, [params], range(1), seen).item() == token
+    assert choose(logits, [params], prompt=range(4)).item() == token
 
 
 def test_a_greedy_row_among_drawn_ones_is_greedy():
-    params = [SamplingParams(), SamplingParams(temperature=5.0)]
-    tokens = sample(LOGITS.expand(200, -1), params * 100, range(200))
+    params = [SamplingParams(temperature=0), SamplingParams(temperature=5.0)]
+    tokens = choose(LOGITS.expand(200, -1), params * 100, range(200))
     assert tokens[::2].tolist() == [0] * 100
     assert len(set(tokens[1::2].tolist())) > 2
 
 
 def test_a_token_is_suppressed_in_the_rows_that_ask_for_it():
-    params = [SamplingParams(), SamplingParams(suppress_tokens=(0, 1)), SamplingParams(suppress_tokens=(1,))]
-    assert sample(LOGITS.expand(3, -1), params, range(3)).tolist() == [0, 2, 0]
+    params = [SamplingParams(temperature=0, suppress_tokens=tokens) for tokens in ((), (0, 1), (1,))]
+    assert choose(LOGITS.expand(3, -1), params, range(3)).tolist() == [0, 2, 0]
 
 
 def test_seeds_and_positions_decide_and_nothing_else():
     def draw(seed: int, positions: Sequence[int]) -> list[int]:
         params = [SamplingParams(temperature=1.0, seed=seed)] * len(positions)
-        return sample(LOGITS.expand(len(positions), -1), params, positions).tolist()
+        return choose(LOGITS.expand(len(positions), -1), params, positions).tolist()
 
     together = draw(3, range(100))
     assert together == [draw(3, [position])[0] for position in range(100)]
@@ -86,31 +86,43 @@ def test_seeds_and_positions_decide_and_nothing_else():
 
 
 def test_what_can_be_read_once_counts_every_time():
-    given: dict[str, Any] = {"suppress_tokens": iter([1, 2]), "stop_tokens": torch.tensor([3]), "stop": iter("ab")}
-    assert SamplingParams(**given) == SamplingParams(suppress_tokens=(1, 2), stop_tokens=(3,), stop=("a", "b"))
+    given: dict[str, Any] = {"suppress_tokens": iter([1, 2]), "stop_token_ids": torch.tensor([3]), "stop": iter("ab")}
+    assert SamplingParams(**given) == SamplingParams(suppress_tokens=(1, 2), stop_token_ids=(3,), stop=("a", "b"))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"temperature": -1.0}, "temperature must be a finite number from 0, got -1.0"),
         ({"temperature": math.nan}, "temperature"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 0}, "n must be at least 1, got 0"),
+        ({"n": 2, "temperature": 0}, "n must be 1 where temperature is 0, .* got 2"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2, got 2.5"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be from -2 to 2, got -3"),
+        ({"min_tokens": 17}, "min_tokens must be at most max_tokens 16, got 17"),
+        ({"logit_bias": [1]}, r"logit_bias must map tokens to numbers, got \[1\]"),
+        ({"logit_bias": {1: "x"}}, r"logit_bias\[1\] must be a number, got str"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias must hold no NaN"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids must hold a token or be None, got none"),
+        ({"bad_words": [5]}, r"bad_words must hold strings, got \(5,\)"),
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens must be an int, got float"),
+        ({"max_tokens": 2.5}, "max_tokens must be an int, got float"),
         ({"top_k": 1.5}, "top_k must be an int, got float"),
         ({"temperature": "1"}, "temperature must be a number, got str"),
-        ({"logprobs": 5}, "logprobs must be True or False, got 5"),
-        ({"stop_tokens": 5}, "stop_tokens must be a sequence of ints, got 5"),
+        ({"logprobs": -2}, "logprobs must be None, -1 or at least 0, got -2"),
+        ({"logprobs": True}, "logprobs must be an int, got bool"),
+        ({"prompt_logprobs": 0.5}, "prompt_logprobs must be an int, got float"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a sequence of ints, got 5"),
         ({"suppress_tokens": (1.5,)}, "suppress_tokens must hold ints, got 1.5"),
-        ({"stop": ""}, "stop must hold texts that are not empty"),
-        ({"stop": 5}, "stop must be a text or hold texts, got 5"),
-        ({"stop": ("",)}, "stop must hold texts that are not empty"),
+        ({"stop": ""}, "stop must hold strings that are not empty"),
+        ({"stop": 5}, "stop must be a string or hold strings, got 5"),
+        ({"stop": ("",)}, "stop must hold strings that are not empty"),
     ],
 )
 def test_errors_name_the_parameter(options, message):

@@ -24,13 +24,13 @@ def generated(request):
     return request.tokens[len(request.prompt) :]
 
 
-def run(requests, pages=8, page_size=4, host_pages=0, **limits):
-    machine = Machine(pages, page_size, host_pages, **limits)
+def run(requests, pages=8, page_size=4, swap_space=0, **limits):
+    machine = Machine(pages, page_size, swap_space, **limits)
     for request in requests:
         machine.add(request)
     machine.finish()
     for request in requests:
-        assert generated(request) == generated_alone(request.prompt, request.max_new_tokens)
+        assert generated(request) == generated_alone(request.prompt, request.max_tokens)
     machine.check_pages()
     assert machine.pool.in_use == 0
     return machine
@@ -38,7 +38,7 @@ def run(requests, pages=8, page_size=4, host_pages=0, **limits):
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 64])
 def test_every_chunk_size_gives_the_same_tokens(chunk):
-    run([Request(f"r{i}", [1] * (5 + 3 * i), 6) for i in range(4)], pages=32, max_tokens=chunk)
+    run([Request(f"r{i}", [1] * (5 + 3 * i), 6) for i in range(4)], pages=32, max_num_batched_tokens=chunk)
 
 
 def test_requests_that_begin_alike_share_pages_once():
@@ -49,7 +49,7 @@ def test_requests_that_begin_alike_share_pages_once():
     machine.finish()
     machine.add(second)
     assert machine.run_step()
-    assert second.cached == 16
+    assert second.num_cached_tokens == 16
     assert machine.pool.in_use == 5
     third = Request("c", [*prompt, 6], 2)
     machine.add(third)
@@ -59,35 +59,35 @@ def test_requests_that_begin_alike_share_pages_once():
 
 
 def test_the_end_of_a_shared_beginning_is_computed_again():
-    machine = Machine(16, 4, 0, repeats=3)
+    machine = Machine(16, 4, 0, prefix_overlap=3)
     prompt = [1, 2] * 8
     for request in (Request("a", prompt, 2), Request("b", [*prompt, 5], 2)):
         machine.add(request)
         assert machine.run_step()
         machine.finish()
-    assert request.shared == 16
-    assert request.cached == 13
+    assert request.num_shared_tokens == 16
+    assert request.num_cached_tokens == 13
 
 
 def test_other_salts_share_nothing():
-    machine = run([Request("a", [1] * 9, 1, salt="x")], pages=8)
-    other = Request("b", [1] * 9, 1, salt="y")
+    machine = run([Request("a", [1] * 9, 1, cache_salt="x")], pages=8)
+    other = Request("b", [1] * 9, 1, cache_salt="y")
     machine.add(other)
     machine.finish()
-    assert other.cached == 0
+    assert other.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("host_pages", [0, 3, 16])
-def test_a_pool_too_small_for_all_serves_all(host_pages):
+@pytest.mark.parametrize("swap_space", [0, 3, 16])
+def test_a_pool_too_small_for_all_serves_all(swap_space):
     requests = [Request(f"r{i}", [i] * 7, 12) for i in range(5)]
-    machine = run(requests, pages=6, host_pages=host_pages, prefix_cache=False)
+    machine = run(requests, pages=6, swap_space=swap_space, enable_prefix_caching=False)
     statistics = machine.scheduler.statistics
     assert statistics.swapped + statistics.recomputed > 0
-    assert (statistics.swapped > 0) == (host_pages > 0)
+    assert (statistics.swapped > 0) == (swap_space > 0)
 
 
 def test_who_is_in_a_step_keeps_its_pages_in_it():
-    machine = Machine(6, 1, 0, max_tokens=3, prefix_cache=False)
+    machine = Machine(6, 1, 0, max_num_batched_tokens=3, enable_prefix_caching=False)
     machine.add(Request("first", [1], 5))
     machine.run_step()
     machine.update()
@@ -99,13 +99,13 @@ def test_who_is_in_a_step_keeps_its_pages_in_it():
 
 
 def test_who_gave_way_waits_for_its_token_under_way():
-    machine = Machine(4, 1, 0, max_tokens=8, prefix_cache=False)
+    machine = Machine(4, 1, 0, max_num_batched_tokens=8, enable_prefix_caching=False)
     machine.add(Request("later", [1], 4))
     machine.run_step()
     machine.update()
     machine.add(Request("urgent", [2], 4, priority=-1))
     for _ in range(20):
-        if not machine.run_step() or len(machine.under_way) > 1:
+        if not machine.run_step() or len(machine.in_flight) > 1:
             machine.update()
         if not machine.scheduler:
             break
@@ -114,7 +114,7 @@ def test_who_gave_way_waits_for_its_token_under_way():
 
 
 def test_a_lower_priority_goes_first():
-    machine = Machine(8, 4, 0, max_requests=1)
+    machine = Machine(8, 4, 0, max_num_seqs=1)
     usual, urgent = Request("usual", [1] * 4, 2), Request("urgent", [2] * 4, 2, priority=-1)
     for request in (Request("running", [3] * 4, 2), usual, urgent):
         machine.add(request)
@@ -123,56 +123,56 @@ def test_a_lower_priority_goes_first():
 
 
 def test_who_waits_is_served_however_many_urgent_ones_keep_coming():
-    machine = Machine(4, 4, 0, max_requests=1, patience=3)
+    machine = Machine(4, 4, 0, max_num_seqs=1, starvation_limit=3)
     machine.add(Request("patient", [1] * 4, 2))
     for number in range(40):
         machine.add(Request(f"urgent{number}", [2] * 4, 2, priority=-1))
         machine.run_step()
-        while machine.under_way:
+        while machine.in_flight:
             machine.update()
     assert "patient" in machine.ended
 
 
-@pytest.mark.parametrize("host_pages", [0, 8])
-def test_apart_what_is_computed_of_a_request_depends_on_it_alone(host_pages):
+@pytest.mark.parametrize("swap_space", [0, 8])
+def test_apart_what_is_computed_of_a_request_depends_on_it_alone(swap_space):
     """Its prompt in chunks of 4 by itself, then token by token, whoever comes and gives way."""
     requests = [Request(f"r{i}", [1] * (3 + 4 * i), 6) for i in range(4)]
-    machine = Machine(11, 2, host_pages, max_tokens=4, prefix_cache=False, apart=True)
+    machine = Machine(11, 2, swap_space, max_num_batched_tokens=4, enable_prefix_caching=False, batch_invariant=True)
     for request in requests:
         machine.add(request)
     while machine.scheduler:
         ran = machine.run_step()
-        work = machine.under_way[-1][0].work if ran else []
+        work = machine.in_flight[-1][0].scheduled if ran else []
         for one in work:
             prompt = len(one.request.prompt)
             assert one.start % 4 == 0 or one.start >= prompt
             assert one.count == (min(4, prompt - one.start) if one.start < prompt else 1)
-        if not ran or len(machine.under_way) > 1:
+        if not ran or len(machine.in_flight) > 1:
             machine.update()
     for request in requests:
         assert generated(request) == generated_alone(request.prompt, 6)
     statistics = machine.scheduler.statistics
-    assert (statistics.swapped if host_pages else statistics.recomputed) > 0
+    assert (statistics.swapped if swap_space else statistics.recomputed) > 0
 
 
 def test_apart_whole_chunks_of_a_prompt_are_shared_and_nothing_else():
     """Of chunks of four: of the third prompt two are there; of the last one a token must be left to compute."""
-    machine = Machine(40, 2, 0, max_tokens=4, apart=True)
+    machine = Machine(40, 2, 0, max_num_batched_tokens=4, batch_invariant=True)
     seen = []
     for length in (7, 11, 11, 8):
         request = Request(f"of {length}", [1] * length, 6)
         machine.add(request)
         machine.finish()
-        seen.append((request.cached, 2 * len(machine.pool.match([1] * 40))))
+        seen.append((request.num_cached_tokens, 2 * len(machine.pool.match([1] * 40))))
     assert seen == [(0, 4), (4, 8), (8, 8), (4, 8)]
 
 
 def test_errors_name_the_argument():
     scheduler = Scheduler(PagePool(2, 4))
     scheduler.add(Request("a", [1], 1))
-    with pytest.raises(ValueError, match=r"id must differ .* got 'a' again"):
+    with pytest.raises(ValueError, match=r"request_id must be unique among unfinished requests, got 'a' again"):
         scheduler.add(Request("a", [1], 1))
-    with pytest.raises(ValueError, match=r"needs room for 9 tokens .* the cache has 8: 2 pages of 4"):
+    with pytest.raises(ValueError, match=r"must fit the cache, got 9 tokens, and it holds 8: 2 pages of 4"):
         scheduler.add(Request("b", [1] * 5, 5))
     with pytest.raises(ValueError, match="prompt of request 'c' must have at least one token"):
         Request("c", [], 1)
@@ -184,16 +184,16 @@ class Serving(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(2, 10),
         page_size=st.integers(1, 4),
-        host_pages=st.integers(0, 8),
-        max_tokens=st.integers(1, 12),
-        max_requests=st.integers(1, 5),
-        prefix_cache=st.booleans(),
-        repeats=st.sampled_from([0, 1, 5]),
-        apart=st.booleans(),
+        swap_space=st.integers(0, 8),
+        max_num_batched_tokens=st.integers(1, 12),
+        max_num_seqs=st.integers(1, 5),
+        enable_prefix_caching=st.booleans(),
+        prefix_overlap=st.sampled_from([0, 1, 5]),
+        batch_invariant=st.booleans(),
     )
-    def start(self, pages, page_size, host_pages, repeats, apart, **limits):
-        limits |= {"apart": apart, "repeats": 0 if apart else repeats}
-        self.machine = Machine(pages, page_size, host_pages, **limits)
+    def start(self, pages, page_size, swap_space, prefix_overlap, batch_invariant, **limits):
+        limits |= {"batch_invariant": batch_invariant, "prefix_overlap": 0 if batch_invariant else prefix_overlap}
+        self.machine = Machine(pages, page_size, swap_space, **limits)
         self.requests = {}
         self.count = 0
 
@@ -201,31 +201,31 @@ class Serving(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
         new=st.integers(1, 8),
         priority=st.integers(-2, 2),
-        salt=st.sampled_from(["", "other"]),
+        cache_salt=st.sampled_from(["", "other"]),
     )
-    def add(self, prompt, new, priority, salt):
+    def add(self, prompt, new, priority, cache_salt):
         room = self.machine.pool.num_pages * self.machine.size
-        request = Request(f"r{self.count}", prompt[:room], 1, priority=priority, salt=salt)
-        request.max_new_tokens = min(new, room + 1 - len(request.prompt))
+        request = Request(f"r{self.count}", prompt[:room], 1, priority=priority, cache_salt=cache_salt)
+        request.max_tokens = min(new, room + 1 - len(request.prompt))
         self.count += 1
         self.requests[request.id] = request
         self.machine.add(request)
 
     @rule()
     def step(self):
-        if len(self.machine.under_way) < 2:
+        if len(self.machine.in_flight) < 2:
             self.machine.run_step()
 
     @rule(guesses=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def draft(self, guesses):
-        if not self.machine.under_way and not self.machine.scheduler.apart:
+        if not self.machine.in_flight and not self.machine.scheduler.batch_invariant:
             for request in self.requests.values():
-                request.drafts = list(guesses)
+                request.draft_tokens = list(guesses)
 
-    @precondition(lambda self: self.machine.under_way)
+    @precondition(lambda self: self.machine.in_flight)
     @rule(stop=st.booleans())
     def update(self, stop):
-        ids = [work.request.id for work in self.machine.under_way[0][0].work if work.samples]
+        ids = [work.request.id for work in self.machine.in_flight[0][0].scheduled if work.samples]
         stopped = ids[:1] if stop else []
         self.machine.update(stopped)
         for name in stopped:
@@ -246,12 +246,12 @@ class Serving(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "machine"):
             return
-        while self.machine.under_way:
+        while self.machine.in_flight:
             self.machine.update()
         self.machine.finish()
         assert self.machine.pool.in_use == 0
         for request in self.requests.values():
-            assert generated(request) == generated_alone(request.prompt, request.max_new_tokens)
+            assert generated(request) == generated_alone(request.prompt, request.max_tokens)
 
 
 TestServing = Serving.TestCase

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
-from support.engine_models import generated_by_transformers, model, prompt
+from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, model, prompt
 from support.marks import mostly_full
 
-from flashlatte.engine import Engine, SamplingParams
-from flashlatte.engine.drafts import PromptLookup
+from flashlatte.engine import Engine
+from flashlatte.engine.prompt_lookup import PromptLookup
 from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.builder import V4Metadata
 from flashlatte.layers.v4.workspace import WorkspaceLimits
@@ -24,32 +24,34 @@ FAMILY, LENGTHS = "DeepseekV4", (1, 5, 31, 19)
 
 
 def engine(**options: Any) -> Engine:
-    sizes: dict[str, Any] = {"num_pages": 24, "page_size": 8, "max_tokens": 12}
+    sizes: dict[str, Any] = {"num_pages": 24, "page_size": 8, "max_num_batched_tokens": 12}
     return Engine(model(FAMILY), **sizes | options)
 
 
 def check(served, lengths=LENGTHS, new=9):
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
-    outputs = served.generate(prompts, SamplingParams(max_new_tokens=new))
+    outputs = served.generate(prompts, greedy(new))
     for tokens, output in zip(prompts, outputs, strict=True):
-        assert output.tokens == generated_by_transformers(FAMILY, tokens, new)
+        assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, new)
     assert served.pool.in_use == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 5, "page_size": 16, "num_pages": 12}], ids=["12", "5"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 5, "page_size": 16, "num_pages": 12}], ids=["12", "5"]
+)
 def test_mixed_lengths(options):
     check(engine(**options))
 
 
 def test_a_pool_so_small_that_requests_give_way_and_begin_anew():
-    small = engine(num_pages=7, max_requests=3)
+    small = engine(num_pages=7, max_num_seqs=3)
     check(small)
     assert small.statistics()["recomputed"] > 0
 
 
 def test_more_requests_than_run_at_a_time():
     """Who comes later gets the states' place of who has ended."""
-    check(engine(max_requests=2, max_tokens=30), lengths=(9, 21, 4, 13, 7), new=4)
+    check(engine(max_num_seqs=2, max_num_batched_tokens=30), lengths=(9, 21, 4, 13, 7), new=4)
 
 
 def replayed(served: Engine) -> Engine:
@@ -66,7 +68,7 @@ def replayed(served: Engine) -> Engine:
     return served
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pages": 7, "max_requests": 3}], ids=["at ease", "giving way"])
+@pytest.mark.parametrize("options", [{}, {"num_pages": 7, "max_num_seqs": 3}], ids=["at ease", "giving way"])
 def test_steps_that_generate_as_graphs(options):
     check(replayed(engine(**options)))
 
@@ -80,24 +82,24 @@ def test_a_prompt_over_a_workspace(monkeypatch):
 
     monkeypatch.setattr("flashlatte.layers.v4.cache_attention.sparse_prefill", counted)
     monkeypatch.setattr(V4Model, "workspaces", WorkspaceLimits(min_queries=141))
-    check(engine(max_tokens=150, num_pages=40), lengths=(141, 6), new=3)
+    check(engine(max_num_batched_tokens=150, num_pages=40), lengths=(141, 6), new=3)
     assert over_workspaces == [141] * 3
 
 
-@pytest.mark.parametrize("max_tokens", mostly_full((1, 5, 64), 5))
-def test_requests_that_begin_alike_share_pages(max_tokens):
+@pytest.mark.parametrize("max_num_batched_tokens", mostly_full((1, 5, 64), 5))
+def test_requests_that_begin_alike_share_pages(max_num_batched_tokens):
     """Behind a shared page the last group is computed again, in whatever chunks, and nobody's rows change."""
-    served = replayed(engine(max_tokens=max_tokens))
-    alike, asked = prompt(26), SamplingParams(max_new_tokens=4)
+    served = replayed(engine(max_num_batched_tokens=max_num_batched_tokens))
+    alike, asked = prompt(26), greedy(4)
     prompts = [[*alike, *rest] for rest in ([], [1, 2, 3], [2], [2, 4, 4])]
     for tokens in prompts:
         (output,) = served.generate([tokens], asked)
-        assert output.tokens == generated_by_transformers(FAMILY, tokens, 4)
+        assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, 4)
     assert served.statistics()["cached_tokens"] == 3 * (24 - 4)
     before = [cache.clone() for cache in served.runner.caches]
     # The first at last, while the others read the same pages.
     for tokens, output in zip(prompts[::-1], served.generate(prompts[::-1], asked), strict=True):
-        assert output.tokens == generated_by_transformers(FAMILY, tokens, 4)
+        assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, 4)
     pages = served.pool.match(alike)
     assert len(pages) == 3
     for cache, old in zip(served.runner.caches, before, strict=True):
@@ -105,11 +107,11 @@ def test_requests_that_begin_alike_share_pages(max_tokens):
 
 
 def test_a_shared_beginning_of_requests_that_give_way():
-    small = engine(num_pages=9, max_requests=4, max_tokens=9)
+    small = engine(num_pages=9, max_num_seqs=4, max_num_batched_tokens=9)
     alike = prompt(17)
     prompts = [[*alike, *prompt(length, length)] for length in (3, 9, 1, 14)]
-    for tokens, output in zip(prompts, small.generate(prompts, SamplingParams(max_new_tokens=9)), strict=True):
-        assert output.tokens == generated_by_transformers(FAMILY, tokens, 9)
+    for tokens, output in zip(prompts, small.generate(prompts, greedy(9)), strict=True):
+        assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, 9)
     statistics = small.statistics()
     assert statistics["recomputed"] > 0
     assert statistics["cached_tokens"] > 0
@@ -117,13 +119,13 @@ def test_a_shared_beginning_of_requests_that_give_way():
 
 def test_a_pool_so_small_that_requests_are_swapped():
     """States stay where they are while pages are on the host."""
-    small = engine(num_pages=7, max_requests=3, host_pages=20)
+    small = engine(num_pages=7, max_num_seqs=3, swap_space=20)
     check(small)
     assert small.statistics()["swapped"] > 0
 
 
-@pytest.mark.parametrize("drafts", mostly_full((1, 6), 6))
-def test_drafts_that_are_taken_back(drafts, monkeypatch):
+@pytest.mark.parametrize("num_speculative_tokens", mostly_full((1, 6), 6))
+def test_drafts_that_are_taken_back(num_speculative_tokens, monkeypatch):
     """Guesses end groups, and groups of them are made again: of right ones, wrong ones, and right ones before wrong."""
     lengths, new = (3, 13, 22), 20
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
@@ -134,10 +136,10 @@ def test_drafts_that_are_taken_back(drafts, monkeypatch):
         right = len(tokens) * 7 % (count + 2)
         return [token if i < right else 96 - token for i, token in enumerate(text[len(tokens) :][:count])]
 
-    monkeypatch.setattr(PromptLookup, "guess", guesses)
-    served = engine(drafts=drafts)
-    for text, output in zip(texts, served.generate(prompts, SamplingParams(max_new_tokens=new)), strict=True):
-        assert output.prompt + output.tokens == text
+    monkeypatch.setattr(PromptLookup, "propose", guesses)
+    served = engine(num_speculative_tokens=num_speculative_tokens)
+    for text, output in zip(texts, served.generate(prompts, greedy(new)), strict=True):
+        assert output.prompt_token_ids + output.outputs[0].token_ids == text
     assert served.statistics()["computed_tokens"] > sum(lengths) + len(lengths) * new
 
 
@@ -147,11 +149,11 @@ def test_a_checkpoint_in_bf16_whose_norms_transformers_keeps_in_float32(tmp_path
     served = Engine(tmp_path, num_pages=24, page_size=8)
     assert served.runner.model._body.norm.weight.dtype == torch.float32
     asked = [prompt(31), prompt(5, 1)]
-    sampling = SamplingParams(max_new_tokens=1, logprobs=True)
+    sampling = greedy(1, logprobs=0)
     expected = Engine(source.float(), num_pages=24, page_size=8).generate(asked, sampling)
     for output, exact in zip(served.generate(asked, sampling), expected, strict=True):
-        assert output.tokens == exact.tokens
-        assert output.logprobs == pytest.approx(exact.logprobs, abs=0.05)
+        assert output.outputs[0].token_ids == exact.outputs[0].token_ids
+        assert chosen_logprobs(output) == pytest.approx(chosen_logprobs(exact), abs=0.05)
 
 
 def test_pages_as_large_as_indexers_want_them():

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import VOCABULARY, large_v4, prompt
+from support.engine_models import VOCABULARY, greedy, large_v4, prompt
 
-from flashlatte.engine import Engine, SamplingParams
-from flashlatte.engine.batch import Batch
+from flashlatte.engine import Engine
+from flashlatte.engine.batch import StepBatch
 
 pytestmark = pytest.mark.gpu
 # Generating 40 tokens each ends groups of 4 and of 128, and pages of 256.
@@ -24,11 +24,11 @@ def model() -> Any:
 @pytest.mark.parametrize("cache_format", ["model1", "bf16"])
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 def test_replayed_steps_are_eager_ones(model: Any, cache_format: str) -> None:
-    served = Engine(model, cache_format=cache_format, num_pages=12, max_requests=4, max_tokens=512)
+    served = Engine(model, cache_format=cache_format, num_pages=12, max_num_seqs=4, max_num_batched_tokens=512)
     runner, steps, batches, apart = served.runner, 0, [], []
     graphed, plan = runner._padded, runner._plan
 
-    def planned(batch: Batch, pad_to: int | None) -> Any:
+    def planned(batch: StepBatch, pad_to: int | None) -> Any:
         batches.append(batch)
         return plan(batch, pad_to)
 
@@ -46,12 +46,15 @@ def test_replayed_steps_are_eager_ones(model: Any, cache_format: str) -> None:
         return replayed
 
     runner._padded, runner._plan = padded, planned
-    sampling = SamplingParams(max_new_tokens=40)
+    sampling = greedy(40)
     # The second time at places beyond the first ones: the states move, and graphs are captured anew.
     for places in ([3, 2, 1, 0], [7, 6, 5, 4]):
-        runner._free_places, before = places, steps
+        runner._free_state_indices, before = places, steps
         outputs = served.generate([prompt(length, seed) for seed, length in enumerate(LENGTHS)], sampling)
-        assert all(len(output.tokens) == 40 and max(output.tokens) < VOCABULARY for output in outputs)
+        assert all(
+            len(output.outputs[0].token_ids) == 40 and max(output.outputs[0].token_ids) < VOCABULARY
+            for output in outputs
+        )
         assert steps >= before + 39
         assert 4 in runner._graphs
     # A step of its own has narrower tables, so that keys are split otherwise.
@@ -59,9 +62,9 @@ def test_replayed_steps_are_eager_ones(model: Any, cache_format: str) -> None:
 
 
 def test_a_step_that_generates_waits_for_nothing_but_the_last_ones_tokens(model: Any) -> None:
-    served = Engine(model, cache_format="model1", num_pages=12, max_requests=4)
+    served = Engine(model, cache_format="model1", num_pages=12, max_num_seqs=4)
     for seed in range(4):
-        served.add(prompt(245, seed), SamplingParams(max_new_tokens=40))
+        served.add(prompt(245, seed), greedy(40))
     for _ in range(8):
         served.step()
     torch.cuda.set_sync_debug_mode("error")

@@ -10,9 +10,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from support.engine_models import generated_by_transformers, model, prompt  # noqa: E402
+from support.engine_models import generated_by_transformers, greedy, model, prompt  # noqa: E402
 
-from flashlatte.engine import Engine, SamplingParams  # noqa: E402
+from flashlatte.engine import Engine  # noqa: E402
 from flashlatte.integrations.transformers import enable  # noqa: E402
 from flashlatte.layers import fused_projections  # noqa: E402
 
@@ -56,8 +56,8 @@ def test_enabled(laid, family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine(laid, family):
     whole = copy.deepcopy(model(family))
-    served = Engine(whole, num_pages=24, page_size=8, max_tokens=12)
+    served = Engine(whole, num_pages=24, page_size=8, max_num_batched_tokens=12)
     for attention in attentions(whole):
         assert attention.q_a_proj.weight.untyped_storage().nbytes() > attention.q_a_proj.weight.nbytes
-    (output,) = served.generate([prompt(19)], SamplingParams(max_new_tokens=9))
-    assert output.tokens == generated_by_transformers(family, prompt(19), 9)
+    (output,) = served.generate([prompt(19)], greedy(9))
+    assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(19), 9)

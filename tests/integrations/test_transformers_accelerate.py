@@ -6,9 +6,10 @@ import pytest
 import torch
 from integrations import test_transformers_indexed as indexed
 from integrations.test_transformers_v4 import model_of as v4_model_of
+from support.engine_models import greedy
 from support.transformers_pairs import generate
 
-from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine import Engine
 from flashlatte.integrations.transformers import disable, enable
 
 accelerate = pytest.importorskip("accelerate")
@@ -54,8 +55,8 @@ def test_deepseek_v4():
 def test_the_engine(make_model, prompts):
     model, ids = dispatched(make_model()), prompts((0,))["input_ids"]
     expected = generate(model, {"input_ids": ids}, do_sample=False)[0, ids.shape[1] :].tolist()
-    (output,) = Engine(model, num_pages=32).generate([ids[0].tolist()], SamplingParams(max_new_tokens=24))
-    assert output.tokens == expected
+    (output,) = Engine(model, num_pages=32).generate([ids[0].tolist()], greedy(24))
+    assert output.outputs[0].token_ids == expected
 
 
 @pytest.mark.parametrize("use", [enable, Engine])

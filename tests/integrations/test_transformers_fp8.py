@@ -10,10 +10,11 @@ from integrations import test_transformers_indexed as indexed
 from integrations.test_transformers_v4 import model_of as v4_model_of
 from layers.test_quantised import Dequantisable
 from support import fp8_linears
+from support.engine_models import greedy
 from support.transformers_pairs import assert_same_tokens, generate, pair
 
 from flashlatte.distributed.model.partition import check_divisible
-from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine import Engine
 from flashlatte.engine.model import Model
 from flashlatte.integrations.transformers import enable
 from flashlatte.layers.weights import linear_weight
@@ -27,8 +28,8 @@ def _on_a_cpu(monkeypatch):
 
 
 def engine_tokens(model, prompt, count=24):
-    (output,) = Engine(model, num_pages=32).generate([prompt], SamplingParams(max_new_tokens=count, ignore_eos=True))
-    return output.tokens
+    (output,) = Engine(model, num_pages=32).generate([prompt], greedy(count, ignore_eos=True))
+    return output.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
 
 from flashlatte.engine.pages import PagePool
-from flashlatte.engine.request import Request, Step, Work
+from flashlatte.engine.request import Request, ScheduledRequest, Step
 from flashlatte.engine.scheduler import Scheduler
 
 EMPTY = None
@@ -24,14 +24,14 @@ def next_token(tokens: Sequence[int]) -> int:
 class Machine:
     """Runs steps: every token computed must find all tokens before it in the request's pages."""
 
-    def __init__(self, pages: int, page_size: int, host_pages: int, **limits: Any) -> None:
+    def __init__(self, pages: int, page_size: int, swap_space: int, **limits: Any) -> None:
         self.size = page_size
         self.pool = PagePool(pages, page_size)
-        self.host = PagePool(host_pages, page_size) if host_pages else None
+        self.host = PagePool(swap_space, page_size) if swap_space else None
         self.scheduler = Scheduler(self.pool, host_pool=self.host, **limits)
         self.device_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(pages)]
-        self.host_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(host_pages)]
-        self.under_way: list[tuple[Step, dict[str, list[int]]]] = []
+        self.host_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(swap_space)]
+        self.in_flight: list[tuple[Step, dict[str, list[int]]]] = []
         self.known: dict[str, list[int]] = {}
         self.ended: dict[str, Request] = {}
 
@@ -45,61 +45,63 @@ class Machine:
         if step is None:
             return False
         assert (
-            sum(work.count for work in step.work) == self.scheduler.max_tokens - step.left <= self.scheduler.max_tokens
+            sum(one.count for one in step.scheduled)
+            == self.scheduler.max_num_batched_tokens - step.token_budget
+            <= self.scheduler.max_num_batched_tokens
         )
-        if self.scheduler.apart and any(work.count > 1 for work in step.work):
-            assert len(step.work) == 1
+        if self.scheduler.batch_invariant and any(one.count > 1 for one in step.scheduled):
+            assert len(step.scheduled) == 1
         for source, target in step.swap_out:
             self.host_memory[target] = list(self.device_memory[source])
         for source, target in step.swap_in:
             self.device_memory[target] = list(self.host_memory[source])
         written: set[tuple[int, int]] = set()
-        self.under_way.append((step, {}))
-        for work in step.work:
-            if not work.request.finished:
-                self._compute(work, written)
+        self.in_flight.append((step, {}))
+        for one in step.scheduled:
+            if not one.request.finished:
+                self._compute(one, written)
         return True
 
-    def _compute(self, work: Work, written: set[tuple[int, int]]) -> None:
-        request = work.request
+    def _compute(self, one: ScheduledRequest, written: set[tuple[int, int]]) -> None:
+        request = one.request
         tokens = self.known[request.id]
-        length = work.start + work.count - work.drafts
+        length = one.start + one.count - one.num_drafts
         assert length <= len(tokens)
-        # What a step under way samples is on the device alone, where it can be the next step's one input.
-        assert length <= len(request.tokens) or work.count == 1
-        for position in range(work.start):
-            assert self._at(request, position) == (request.salt, tokens[: position + 1])
-        inputs = [*tokens[:length], *request.drafts[: work.drafts]]
-        for position in range(work.start, work.start + work.count):
-            if position < request.shared:
+        # A token of a step in flight is on the device only, where it can be the only input of the next step.
+        assert length <= len(request.tokens) or one.count == 1
+        for position in range(one.start):
+            assert self._at(request, position) == (request.cache_salt, tokens[: position + 1])
+        inputs = [*tokens[:length], *request.draft_tokens[: one.num_drafts]]
+        for position in range(one.start, one.start + one.count):
+            if position < request.num_shared_tokens:
                 # Computed again, and not written: others may read it.
-                assert self._at(request, position) == (request.salt, inputs[: position + 1])
+                assert self._at(request, position) == (request.cache_salt, inputs[: position + 1])
                 continue
             place = request.pages[position // self.size], position % self.size
             assert place not in written
             assert self.pool.references(place[0]) == 1
             written.add(place)
-            self.device_memory[place[0]][place[1]] = (request.salt, inputs[: position + 1])
-        if not work.samples:
+            self.device_memory[place[0]][place[1]] = (request.cache_salt, inputs[: position + 1])
+        if not one.samples:
             return
         new = [next_token(tokens[:length])]
-        for draft in request.drafts[: work.drafts]:
+        for draft in request.draft_tokens[: one.num_drafts]:
             if draft != new[-1]:
                 break
             new.append(next_token([*tokens[:length], *new]))
         self.known[request.id] = [*tokens[:length], *new]
-        self.under_way[-1][1][request.id] = new
+        self.in_flight[-1][1][request.id] = new
 
     def _at(self, request: Request, position: int) -> Any:
         return self.device_memory[request.pages[position // self.size]][position % self.size]
 
     def update(self, stopped: Sequence[str] = ()) -> None:
-        """Tell the scheduler of the oldest step under way."""
-        step, tokens = self.under_way.pop(0)
+        """Pass the results of the oldest step in flight to the scheduler."""
+        step, tokens = self.in_flight.pop(0)
         for request in self.scheduler.update(step, tokens, stopped):
             self.ended[request.id] = request
-        for work in step.work:
-            work.request.drafts = []
+        for one in step.scheduled:
+            one.request.draft_tokens = []
 
     def finish(self, most_steps: int = 10_000) -> None:
         """Run until nothing is left."""
@@ -107,13 +109,13 @@ class Machine:
             if not len(self.scheduler):
                 return
             if not self.run_step():
-                assert self.under_way, "requests are left, and no step could be made for them"
-            while self.under_way:
+                assert self.in_flight, "requests are left, and no step could be made for them"
+            while self.in_flight:
                 self.update()
         raise AssertionError(f"{len(self.scheduler)} requests are left after {most_steps} steps")
 
     def check_pages(self) -> None:
-        """No page is lost, and none is referenced by who does not hold it."""
+        """No page is lost, and the references are those of the requests that hold the pages."""
         holders: dict[int, int] = {}
         for request in (*self.scheduler._running, *self.scheduler._waiting):
             for page in request.pages:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from flashlatte.engine import RequestOutput, SamplingParams
+
 VOCABULARY = 97
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -125,6 +127,17 @@ def generated_by_transformers(family: str, prompt: list[int], count: int, **opti
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **options
     )
     return tokens[0, len(prompt) :].tolist()
+
+
+def greedy(max_tokens: int = 16, **options: Any) -> SamplingParams:
+    """Parameters of greedy sampling, unless ``options`` have a temperature."""
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens} | options)
+
+
+def chosen_logprobs(output: RequestOutput) -> list[float]:
+    """The log-probability of each token of a request's first output."""
+    first = output.outputs[0]
+    return [one[token].logprob for one, token in zip(first.logprobs or [], first.token_ids, strict=False)]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

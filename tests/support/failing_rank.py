@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 import torch
-from support.engine_models import model, prompt
+from support.engine_models import greedy, model, prompt
 
-from flashlatte.engine import Engine, SamplingParams
+from flashlatte.engine import Engine
 from flashlatte.engine.runner import Runner
 
 
@@ -22,7 +22,7 @@ def main(rank: int, at_step: int, context_parallel: int, graphs: int) -> None:
         num_pages=16,
         tensor_parallel=int(os.environ["WORLD_SIZE"]),
         context_parallel=context_parallel,
-        graphs=bool(graphs),
+        cuda_graphs=bool(graphs),
     )
     compute, steps = Runner._compute, 0
 
@@ -36,7 +36,7 @@ def main(rank: int, at_step: int, context_parallel: int, graphs: int) -> None:
     Runner._compute = failing  # type: ignore[method-assign]
     if engine.leads:
         with engine:
-            engine.generate([prompt(70), prompt(3, 1)], SamplingParams(40))
+            engine.generate([prompt(70), prompt(3, 1)], greedy(40))
     else:
         engine.follow()
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import fp8_linears
-from support.engine_models import model
+from support.engine_models import chosen_logprobs, greedy, model
 
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.model import Model
 from flashlatte.engine.runner import Runner
 
-SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_tokens": 32, "max_requests": 4}
+SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
 # A token whose embedding is NaN in a ``poisoned`` model.
 POISON = 41
 
@@ -49,7 +49,9 @@ def generate(source: Any, prompts: list[list[int]], sampling: SamplingParams, **
         first = engine.generate(prompts[:1], sampling)
         outputs = [*first, *engine.generate(prompts[1:], sampling)]
         assert engine.pool.in_use == 0
-        return [(output.tokens, output.logprobs, output.cached_tokens) for output in outputs], engine.statistics()
+        return [
+            (output.outputs[0].token_ids, chosen_logprobs(output), output.num_cached_tokens) for output in outputs
+        ], engine.statistics()
 
 
 def generate_in_float8(path: Path, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> Any:
@@ -71,7 +73,9 @@ def poisoned(family: str) -> Any:
 def generate_poisoned(prompts: list[list[int]], sampling: SamplingParams) -> Any:
     """Outputs of rank 0, of an engine with keys over the ranks and drafts, whose model is ``poisoned``."""
     ranks = dist.get_world_size()
-    engine = Engine(poisoned("DeepseekV3"), **SIZES, drafts=2, tensor_parallel=ranks, context_parallel=ranks)
+    engine = Engine(
+        poisoned("DeepseekV3"), **SIZES, num_speculative_tokens=2, tensor_parallel=ranks, context_parallel=ranks
+    )
     if not engine.leads:
         return engine.follow()
     with engine:
@@ -91,17 +95,17 @@ def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> N
 def another_alike() -> list[int]:
     """An engine of each process alone, and then one of all."""
     alone = Engine(model("DeepseekV3"), **SIZES)
-    (output,) = alone.generate([[1, 2, 3]], SamplingParams(3))
-    together = generate("DeepseekV3", [[1, 2, 3]], SamplingParams(3))
-    assert dist.get_rank() != 0 or together[0][0][0] == output.tokens
-    return output.tokens
+    (output,) = alone.generate([[1, 2, 3]], greedy(3))
+    together = generate("DeepseekV3", [[1, 2, 3]], greedy(3))
+    assert dist.get_rank() != 0 or together[0][0][0] == output.outputs[0].token_ids
+    return output.outputs[0].token_ids
 
 
 def of_a_model_alone() -> None:
     """Rank 0's of a Model, which is no engine that others could share."""
     if dist.get_rank() == 0:
         Engine(Model(model("DeepseekV3")), **SIZES)
-    generate("DeepseekV3", [[1, 2, 3]], SamplingParams(3))
+    generate("DeepseekV3", [[1, 2, 3]], greedy(3))
 
 
 def misuse() -> str:
@@ -140,7 +144,7 @@ def fail(rank: int, at_step: int, how: str = "error", **options: Any) -> None:
     try:
         if engine.leads:
             with engine:
-                engine.generate([[1, 2, 3]], SamplingParams(8))
+                engine.generate([[1, 2, 3]], greedy(8))
         else:
             engine.follow()
     except KeyboardInterrupt as error:
@@ -180,8 +184,8 @@ def fail_when_done() -> str | None:
         engine.ranks.receive = failing  # type: ignore[method-assign]
         engine.follow()
         return None
-    (output,) = engine.generate([[1, 2, 3]], SamplingParams(3))
-    assert len(output.tokens) == 3
+    (output,) = engine.generate([[1, 2, 3]], greedy(3))
+    assert len(output.outputs[0].token_ids) == 3
     engine.ranks._plans.get_group_store().wait(["flashlatte/failure/1"], timedelta(seconds=20))
     try:
         engine.close()

@@ -40,11 +40,11 @@ def decode_step(model: Any, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     are seen under the profiler, which slows the host down: bounds from above. ``step_us`` is timed without it.
     """
     requests = len(prompts)
-    served = Engine(model, max_requests=requests, max_tokens=8192, num_pages=requests * 12)
-    # The first requests keep decoding until all are prefilled.
+    served = Engine(model, max_num_seqs=requests, max_num_batched_tokens=8192, num_pages=requests * 12)
+    # Those whose prompt comes first go on until all have theirs.
     length = SETTLING + TIMED + PROFILED + 60
     for prompt in prompts:
-        served.add(prompt, SamplingParams(length))
+        served.add(prompt, SamplingParams(temperature=0, max_tokens=length))
     while len(served.step()) < requests:
         pass
     _run(served, SETTLING)

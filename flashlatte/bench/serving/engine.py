@@ -65,21 +65,21 @@ def by_generate_batch(model: Any, options: argparse.Namespace) -> Result:
     return rate(seconds, len(prompts))
 
 
-def by_engine(model: Any, options: argparse.Namespace, *, graphs: bool = True) -> Result:
-    served = Engine(model, max_requests=256, max_tokens=8192, num_pages=8192, graphs=graphs)
+def by_engine(model: Any, options: argparse.Namespace, *, cuda_graphs: bool = True) -> Result:
+    served = Engine(model, max_num_seqs=256, max_num_batched_tokens=8192, num_pages=8192, cuda_graphs=cuda_graphs)
     prompts = random_prompts(options.requests)
     return rate(serve(served, prompts), len(prompts))
 
 
 def by_engine_without_graphs(model: Any, options: argparse.Namespace) -> Result:
-    return by_engine(model, options, graphs=False)
+    return by_engine(model, options, cuda_graphs=False)
 
 
 def shared_prefix(model: Any, options: argparse.Namespace, *, cached: bool = True) -> Result:
     prefix = random_prompt(SHARED, 1)
     sharing = [[*prefix, *random_prompt(16, seed)] for seed in range(SHARING)]
-    served = Engine(model, max_requests=64, max_tokens=8192, num_pages=10240, prefix_cache=cached)
-    served.generate([[*prefix, 1]], SamplingParams(max_new_tokens=1))
+    served = Engine(model, max_num_seqs=64, max_num_batched_tokens=8192, num_pages=10240, enable_prefix_caching=cached)
+    served.generate([[*prefix, 1]], SamplingParams(temperature=0, max_tokens=1))
     before = served.statistics()["computed_tokens"]
     seconds = serve(served, sharing, warm=False)
     return rate(seconds, SHARING, computed_tokens=int(served.statistics()["computed_tokens"] - before))
@@ -151,9 +151,9 @@ def random_prompt(length: int, seed: int) -> list[int]:
 def serve(served: Engine, prompts: list[list[int]], *, warm: bool = True) -> float:
     """Seconds of the engine; ``warm`` compiles and captures beforehand with other prompts."""
     if warm:
-        served.generate(random_prompts(len(prompts), seed=10**6), SamplingParams(16))
+        served.generate(random_prompts(len(prompts), seed=10**6), SamplingParams(temperature=0, max_tokens=16))
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    served.generate(prompts, SamplingParams(max_new_tokens=NEW))
+    served.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
     torch.cuda.synchronize()
     return time.perf_counter() - begin

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import fp8_linears
-from support.engine_models import generated_by_transformers, large_v4, model, prompt
+from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, large_v4, model, prompt
 
 from flashlatte.engine import Engine, SamplingParams
 from flashlatte.engine.runner import Runner
@@ -26,7 +26,7 @@ def generate(
     source: Any, groups: list[list[list[int]]], sampling: SamplingParams, **options: Any
 ) -> tuple[list[tuple[list[int], list[float]]], int] | None:
     """Rank 0: tokens and log-probabilities of requests, group after group, and how many CUDA graphs there are."""
-    settings: dict[str, Any] = {"num_pages": 64, "max_tokens": 96, "max_requests": 4}
+    settings: dict[str, Any] = {"num_pages": 64, "max_num_batched_tokens": 96, "max_num_seqs": 4}
     engine = Engine(source, tensor_parallel=dist.get_world_size(), **settings | options)
     if not engine.leads:
         engine.follow()
@@ -34,20 +34,27 @@ def generate(
     with engine:
         outputs = [output for prompts in groups for output in engine.generate(prompts, sampling)]
     assert engine.pool.in_use == 0
-    return [(output.tokens, output.logprobs) for output in outputs], len(engine.runner._graphs)
+    return [(output.outputs[0].token_ids, chosen_logprobs(output)) for output in outputs], len(engine.runner._graphs)
 
 
 @pytest.mark.parametrize(
     ("family", "keys_over_all"),
     [("DeepseekV3", False), ("DeepseekV3", True), ("DeepseekV32", False), ("DeepseekV32", True), ("DeepseekV4", False)],
 )
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_greedy_tokens_are_transformers(family, keys_over_all, drafts):
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+def test_greedy_tokens_are_transformers(family, keys_over_all, num_speculative_tokens):
     expected = [generated_by_transformers(family, tokens, 24) for tokens in PROMPTS]
     context_parallel = dist.get_world_size() if keys_over_all else 1
     source = copy.deepcopy(model(family)).cuda()
     groups = [PROMPTS[:1], PROMPTS[1:]]
-    got = generate(source, groups, SamplingParams(24), context_parallel=context_parallel, drafts=drafts, graphs=False)
+    got = generate(
+        source,
+        groups,
+        greedy(24),
+        context_parallel=context_parallel,
+        num_speculative_tokens=num_speculative_tokens,
+        cuda_graphs=False,
+    )
     assert got is None or [tokens for tokens, _ in got[0]] == expected
 
 
@@ -57,10 +64,12 @@ def test_graphs_give_what_eager_steps_give(keys_over_all):
     """Bit for bit: a group's prompts are computed in one step, so that its steps are of as many requests as a graph."""
     source = copy.deepcopy(model("DeepseekV3")).to("cuda", torch.bfloat16)
     groups = [PROMPTS[:1], [*PROMPTS[1:], prompt(150, 3)]]
-    sampling = SamplingParams(80, logprobs=True)
+    sampling = greedy(80, logprobs=0)
     context_parallel = dist.get_world_size() if keys_over_all else 1
     eager, replayed = (
-        generate(source, groups, sampling, max_tokens=1024, context_parallel=context_parallel, graphs=graphs)
+        generate(
+            source, groups, sampling, max_num_batched_tokens=1024, context_parallel=context_parallel, cuda_graphs=graphs
+        )
         for graphs in (False, True)
     )
     if eager is not None and replayed is not None:
@@ -74,7 +83,7 @@ def test_graphs_give_what_eager_steps_give(keys_over_all):
 def test_graphs_of_more_requests_than_a_step_has(keys_over_all, monkeypatch):
     """Three requests replay the graph of four: bit for bit what the same padded steps give eagerly."""
     source = copy.deepcopy(model("DeepseekV3")).to("cuda", torch.bfloat16)
-    sampling = SamplingParams(80, logprobs=True)
+    sampling = greedy(80, logprobs=0)
     context_parallel = dist.get_world_size() if keys_over_all else 1
     replayed = generate(source, [PROMPTS[1:]], sampling, context_parallel=context_parallel)
     monkeypatch.setattr(Runner, "_padded", lambda runner, size, metadata: runner._logits(metadata, runner._rows[:size]))
@@ -98,7 +107,7 @@ def alone(source: Any, prompts: list[list[int]], sampling: SamplingParams, **opt
     """What the engine of one process generates, on each, before any makes one of all (which that would not fit)."""
     outputs = Engine(source, num_pages=64, **options).generate(prompts, sampling)
     dist.barrier()
-    return [(output.tokens, output.logprobs) for output in outputs]
+    return [(output.outputs[0].token_ids, chosen_logprobs(output)) for output in outputs]
 
 
 def differences(got: list[Any], expected: list[Any]) -> torch.Tensor:
@@ -129,7 +138,7 @@ def test_a_float8_checkpoint_is_divided(tmp_path):
         pytest.skip(f"transformers has no kernels of float8 weights here: {error}")
     source = copy.deepcopy(model(**FLOAT8)).bfloat16()
     path = saved(tmp_path, lambda path: fp8_linears.save(source, path, block=128))
-    sampling = SamplingParams(24, logprobs=True)
+    sampling = greedy(24, logprobs=0)
     expected = alone(path, PROMPTS, sampling)
     got = generate(path, [PROMPTS], sampling)
     if got is not None:
@@ -148,10 +157,10 @@ def test_deepseek_v4s_groups_of_heads(cache_format, tmp_path):
     source = large_v4(num_experts_per_tok=4, index_topk=256).bfloat16()
     path = saved(tmp_path, source.save_pretrained)
     prompts = [prompt(length, seed) for seed, length in enumerate((3, 100, 240, 500))]
-    options: dict[str, Any] = {"cache_format": cache_format, "max_tokens": 1024}
-    sampling = SamplingParams(40, logprobs=True)
+    options: dict[str, Any] = {"cache_format": cache_format, "max_num_batched_tokens": 1024}
+    sampling = greedy(40, logprobs=0)
     expected = alone(path, prompts, sampling, **options)
-    eager, replayed = (generate(path, [prompts], sampling, graphs=graphs, **options) for graphs in (False, True))
+    eager, replayed = (generate(path, [prompts], sampling, cuda_graphs=graphs, **options) for graphs in (False, True))
     if eager is not None and replayed is not None:
         assert replayed[0] == eager[0]
         assert replayed[1] > 0

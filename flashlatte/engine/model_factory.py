@@ -1,4 +1,4 @@
-"""Which of the engine's models a transformers model is, and on which ranks."""
+"""Creates the engine's model of a transformers model or checkpoint, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 
 
-def as_model(
+def create_model(
     model: Any, tensor_parallel: int = 1, context_parallel: int = 1, options: Mapping[str, object] | None = None
 ) -> PagedModel:
-    """A model of the engine's as it is, or one of a transformers model or checkpoint, over so many ranks.
+    """Make a ``Model`` or ``V4Model`` of a transformers model or checkpoint. A ``PagedModel`` is returned as it is.
 
     Args:
-        options: of the engine, which all ranks must say alike.
+        options: arguments of the engine, which must be equal on all ranks.
 
     Raises:
-        ModuleNotFoundError, OSError, ValueError: as ``Model``; other ranks than the model's, or that it cannot have;
-            ranks that differ.
-        RuntimeError: another rank failed, or does not come.
+        ModuleNotFoundError, OSError, ValueError: as ``Model``; other numbers of ranks than a ``PagedModel`` has,
+            or than the model supports; ranks with different arguments.
+        RuntimeError: another rank failed or did not start.
     """
-    asked = tensor_parallel, context_parallel
-    alone = asked == (1, 1)
+    requested = tensor_parallel, context_parallel
+    single = requested == (1, 1)
     if isinstance(model, PagedModel):
         made_for = model.ranks.size, model.ranks.kv_ranks
-        if made_for == asked:
+        if made_for == requested:
             return model
         with model.ranks.failing_together() if made_for != (1, 1) else Rendezvous(joins=True):
             raise ValueError(
-                f"tensor_parallel and context_parallel must be {made_for}, which the Model was made for, got {asked}"
+                f"tensor_parallel and context_parallel must be {made_for}, as in the Model, got {requested}"
             )
-    with Rendezvous(joins=not alone) as rendezvous:
+    with Rendezvous(joins=not single) as rendezvous:
         config = config_of(model)
         check_type(config, (*MODEL_TYPES, V4_MODEL_TYPE))
         if options and options.get("cache_format") is not None:
             dtype = (config if isinstance(model, (str, Path)) else model).dtype
             check_cache_format(config, options["cache_format"], dtype)
-        made = V4Model if config.model_type == V4_MODEL_TYPE else Model
-        if not alone:
-            if made is V4Model and context_parallel != 1:
+        kind = V4Model if config.model_type == V4_MODEL_TYPE else Model
+        if not single:
+            if kind is V4Model and context_parallel != 1:
                 raise ValueError(f"context_parallel must be 1 for {V4_MODEL_TYPE}, got {context_parallel}")
-            ranks = Ranks(*asked, rendezvous=rendezvous, facts={**(options or {}), **_facts(config)})
+            ranks = Ranks(*requested, rendezvous=rendezvous, facts={**(options or {}), **_facts(config)})
             with ranks.failing_together():
-                return made(model, ranks=ranks)
+                return kind(model, ranks=ranks)
         rendezvous.agree({"tensor_parallel": 1, "context_parallel": 1})
-    return made(model)
+    return kind(model)
 
 
 def _facts(config: Any) -> dict[str, str]:
-    """What a model is, without what names its place or how transformers runs it."""
+    """The config fields that ranks compare, without paths and runtime options of transformers."""
     return {
         f"config.{name}": str(value)
         for name, value in config.to_dict().items()

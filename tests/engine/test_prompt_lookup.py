@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashlatte.engine.drafts import PromptLookup
+from flashlatte.engine.prompt_lookup import PromptLookup
 
 
 def searched(tokens: list[int], count: int, longest: int) -> list[int]:
@@ -22,7 +22,7 @@ def test_the_latest_of_the_longest(tokens, data):
     while known < len(tokens):
         known = data.draw(st.integers(known + 1, len(tokens)))
         count, longest = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-        assert lookup.guess(tokens[:known], count, longest) == searched(tokens[:known], count, longest)
+        assert lookup.propose(tokens[:known], count, longest) == searched(tokens[:known], count, longest)
 
 
 def test_a_frequent_token_is_not_looked_for_everywhere():
@@ -37,7 +37,7 @@ def test_a_frequent_token_is_not_looked_for_everywhere():
 
     tokens = Counted([7, 3] * 20_000 + [7, 7, 7, 7])
     lookup = PromptLookup()
-    lookup.guess(tokens, 3)
+    lookup.propose(tokens, 3)
     reads = 0
-    lookup.guess(tokens, 3)
+    lookup.propose(tokens, 3)
     assert reads < 10_000

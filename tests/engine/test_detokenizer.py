@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashlatte.engine.text import Text
+from flashlatte.engine.detokenizer import Detokenizer
 
 
 class Bytes:
@@ -15,7 +15,7 @@ class Bytes:
     def __init__(self) -> None:
         self.decoded = 0
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: bool) -> str:
         self.decoded += len(tokens)
         return bytes(token for token in tokens if token < 256).decode(errors="replace").removeprefix(" ")
 
@@ -26,15 +26,16 @@ def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
     for place in data.draw(st.lists(st.integers(0, len(tokens)), max_size=3)):
         tokens.insert(place, 256)
     stops = data.draw(st.lists(st.sampled_from(["ab", "b a", "語", "aé", "b"]), max_size=2))
-    text, given_out = Text(Bytes(), stops), ""
+    text, given_out = Detokenizer(Bytes(), stops), ""
     for count, token in enumerate(tokens, 1):
         new, stopped = text.add(token)
         given_out += new
         known = Bytes().decode(tokens[:count])
         assert given_out == known.rstrip("\N{REPLACEMENT CHARACTER}")
         assert given_out + text.rest() == known
-        assert stopped == any(stop in known for stop in stops)
+        assert (stopped is not None) == any(stop in known for stop in stops)
         if stopped:
+            assert known[stopped.begin :].startswith(stopped.stop)
             return
 
 
@@ -42,7 +43,7 @@ def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
 def test_the_last_token_costs_what_the_first_did(token, most):
     """Also where no letter is ever complete, or tokens have no text."""
     tokenizer = Bytes()
-    text = Text(tokenizer, ["never here"])
+    text = Detokenizer(tokenizer, ["never here"])
     given_out = "".join(text.add(token)[0] for _ in range(1000))
     assert tokenizer.decoded < most * 1000
     assert len(given_out) >= (0 if token == 256 else 980)
