@@ -91,7 +91,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             page_size = checks.positive_int("page_size", self.model.page_size if page_size is None else page_size)
             if num_pages is None:
                 num_pages = self.model.default_pages(self.cache_format, page_size)
-            if tokenizer is None and self.ranks.leads:
+            if tokenizer is None and self.ranks.is_leader:
                 tokenizer = tokenizer_of(model)
             limits = EngineLimits(
                 num_pages, page_size, swap_space, max_num_batched_tokens, max_num_seqs, num_speculative_tokens

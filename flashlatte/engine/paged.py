@@ -188,7 +188,13 @@ def check_parts(model: Any) -> None:
             if name.split(".")[0] == "mlp":
                 continue
             # Projections are called, and the forward of a norm may be replaced by a kernel.
-            got = "some" if has_hooks(part) else "another forward" if has_custom_forward(part) and [*part.children()] else None
+            got = (
+                "some"
+                if has_hooks(part)
+                else "another forward"
+                if has_custom_forward(part) and [*part.children()]
+                else None
+            )
             if got is not None:
                 raise TypeError(
                     f"layer {number} of the model must have no hooks and no other forward outside of its MLP, as the "

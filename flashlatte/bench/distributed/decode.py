@@ -79,7 +79,7 @@ def decode_call(context: ContextParallel, q: torch.Tensor, cache: torch.Tensor, 
 def communication_call(context: ContextParallel, q: torch.Tensor) -> Callable[[], object]:
     form, flat = context.form or "", q.flatten(0, 1)
     if form == "direct":
-        memory = PeerMemory.reach(context.group, q.device, Agreement(context.group, timedelta(seconds=60)))
+        memory = PeerMemory.connect(context.group, q.device, Agreement(context.group, timedelta(seconds=60)))
         if isinstance(memory, str):
             raise SystemExit(memory)
         direct = Direct.take(memory, flat, HEADS, VALUE, all_heads=False)
@@ -90,7 +90,7 @@ def communication_call(context: ContextParallel, q: torch.Tensor) -> Callable[[]
     return lambda: (merge.gather_heads(flat, context.group), merge.merge(partial, context.group, form))
 
 
-def fill(partial: merge.Partial) -> None:
+def fill(partial: merge.RankPartial) -> None:
     partial.out.normal_()
     partial.lse.normal_()
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def memory(group) -> PeerMemory:
     device = torch.device("cuda", torch.cuda.current_device())
-    reached = PeerMemory.reach(group, device, Agreement(group, timedelta(seconds=20)))
+    reached = PeerMemory.connect(group, device, Agreement(group, timedelta(seconds=20)))
     assert isinstance(reached, PeerMemory), reached
     return reached
 
