@@ -21,7 +21,7 @@ import triton
 
 from flashlatte.bench import environment, workloads
 from flashlatte.bench.cases import CASES
-from flashlatte.runtime import ahead, machine
+from flashlatte.runtime import machine, precompile
 
 H100 = machine.GPU((9, 0), 132)
 BACKENDS = ("hopper", "portable")
@@ -32,14 +32,14 @@ def empty_kernel():
     pass
 
 
-def launched(operations: set[str], backends: set[str]) -> Iterator[tuple[str, str, ahead.Variant]]:
+def launched(operations: set[str], backends: set[str]) -> Iterator[tuple[str, str, precompile.Variant]]:
     """(case, backend, variant): each variant beside the first case that launches it."""
     device = torch.device("cpu")
     for backend in BACKENDS:
         if backend not in backends:
             continue
         seen = 0
-        with ahead.collected() as found:
+        with precompile.collected() as found:
             for case in CASES:
                 problem = case.problem
                 if operations and problem.operation not in operations:
@@ -61,7 +61,7 @@ def processor_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in of)
 
 
-def measure(variant: ahead.Variant) -> dict[str, Any]:
+def measure(variant: precompile.Variant) -> dict[str, Any]:
     """Compile a variant into an empty cache."""
     stages: dict[str, float] = {}
 
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="all if not given")
     parser.add_argument("--json", help="append one JSON line a kernel to this file")
     arguments = parser.parse_args()
-    ahead.use(H100)
+    precompile.use(H100)
     variants = list(launched(set(arguments.op), set(arguments.backend or BACKENDS)))
     facts = {"target": "sm_90"} | dataclasses.asdict(environment.describe(torch.device("cpu")))
     # What Triton does once in a process is no kernel's.

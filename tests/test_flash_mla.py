@@ -228,7 +228,7 @@ FP8_QUERY = DENSE.inputs()["q"].to(torch.float8_e4m3fn)
         (DENSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to a float8_e4m3fn q, and this one is bfloat16$"),
         (DENSE, {"q": None, "descale_q": 1.0}, ValueError, "^descale_q belongs to .*, and this one is NoneType$"),
         (DENSE, {"q": FP8_QUERY, "descale_q": -1.0}, ValueError, "^descale_q must be a finite number above 0, got -1"),
-        (DENSE, {"q": FP8_QUERY, "descale_q": SINK}, ValueError, r"^descale_q must hold one value, got shape \[4\]$"),
+        (DENSE, {"q": FP8_QUERY, "descale_q": SINK}, ValueError, r"^descale_q must have one element, got shape \[4\]$"),
         (SPARSE, {"causal": True}, ValueError, "^causal must be False in sparse decode .* got True$"),
         (SPARSE, {"causal": 0}, TypeError, "^causal must be True or False, got 0$"),
         (SPARSE, {"is_fp8_kvcache": False}, ValueError, "^is_fp8_kvcache must .* is False, and k_cache is uint8$"),

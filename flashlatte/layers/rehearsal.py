@@ -45,7 +45,7 @@ def rehearse(
         page_size: tokens in a page.
         max_batch: requests of a decode step at most.
         max_queries: new tokens of a request in a decode step at most, drafts among them.
-        device: to run on; "cpu" inside ``runtime.ahead.collected``, which needs no GPU.
+        device: to run on; "cpu" inside ``runtime.precompile.collected``, which needs no GPU.
 
     Raises:
         ValueError: a format that the layer cannot have, or more heads than it has.

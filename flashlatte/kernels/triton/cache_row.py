@@ -82,8 +82,8 @@ def store_row(
         tile = tl.arange(0, D // TILING.tile)[None, :]
         # Behind the tiles' scales a token has bytes that are 0.
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + place.page_size * TILING.row_bytes + place.offset * TILING.scale_places
-        tl.store(scale_row + tile, exponents, mask=place.valid & (tile < TILING.scale_places))
+        scale_row = page_start + place.page_size * TILING.row_bytes + place.offset * TILING.padded_tiles
+        tl.store(scale_row + tile, exponents, mask=place.valid & (tile < TILING.padded_tiles))
     elif FORMAT.encoding == "e4m3":
         values, scales = scale_rows(x, _SMALLEST_AMAX, FORMAT.power_of_two)  # [1, D], [1]
         tl.store(page_start + place.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)

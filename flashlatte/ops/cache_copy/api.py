@@ -13,7 +13,7 @@ OPERATION = "cache_copy"
 Pages = Sequence[int] | torch.Tensor
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.triton(call):
         return reason
     if call.pages_reachable:
@@ -21,10 +21,22 @@ def _refuses_portable(call: dispatch.Call) -> str | None:
     return "takes caches on one GPU or in pinned host memory, whose pages lie in one piece each"
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.cache_copy.portable import copy_pages
+
+    return copy_pages
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.cache_copy.reference import copy_pages
+
+    return copy_pages
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.cache_copy.portable:copy_pages", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.cache_copy.reference:copy_pages"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -99,7 +111,7 @@ def swap_blocks(
         raise ValueError(
             f"dst_cache must have src_cache's page shape {list(src_cache.shape[1:])}, got {list(dst_cache.shape[1:])}"
         )
-    checks.apart("dst_cache", dst_cache, src_cache=src_cache)
+    checks.no_overlap("dst_cache", dst_cache, src_cache=src_cache)
     if (src_cache.device.type == "meta") != (dst_cache.device.type == "meta"):
         raise ValueError(f"dst_cache must have memory as src_cache has, got {dst_cache.device} and {src_cache.device}")
     source, target = _page_pairs(src_pages, dst_pages, src_cache.shape[0], dst_cache.shape[0])
@@ -123,12 +135,14 @@ def _copy_pages(
     dispatch.implementation(OPERATION, backend)(src_cache, dst_cache, src_pages, dst_pages, disjoint)
 
 
-def _call(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> dispatch.Call:
+def _call(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> dispatch.CallSpec:
     device = dst_cache.device if src_cache.device.type == "cpu" else src_cache.device
     reachable = _same_dense_pages(src_cache, dst_cache) and all(
         cache.device == device or (cache.device.type == "cpu" and cache.is_pinned()) for cache in (src_cache, dst_cache)
     )
-    return dispatch.Call(OPERATION, device, dst_cache.dtype, page_size=dst_cache.shape[1], pages_reachable=reachable)
+    return dispatch.CallSpec(
+        OPERATION, device, dst_cache.dtype, page_size=dst_cache.shape[1], pages_reachable=reachable
+    )
 
 
 def _same_dense_pages(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> bool:

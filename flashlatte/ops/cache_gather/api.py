@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests, scales
+from flashlatte.kv_cache import gather_slots, scales
 from flashlatte.kv_cache.codec import as_cache, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
@@ -15,7 +15,7 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "cache_gather"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.triton(call):
         return reason
     if call.cache_format is None or _is_read(format_class(call.cache_format)):
@@ -27,10 +27,22 @@ def _is_read(layout: type[CacheFormat]) -> bool:
     return layout.plain or layout.tiling is not None or layout.block_scaling is not None
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.cache_gather.portable import cache_gather
+
+    return cache_gather
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.cache_gather.reference import cache_gather
+
+    return cache_gather
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.cache_gather.portable:cache_gather", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.cache_gather.reference:cache_gather"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -75,7 +87,7 @@ def cache_gather(
     """
     cache, layout = as_cache(cache, cache_format)
     device = cache.device
-    requests.check(block_table, cu_seqlens, seq_starts, device)
+    gather_slots.check(block_table, cu_seqlens, seq_starts, device)
     if seq_ends is not None:
         shape = (block_table.shape[0],)
         checks.tensor("seq_ends", seq_ends, shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
@@ -100,12 +112,12 @@ def cache_gather(
         out = torch.zeros(total_tokens, layout.head_dim, dtype=dtype, device=device)
     else:
         checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device, may_be_empty=1)
-        checks.apart("out", out, cache=cache)
+        checks.no_overlap("out", out, cache=cache)
         if total_tokens is not None and total_tokens != out.shape[0]:
             raise ValueError(f"total_tokens must be out's {out.shape[0]} rows or None, got {total_tokens}")
-    call = dispatch.Call(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
+    call = dispatch.CallSpec(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
-    requests.check_values(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
+    gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
     _cache_gather(
         cache,
         block_table,

@@ -141,15 +141,15 @@ def gather_tiles_kernel(
     page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * TILING.row_bytes
 
-    tile = tl.arange(0, TILING.scale_places)[None, :]
+    tile = tl.arange(0, TILING.padded_tiles)[None, :]
     column = tile[:, :, None] * TILING.tile + tl.arange(0, TILING.tile)[None, None, :]
     rope_column = tl.arange(0, 64)[None, :]
     used = tile[:, :, None] < TILING.tiles
-    # [BLOCK_T, scale_places, tile], [BLOCK_T, 64], [BLOCK_T, scale_places]
+    # [BLOCK_T, padded_tiles, tile], [BLOCK_T, 64], [BLOCK_T, padded_tiles]
     latent_bits = tl.load(row[:, None, None] + column, mask=found[:, None, None] & used, other=0)
     rope_bits = load_words((row + TILING.rope_offset)[:, None], rope_column, tl.uint16, found[:, None], ALIGN)
     if TILING.e8m0:
-        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.scale_places
+        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.padded_tiles
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
         scales = e8m0_to_float(exponents)
     else:

@@ -15,7 +15,7 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "cache_write"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.triton(call):
         return reason
     if call.cache_format is None or _is_written(format_class(call.cache_format)):
@@ -27,10 +27,22 @@ def _is_written(layout: type[CacheFormat]) -> bool:
     return layout.plain or layout.tiling is not None or layout.block_scaling is not None
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.cache_write.portable import cache_write
+
+    return cache_write
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.cache_write.reference import cache_write
+
+    return cache_write
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.cache_write.portable:cache_write", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.cache_write.reference:cache_write"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -80,7 +92,7 @@ def cache_write(
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     gradients.warn_if_dropped(OPERATION, x, rope)
-    call = dispatch.Call(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)
+    call = dispatch.CallSpec(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0] == 0:
         return

@@ -132,13 +132,13 @@ def write_tiles_kernel(
     page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * TILING.row_bytes
 
-    tile = tl.arange(0, TILING.scale_places)[None, :]
+    tile = tl.arange(0, TILING.padded_tiles)[None, :]
     column = tile[:, :, None] * TILING.tile + tl.arange(0, TILING.tile)[None, None, :]
     rope_index = tl.arange(0, 64)[None, :]
     latent_mask = valid[:, None, None] & (tile[:, :, None] < TILING.tiles)
     x_row = x + tokens * x_stride * X_ALIGN
     rope_row = rope + tokens * rope_stride * ROPE_ALIGN
-    # [BLOCK_T, scale_places, tile] and [BLOCK_T, 64]
+    # [BLOCK_T, padded_tiles, tile] and [BLOCK_T, 64]
     latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
     ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
 
@@ -150,7 +150,7 @@ def write_tiles_kernel(
     store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
     if TILING.e8m0:
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.scale_places
+        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.padded_tiles
         tl.store(scale_row[:, None] + tile, exponents, mask=valid[:, None])
     else:
         store_words((row + TILING.tiles * TILING.tile)[:, None], tile, scales, valid[:, None], ALIGN)

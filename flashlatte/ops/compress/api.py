@@ -7,7 +7,7 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
+from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
 from flashlatte.ops.compress.problem import Problem
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -16,14 +16,26 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "compress"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_rows(call)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.compress.portable import compress
+
+    return compress
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.compress.reference import compress
+
+    return compress
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.compress.portable:compress", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.compress.reference:compress"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -104,7 +116,7 @@ def compress(
     _check_values(request_ids, positions, cache, slot_mapping, state_cache, state_table, ape.shape[0])
     eps = checks.epsilon("eps", eps)
     gradients.warn_if_dropped(OPERATION, kv, score, ape, weight)
-    call = dispatch.Call(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
+    call = dispatch.CallSpec(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
     backend = dispatch.select(call, backend)
     if tokens == 0:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels.rope import rotate_tail
-from flashlatte.kv_cache.rows import encode_rows
+from flashlatte.kv_cache.row_caches import encode_rows
 from flashlatte.kv_cache.slots import in_cache, write_slots
 from flashlatte.ops.compress.problem import Problem
 

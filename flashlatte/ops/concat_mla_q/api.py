@@ -11,10 +11,23 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "concat_mla_q"
 DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn)
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.concat_mla_q.portable import concat_mla_q
+
+    return concat_mla_q
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.concat_mla_q.reference import concat_mla_q
+
+    return concat_mla_q
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.concat_mla_q.portable:concat_mla_q", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.concat_mla_q.reference:concat_mla_q"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -48,9 +61,9 @@ def concat_mla_q(
         out = torch.empty(shape, dtype=ql_nope.dtype, device=ql_nope.device)
     else:
         checks.output("out", out, shape, (ql_nope.dtype,), ql_nope.device)
-        checks.apart("out", out, ql_nope=ql_nope, q_pe=q_pe)
+        checks.no_overlap("out", out, ql_nope=ql_nope, q_pe=q_pe)
     gradients.warn_if_dropped(OPERATION, ql_nope, q_pe)
-    call = dispatch.Call(OPERATION, ql_nope.device, ql_nope.dtype, head_dim=shape[2], h_q=heads)
+    call = dispatch.CallSpec(OPERATION, ql_nope.device, ql_nope.dtype, head_dim=shape[2], h_q=heads)
     backend = dispatch.select(call, backend)
     if tokens:
         _concat_mla_q(ql_nope, q_pe, out, backend)

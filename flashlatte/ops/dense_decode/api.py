@@ -22,7 +22,7 @@ _HOPPER_PAGE_SIZE = 8
 _HOPPER_ALIGNMENT = 16
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.capability(call, 9, 0):
         return reason
     if call.cache_format is not None and not _hopper_reads(format_class(call.cache_format)):
@@ -34,11 +34,11 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
     )
 
 
@@ -46,11 +46,29 @@ def _hopper_reads(layout: type[CacheFormat]) -> bool:
     return layout.plain and layout.record_dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.dense_decode.hopper import dense_decode
+
+    return dense_decode
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.dense_decode.portable import dense_decode
+
+    return dense_decode
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.dense_decode.reference import dense_decode
+
+    return dense_decode
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.dense_decode.hopper:dense_decode", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.dense_decode.portable:dense_decode", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.dense_decode.reference:dense_decode"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -109,7 +127,7 @@ def dense_decode(
     batch, s_q, h_q, head_dim = q.shape
     device = q.device
     _check_format(k_cache, head_dim)
-    checks.agree_in_dtype("k_cache", k_cache, q, torch.float8_e4m3fn)
+    checks.same_dtype("k_cache", k_cache, q, torch.float8_e4m3fn)
     checks.tensor("k_cache", k_cache, ("pages", "page_size", "h_kv", head_dim), (q.dtype, torch.float8_e4m3fn), device)
     h_kv = k_cache.shape[2]
     if h_q % h_kv:
@@ -130,7 +148,7 @@ def dense_decode(
     k_scale_tensor, k_scale_value = scales.split("k_scale", k_scale, device)
     out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache)
 
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         device,
         q.dtype,

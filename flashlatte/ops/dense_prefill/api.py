@@ -20,7 +20,7 @@ _PORTABLE_MAX_HEAD_DIM = 256
 _HOPPER_HEAD_DIMS = range(64, 256 + 1, 8)
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
@@ -29,29 +29,67 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_hopper_backward(call: dispatch.Call) -> str | None:
+def _refuses_hopper_backward(call: dispatch.CallSpec) -> str | None:
     return refusals.head_dims(call, (192, 128), (128, 128)) or _refuses_hopper(call)
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
     )
 
 
-for _operation, _function, _refuses in (
-    (OPERATION, "forward", _refuses_hopper),
-    (BACKWARD, "backward", _refuses_hopper_backward),
-):
-    _room = "flashlatte.ops.dense_prefill"
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("hopper", f"{_room}.hopper.{_function}:{_function}", _refuses),
-        dispatch.Implementation("portable", f"{_room}.portable:{_function}", _refuses_portable),
-        dispatch.Implementation("reference", f"{_room}.reference:{_function}"),
-    )
+def _load_hopper_forward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.hopper.forward import forward
+
+    return forward
+
+
+def _load_portable_forward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.portable import forward
+
+    return forward
+
+
+def _load_reference_forward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.reference import forward
+
+    return forward
+
+
+def _load_hopper_backward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.hopper.backward import backward
+
+    return backward
+
+
+def _load_portable_backward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.portable import backward
+
+    return backward
+
+
+def _load_reference_backward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.reference import backward
+
+    return backward
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("hopper", _load_hopper_forward, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable_forward, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference_forward),
+)
+
+dispatch.define(
+    BACKWARD,
+    dispatch.Implementation("hopper", _load_hopper_backward, _refuses_hopper_backward),
+    dispatch.Implementation("portable", _load_portable_backward, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference_backward),
+)
 
 
 def dense_prefill(
@@ -135,12 +173,12 @@ def dense_prefill(
     recorded = records_gradient(q, k, v)
     if out is not None:
         checks.output("out", out, (total_q, h_q, head_dim_v), (q.dtype,), device)
-        checks.apart("out", out, q=q, k=k, v=v)
+        checks.no_overlap("out", out, q=q, k=k, v=v)
         if recorded:
             raise ValueError("out must be None where gradients are recorded, got a tensor to write into")
 
-    def call(operation: str) -> dispatch.Call:
-        return dispatch.Call(
+    def call(operation: str) -> dispatch.CallSpec:
+        return dispatch.CallSpec(
             operation,
             device,
             q.dtype,

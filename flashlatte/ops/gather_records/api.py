@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
@@ -14,10 +14,23 @@ from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "gather_records"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.gather_records.portable import gather_records
+
+    return gather_records
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.gather_records.reference import gather_records
+
+    return gather_records
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.gather_records.portable:gather_records", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.gather_records.reference:gather_records"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -36,7 +49,7 @@ def gather_records(
     """Copy the tokens of several requests out of a paged cache of any format, byte for byte.
 
     ``kv_cache.gather`` without the conversion: what ranks exchange, or what ``kv_cache.dequantize`` takes later. The
-    parts of a token that lie apart in a page (data and scales of ``model1``) follow each other in its record.
+    parts of a token in different planes of a page (data and scales of ``model1``) follow each other in its record.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
@@ -58,16 +71,16 @@ def gather_records(
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     cache, layout = as_cache(cache, cache_format)
-    requests.check(block_table, cu_seqlens, seq_starts, cache.device)
+    gather_slots.check(block_table, cu_seqlens, seq_starts, cache.device)
     shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), layout.record_width)
     if out is None:
         out = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
     else:
         checks.output("out", out, shape, (cache.dtype,), cache.device)
-        checks.apart("out", out, cache=cache)
-    call = dispatch.Call(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
+        checks.no_overlap("out", out, cache=cache)
+    call = dispatch.CallSpec(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
-    requests.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
+    gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
     if total_tokens and block_table.shape[0]:
         _gather_records(cache, block_table, cu_seqlens, seq_starts, layout.name, layout.head_dim, out, backend)
     return out

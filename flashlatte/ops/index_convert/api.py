@@ -14,10 +14,23 @@ from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_convert"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.index_convert.portable import index_convert
+
+    return index_convert
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.index_convert.reference import index_convert
+
+    return index_convert
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.index_convert.portable:index_convert", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.index_convert.reference:index_convert"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -240,7 +253,7 @@ def index_convert(
     else:
         checks.output("slots", slots, (rows, width), checks.INDEX_DTYPES, device)
     counts = torch.empty(rows, dtype=torch.int32, device=device) if return_counts else None
-    backend = dispatch.select(dispatch.Call(OPERATION, device, slots.dtype), backend)
+    backend = dispatch.select(dispatch.CallSpec(OPERATION, device, slots.dtype), backend)
     if rows:
         _index_convert(
             indices,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache import fp4
-from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, HEAD_DIMS, INDEX_FORMATS, as_index_cache
+from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE, HEAD_DIMS, INDEX_FORMATS, as_index_cache
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -20,7 +20,7 @@ _FEWEST_HOPPER_HEADS = 8
 _HOPPER_ALIGNMENT, _HOPPER_PAGES = 16, 32
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.dtype(call, torch.float8_e4m3fn) or refusals.capability(call, 9, 0):
         return reason
     if call.cache_format is not None and INDEX_FORMATS[call.cache_format].encoding != "e4m3":
@@ -31,15 +31,55 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     return refusals.page_size(call, _HOPPER_PAGES) or refusals.unaligned(call, _HOPPER_ALIGNMENT)
 
 
-for _operation, _function in ((RAGGED, "ragged"), (PAGED, "paged")):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("hopper", f"flashlatte.ops.index_logits.hopper:{_function}", _refuses_hopper),
-        dispatch.Implementation(
-            "portable", f"flashlatte.ops.index_logits.portable.{_function}:{_function}", refusals.triton
-        ),
-        dispatch.Implementation("reference", f"flashlatte.ops.index_logits.reference:{_function}"),
-    )
+def _load_hopper_ragged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.hopper import ragged
+
+    return ragged
+
+
+def _load_portable_ragged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.portable.ragged import ragged
+
+    return ragged
+
+
+def _load_reference_ragged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.reference import ragged
+
+    return ragged
+
+
+def _load_hopper_paged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.hopper import paged
+
+    return paged
+
+
+def _load_portable_paged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.portable.paged import paged
+
+    return paged
+
+
+def _load_reference_paged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.reference import paged
+
+    return paged
+
+
+dispatch.define(
+    RAGGED,
+    dispatch.Implementation("hopper", _load_hopper_ragged, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable_ragged, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_ragged),
+)
+
+dispatch.define(
+    PAGED,
+    dispatch.Implementation("hopper", _load_hopper_paged, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable_paged, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_paged),
+)
 
 
 @repeats_launches
@@ -99,8 +139,8 @@ def index_logits(
     aligned = _aligned(k) and _aligned_operands(q, weights)
     if k_scale is not None:
         aligned = aligned and _aligned(k_scale) and (num_keys == 1 or k_scale.stride(0) == 1)
-    call = dispatch.Call(
-        RAGGED, device, q.dtype, FORMAT_OF_KEYS.get(k.dtype), head_dim=head_dim, h_q=heads, rows_aligned=aligned
+    call = dispatch.CallSpec(
+        RAGGED, device, q.dtype, FORMAT_BY_KEY_DTYPE.get(k.dtype), head_dim=head_dim, h_q=heads, rows_aligned=aligned
     )
     backend = dispatch.select(call, backend)
     if num_rows and num_keys == 0:
@@ -191,7 +231,9 @@ def paged_index_logits(
     gradients.warn_if_dropped(PAGED, q, weights)
     # Of a cache only pages lie at a stride: what is in them lies close.
     aligned = _aligned(cache[:, 0, 0]) and _aligned_operands(q, weights)
-    call = dispatch.Call(PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned)
+    call = dispatch.CallSpec(
+        PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned
+    )
     backend = dispatch.select(call, backend)
     if batch:
         _paged_index_logits(q, cache, weights, cache_seqlens, block_table, out, clean, backend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
@@ -13,12 +13,42 @@ from flashlatte.runtime.torch_op import register_op
 
 QUANTIZE, GATHER = "index_quantize", "index_gather"
 
-for _operation in (QUANTIZE, GATHER):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("portable", f"flashlatte.ops.index_quantize.portable:{_operation}", refusals.triton),
-        dispatch.Implementation("reference", f"flashlatte.ops.index_quantize.reference:{_operation}"),
-    )
+
+def _load_portable_quantize() -> dispatch.Function:
+    from flashlatte.ops.index_quantize.portable import index_quantize
+
+    return index_quantize
+
+
+def _load_reference_quantize() -> dispatch.Function:
+    from flashlatte.ops.index_quantize.reference import index_quantize
+
+    return index_quantize
+
+
+def _load_portable_gather() -> dispatch.Function:
+    from flashlatte.ops.index_quantize.portable import index_gather
+
+    return index_gather
+
+
+def _load_reference_gather() -> dispatch.Function:
+    from flashlatte.ops.index_quantize.reference import index_gather
+
+    return index_gather
+
+
+dispatch.define(
+    QUANTIZE,
+    dispatch.Implementation("portable", _load_portable_quantize, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_quantize),
+)
+
+dispatch.define(
+    GATHER,
+    dispatch.Implementation("portable", _load_portable_gather, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_gather),
+)
 
 
 @repeats_launches
@@ -61,7 +91,7 @@ def index_quantize(
         raise ValueError(f"slot_mapping must not be longer than k ({k.shape[0]} tokens), got {slot_mapping.shape[0]}")
     gradients.warn_if_dropped(QUANTIZE, k)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
-    backend = dispatch.select(dispatch.Call(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
+    backend = dispatch.select(dispatch.CallSpec(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
     if slot_mapping.shape[0]:
         _index_quantize(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding, backend)
 
@@ -111,15 +141,15 @@ def index_gather(
     cache, layout = as_index_cache(cache, head_dim)
     device = cache.device
     rows = checks.positive_int("total_tokens", total_tokens, or_zero=True)
-    requests.check(block_table, cu_seqlens, seq_starts, device)
+    gather_slots.check(block_table, cu_seqlens, seq_starts, device)
     values_like, scales_like = gathered_like(layout, rows)
     values = _gathered("values", values, values_like, cache)
     if scales_like is not None:
         scales = _gathered("scales", scales, scales_like, cache)
     elif scales is not None:
         raise ValueError(f"scales must be None for format {layout.name}, which has none, got a tensor")
-    requests.check_values(cache, block_table, cu_seqlens, seq_starts, rows)
-    backend = dispatch.select(dispatch.Call(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
+    gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, rows)
+    backend = dispatch.select(dispatch.CallSpec(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
     if rows and block_table.shape[0]:
         # PyTorch's checks of operations cannot read float8 numbers.
         stored = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
@@ -162,7 +192,7 @@ def _gathered(name: str, value: torch.Tensor | None, like: torch.Tensor, cache: 
         stored = torch.uint8 if like.dtype.itemsize == 1 else like.dtype
         return torch.zeros(like.shape, dtype=stored, device=cache.device).view(like.dtype)
     checks.output(name, value, tuple(like.shape), (like.dtype,), cache.device)
-    checks.apart(name, value, cache=cache)
+    checks.no_overlap(name, value, cache=cache)
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
     return value

@@ -12,10 +12,23 @@ from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_query"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.index_query.portable import index_query
+
+    return index_query
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.index_query.reference import index_query
+
+    return index_query
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.index_query.portable:index_query", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.index_query.reference:index_query"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -37,7 +50,7 @@ def index_query(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index queries for ``index_logits``: rotate, transform, quantise each head to e4m3, fold scales into weights.
 
-    A head's scale is max(amax, smallest_amax) / 448. It is not stored apart: the head's weight becomes
+    A head's scale is max(amax, smallest_amax) / 448. It is not stored: the head's weight becomes
     weight · scale · softmax_scale · head_scale. No gradient flows through it: a warning, once, says so where gradients
     are recorded and an input requires one.
 
@@ -152,7 +165,7 @@ def _check(
 
 def _select(q: torch.Tensor, weights: torch.Tensor, backend: str | None) -> str:
     gradients.warn_if_dropped(OPERATION, q, weights)
-    call = dispatch.Call(OPERATION, q.device, q.dtype, head_dim=q.shape[2], h_q=q.shape[1])
+    call = dispatch.CallSpec(OPERATION, q.device, q.dtype, head_dim=q.shape[2], h_q=q.shape[1])
     return dispatch.select(call, backend)
 
 

@@ -12,10 +12,23 @@ OPERATION = "index_weights"
 # 10 µs of PyTorch's 19 with so many (H200), and each row adds to it.
 MOST_ROWS = 128
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.index_weights.portable import index_weights
+
+    return index_weights
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.index_weights.reference import index_weights
+
+    return index_weights
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.index_weights.portable:index_weights", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.index_weights.reference:index_weights"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -43,7 +56,7 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, *, backend: str | 
     checks.tensor("weight", weight, ("H", width), (torch.float32,), hidden.device)
     out = torch.empty(tokens, weight.shape[0], dtype=torch.float32, device=hidden.device)
     gradients.warn_if_dropped(OPERATION, hidden, weight)
-    backend = dispatch.select(dispatch.Call(OPERATION, hidden.device, hidden.dtype, head_dim=width), backend)
+    backend = dispatch.select(dispatch.CallSpec(OPERATION, hidden.device, hidden.dtype, head_dim=width), backend)
     if tokens:
         _index_weights(hidden, weight, out, backend)
     return out

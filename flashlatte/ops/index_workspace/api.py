@@ -13,10 +13,23 @@ OPERATION = "index_workspace"
 ALIGNMENT = 128
 MOST_ROWS = 2**31 - 1
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.index_workspace.portable import index_workspace
+
+    return index_workspace
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.index_workspace.reference import index_workspace
+
+    return index_workspace
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.index_workspace.portable:index_workspace", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.index_workspace.reference:index_workspace"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -86,7 +99,7 @@ def index_workspace(
     width = -(-(topk + window) // ALIGNMENT) * ALIGNMENT
     rows = torch.empty(total_tokens, width, dtype=torch.int32, device=device)
     counts = torch.empty(total_tokens, dtype=torch.int32, device=device)
-    backend = dispatch.select(dispatch.Call(OPERATION, device, rows.dtype), backend)
+    backend = dispatch.select(dispatch.CallSpec(OPERATION, device, rows.dtype), backend)
     if total_tokens:
         _index_workspace(
             indices,

@@ -15,19 +15,29 @@ TILE = 128
 SCALE_ALIGNMENT = 4
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     width = call.head_dim
     if width is not None and width & (width - 1):
         return f"takes heads of a power of two, not {width}"
-    return refusals.triton(call) or refusals.too_wide(call, 2048)
+    return refusals.triton(call) or refusals.head_dim_above(call, 2048)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.inverse_rope_quantize.portable import inverse_rope_quantize
+
+    return inverse_rope_quantize
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.inverse_rope_quantize.reference import inverse_rope_quantize
+
+    return inverse_rope_quantize
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.inverse_rope_quantize.portable:inverse_rope_quantize", _refuses_portable
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.inverse_rope_quantize.reference:inverse_rope_quantize"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -82,7 +92,7 @@ def inverse_rope_quantize(
     values = torch.empty(groups, tokens, width, dtype=torch.uint8, device=o.device)
     dtype = torch.int32 if packed_scales else torch.float32
     scales = torch.empty(groups, columns, padded, dtype=dtype, device=o.device)
-    call = dispatch.Call(OPERATION, o.device, o.dtype, head_dim=head_dim, h_q=heads)
+    call = dispatch.CallSpec(OPERATION, o.device, o.dtype, head_dim=head_dim, h_q=heads)
     backend = dispatch.select(call, backend)
     if tokens:
         _inverse_rope_quantize(o, cos_sin, positions, values, scales, backend)

@@ -15,10 +15,23 @@ from flashlatte.runtime.torch_op import records_gradient, register_op
 
 OPERATION = "merge_states"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.merge_states.portable import merge_states_into
+
+    return merge_states_into
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.merge_states.reference import merge_states_into
+
+    return merge_states_into
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.merge_states.portable:merge_states_into", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.merge_states.reference:merge_states_into"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -103,7 +116,7 @@ def _merge_parts(
         return reference.merge_states(outs, lses, context_tokens)
     scale_tensor, scale_value = scales.split("out_scale", out_scale, first.device)
     out_dtype = first.dtype if out_scale is None else torch.float8_e4m3fn
-    call = dispatch.Call(OPERATION, first.device, first.dtype, head_dim_v=first.shape[-1])
+    call = dispatch.CallSpec(OPERATION, first.device, first.dtype, head_dim_v=first.shape[-1])
     refuse_tangents(OPERATION, *outs, *lses)
     backend = dispatch.select(call, backend)
     if out is None:

@@ -12,12 +12,42 @@ PRE, POST = "mhc_pre", "mhc_post"
 # The matrix that mixes a token's streams is one program's. DeepSeek-V4 has 4.
 MAX_STREAMS = 16
 
-for _operation in (PRE, POST):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("portable", f"flashlatte.ops.mhc.portable:{_operation}", refusals.triton),
-        dispatch.Implementation("reference", f"flashlatte.ops.mhc.reference:{_operation}"),
-    )
+
+def _load_portable_pre() -> dispatch.Function:
+    from flashlatte.ops.mhc.portable import mhc_pre
+
+    return mhc_pre
+
+
+def _load_reference_pre() -> dispatch.Function:
+    from flashlatte.ops.mhc.reference import mhc_pre
+
+    return mhc_pre
+
+
+def _load_portable_post() -> dispatch.Function:
+    from flashlatte.ops.mhc.portable import mhc_post
+
+    return mhc_post
+
+
+def _load_reference_post() -> dispatch.Function:
+    from flashlatte.ops.mhc.reference import mhc_post
+
+    return mhc_post
+
+
+dispatch.define(
+    PRE,
+    dispatch.Implementation("portable", _load_portable_pre, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_pre),
+)
+
+dispatch.define(
+    POST,
+    dispatch.Implementation("portable", _load_portable_post, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_post),
+)
 
 
 @repeats_launches
@@ -64,7 +94,7 @@ def mhc_pre(
     rms_eps, eps = checks.epsilon("rms_eps", rms_eps), checks.epsilon("eps", eps)
     iterations = checks.positive_int("iterations", iterations)
     gradients.warn_if_dropped(PRE, streams, projected, base, scale)
-    backend = dispatch.select(dispatch.Call(PRE, device, streams.dtype, head_dim=count), backend)
+    backend = dispatch.select(dispatch.CallSpec(PRE, device, streams.dtype, head_dim=count), backend)
     shares, mixture = projected.new_empty(tokens, count), projected.new_empty(tokens, count, count)
     seen = streams.new_empty(tokens, width)
     if tokens:
@@ -106,7 +136,7 @@ def mhc_post(
     for name, value in (("result", result), ("shares", shares), ("mixture", mixture)):
         _check_contiguous(name, value)
     gradients.warn_if_dropped(POST, result, streams, shares, mixture)
-    backend = dispatch.select(dispatch.Call(POST, device, streams.dtype, head_dim=count), backend)
+    backend = dispatch.select(dispatch.CallSpec(POST, device, streams.dtype, head_dim=count), backend)
     out = torch.empty_like(streams)
     if tokens:
         _mhc_post(result, streams, shares, mixture, out, backend)

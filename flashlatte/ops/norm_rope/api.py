@@ -13,16 +13,45 @@ LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
 PORTABLE_MAX_WIDTH = 8192
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, PORTABLE_MAX_WIDTH)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, PORTABLE_MAX_WIDTH)
 
 
-for _operation in (LATENT_ROWS, ROTATE_HEADS):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("portable", f"flashlatte.ops.norm_rope.portable:{_operation}", _refuses_portable),
-        dispatch.Implementation("reference", f"flashlatte.ops.norm_rope.reference:{_operation}"),
-    )
+def _load_portable_latent_rows() -> dispatch.Function:
+    from flashlatte.ops.norm_rope.portable import latent_rows
+
+    return latent_rows
+
+
+def _load_reference_latent_rows() -> dispatch.Function:
+    from flashlatte.ops.norm_rope.reference import latent_rows
+
+    return latent_rows
+
+
+def _load_portable_rotate_heads() -> dispatch.Function:
+    from flashlatte.ops.norm_rope.portable import rotate_heads
+
+    return rotate_heads
+
+
+def _load_reference_rotate_heads() -> dispatch.Function:
+    from flashlatte.ops.norm_rope.reference import rotate_heads
+
+    return rotate_heads
+
+
+dispatch.define(
+    LATENT_ROWS,
+    dispatch.Implementation("portable", _load_portable_latent_rows, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference_latent_rows),
+)
+
+dispatch.define(
+    ROTATE_HEADS,
+    dispatch.Implementation("portable", _load_portable_rotate_heads, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference_rotate_heads),
+)
 
 
 def latent_rows(
@@ -81,7 +110,7 @@ def latent_rows(
         value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     gradients.warn_if_dropped(LATENT_ROWS, kv_a, weight, q_a, q_weight)
     width = max(latent_dim, 0 if q_a is None else q_a.shape[1])
-    backend = dispatch.select(dispatch.Call(LATENT_ROWS, device, dtype, head_dim=width), backend)
+    backend = dispatch.select(dispatch.CallSpec(LATENT_ROWS, device, dtype, head_dim=width), backend)
     rows = torch.empty(tokens, latent_dim + rope_dim, dtype=dtype, device=device)
     q_out = None if q_a is None else torch.empty(q_a.shape, dtype=dtype, device=device)
     if tokens == 0:
@@ -142,7 +171,7 @@ def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend:
     checks.output("out", out, tuple(x.shape), checks.FLOAT_DTYPES, x.device)
     _check_rotary(rotary, x.shape[0], x.device)
     backend = dispatch.select(
-        dispatch.Call(ROTATE_HEADS, x.device, x.dtype, head_dim=x.shape[2], h_q=x.shape[1]), backend
+        dispatch.CallSpec(ROTATE_HEADS, x.device, x.dtype, head_dim=x.shape[2], h_q=x.shape[1]), backend
     )
     gradients.warn_if_dropped(ROTATE_HEADS, x, out)
     if x.shape[0] == 0:

@@ -17,12 +17,42 @@ DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int32),
 )
 
-for _operation in (PACK, UNPACK):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("portable", f"flashlatte.ops.pack_seq.portable:{_operation}", refusals.triton),
-        dispatch.Implementation("reference", f"flashlatte.ops.pack_seq.reference:{_operation}"),
-    )
+
+def _load_portable_pack() -> dispatch.Function:
+    from flashlatte.ops.pack_seq.portable import pack_seq
+
+    return pack_seq
+
+
+def _load_reference_pack() -> dispatch.Function:
+    from flashlatte.ops.pack_seq.reference import pack_seq
+
+    return pack_seq
+
+
+def _load_portable_unpack() -> dispatch.Function:
+    from flashlatte.ops.pack_seq.portable import unpack_seq
+
+    return unpack_seq
+
+
+def _load_reference_unpack() -> dispatch.Function:
+    from flashlatte.ops.pack_seq.reference import unpack_seq
+
+    return unpack_seq
+
+
+dispatch.define(
+    PACK,
+    dispatch.Implementation("portable", _load_portable_pack, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_pack),
+)
+
+dispatch.define(
+    UNPACK,
+    dispatch.Implementation("portable", _load_portable_unpack, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_unpack),
+)
 
 
 @repeats_launches
@@ -65,9 +95,9 @@ def pack_seq(
         checks.output("out", out, shape, (x.dtype,), x.device)
         if not out.is_contiguous():
             raise ValueError(f"out must be contiguous, got strides {out.stride()}")
-        checks.apart("out", out, x=x)
+        checks.no_overlap("out", out, x=x)
     gradients.warn_if_dropped(PACK, x)
-    backend = dispatch.select(dispatch.Call(PACK, x.device, x.dtype), backend)
+    backend = dispatch.select(dispatch.CallSpec(PACK, x.device, x.dtype), backend)
     if out.numel():
         _pack_seq(_storage(rows), cu_seqlens, pad, _storage(out).flatten(2), backend)
     return out
@@ -113,9 +143,9 @@ def unpack_seq(
         out = torch.zeros(shape, dtype=stored, device=packed.device).view(packed.dtype)
     else:
         checks.output("out", out, shape, (packed.dtype,), packed.device)
-        checks.apart("out", out, packed=packed)
+        checks.no_overlap("out", out, packed=packed)
     gradients.warn_if_dropped(UNPACK, packed)
-    backend = dispatch.select(dispatch.Call(UNPACK, packed.device, packed.dtype), backend)
+    backend = dispatch.select(dispatch.CallSpec(UNPACK, packed.device, packed.dtype), backend)
     if out.numel() and packed.numel():
         _unpack_seq(_storage(rows), cu_seqlens, _storage(_rows("out", out, 1)), backend)
     return out

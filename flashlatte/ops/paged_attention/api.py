@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.kv_cache import scales
-from flashlatte.ops.paged_attention.choice import OPERATION, not_everywhere
+from flashlatte.ops.paged_attention.implementations import OPERATION, optional_features
 from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import checks, dispatch, gradients, ragged, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -132,12 +132,12 @@ def paged_attention(
     k_scale, k_scale_value = _cache_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _cache_scale("v_scale", v_scale, v_cache)
     out, lse = _outputs(q, head_dim_v, out, out_scale, lse)
-    checks.apart("out", out, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    checks.no_overlap("out", out, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     out_scale, out_scale_value = scales.split("out_scale", out_scale, device)
     empty_lse = checks.empty_lse(empty_lse)
     scale = checks.softmax_scale(softmax_scale, head_dim)
 
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         device,
         q.dtype,
@@ -148,7 +148,7 @@ def paged_attention(
         h_kv=h_kv,
         # Of one request, beside one of each other.
         rows=(tokens - cu_seqlens_q.shape[0] + 2) * h_q,
-        asks_for=not_everywhere(q, k_cache, v_cache, k, prefix_ranges, softcap, alibi_slopes, qq_bias, out),
+        optional_features=optional_features(q, k_cache, v_cache, k, prefix_ranges, softcap, alibi_slopes, qq_bias, out),
         rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(k_cache) and checks.rows_aligned(v_cache),
     )
     gradients.warn_if_dropped(OPERATION, q, k_cache, v_cache, k, v)
@@ -195,7 +195,7 @@ def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """The cache with its rows in one piece as a last axis, or in pieces as the last two."""
     head_dim = q.shape[2]
     dtypes = (q.dtype, *QUANTISED)
-    checks.agree_in_dtype("k_cache", k_cache, q, *QUANTISED)
+    checks.same_dtype("k_cache", k_cache, q, *QUANTISED)
     if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 5:
         x = max(k_cache.shape[4], 1)
         shape = ("pages", "page_size", "h_kv", head_dim // x, x if head_dim % x == 0 else head_dim)

@@ -13,14 +13,26 @@ OPERATION = "q_kv_norm"
 _PORTABLE_MAX_WIDTH = 8192
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_WIDTH)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_WIDTH)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.q_kv_norm.portable import q_kv_norm
+
+    return q_kv_norm
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.q_kv_norm.reference import q_kv_norm
+
+    return q_kv_norm
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.q_kv_norm.portable:q_kv_norm", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.q_kv_norm.reference:q_kv_norm"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -58,7 +70,7 @@ def q_kv_norm(
     eps = checks.epsilon("eps", eps)
     gradients.warn_if_dropped(OPERATION, q, kv, q_weight, kv_weight)
     width = max(q.shape[1], kv.shape[1])
-    backend = dispatch.select(dispatch.Call(OPERATION, q.device, q.dtype, head_dim=width), backend)
+    backend = dispatch.select(dispatch.CallSpec(OPERATION, q.device, q.dtype, head_dim=width), backend)
     q_out, kv_out = torch.empty(q.shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
     if q.shape[0]:
         _q_kv_norm(q, kv, q_weight, kv_weight, eps, q_out, kv_out, backend)

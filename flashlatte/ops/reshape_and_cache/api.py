@@ -15,16 +15,26 @@ OPERATION = "reshape_and_cache"
 PORTABLE_MAX_WIDTH = 1024
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, PORTABLE_MAX_WIDTH)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, PORTABLE_MAX_WIDTH)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.reshape_and_cache.portable import reshape_and_cache
+
+    return reshape_and_cache
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.reshape_and_cache.reference import reshape_and_cache
+
+    return reshape_and_cache
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.reshape_and_cache.portable:reshape_and_cache", _refuses_portable
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.reshape_and_cache.reference:reshape_and_cache"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -86,7 +96,7 @@ def reshape_and_cache(
         raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
     k_scale, k_scale_value = _check_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _check_scale("v_scale", v_scale, v_cache)
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION, device, key.dtype, page_size=k_cache.shape[1], head_dim=width, head_dim_v=value.shape[2], h_kv=heads
     )
     gradients.warn_if_dropped(OPERATION, key, value)

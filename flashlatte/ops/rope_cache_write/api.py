@@ -15,7 +15,7 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "rope_cache_write"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.triton(call):
         return reason
     if call.cache_format is None or _is_written(format_class(call.cache_format)):
@@ -27,10 +27,22 @@ def _is_written(layout: type[CacheFormat]) -> bool:
     return layout.plain
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.rope_cache_write.portable import rope_cache_write
+
+    return rope_cache_write
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.rope_cache_write.reference import rope_cache_write
+
+    return rope_cache_write
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.rope_cache_write.portable:rope_cache_write", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.rope_cache_write.reference:rope_cache_write"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -100,7 +112,7 @@ def rope_cache_write(
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     gradients.warn_if_dropped(OPERATION, latent, k_rope, q_rope)
     heads = 0 if q_rope is None else q_rope.shape[1]
-    call = dispatch.Call(OPERATION, device, latent.dtype, layout.name, cache.shape[1], layout.head_dim, h_q=heads)
+    call = dispatch.CallSpec(OPERATION, device, latent.dtype, layout.name, cache.shape[1], layout.head_dim, h_q=heads)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0]:

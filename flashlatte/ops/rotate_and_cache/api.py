@@ -7,7 +7,7 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
+from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -15,14 +15,26 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "rotate_and_cache"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_rows(call)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.rotate_and_cache.portable import rotate_and_cache
+
+    return rotate_and_cache
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.rotate_and_cache.reference import rotate_and_cache
+
+    return rotate_and_cache
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.rotate_and_cache.portable:rotate_and_cache", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.rotate_and_cache.reference:rotate_and_cache"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -86,7 +98,7 @@ def rotate_and_cache(
     else:
         checks.output("out", out, tuple(q.shape), (q.dtype,), device)
     gradients.warn_if_dropped(OPERATION, q, kv)
-    call = dispatch.Call(OPERATION, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
+    call = dispatch.CallSpec(OPERATION, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if tokens:

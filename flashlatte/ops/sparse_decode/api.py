@@ -26,7 +26,7 @@ _TILES = ((128, 4), (64, 7))
 _BLOCKS = ((32, 16, 528), (16, 32, 288))
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.dtype(call, torch.bfloat16) or refusals.capability(call, 9, 0):
         return reason
     if reason := _refuses_format(call, _hopper_reads):
@@ -43,10 +43,10 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.triton(call):
         return reason
-    if reason := _refuses_format(call, _portable_reads) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM):
+    if reason := _refuses_format(call, _portable_reads) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM):
         return reason
     layout = None if call.cache_format is None else as_format(call.cache_format)
     if layout is not None and not layout.plain and (call.head_dim_v or 0) > layout.value_dim:
@@ -54,7 +54,7 @@ def _refuses_portable(call: dispatch.Call) -> str | None:
     return None
 
 
-def _refuses_format(call: dispatch.Call, reads: Callable[[type[CacheFormat]], bool]) -> str | None:
+def _refuses_format(call: dispatch.CallSpec, reads: Callable[[type[CacheFormat]], bool]) -> str | None:
     if call.cache_format is None or reads(format_class(call.cache_format)):
         return None
     return f"takes caches in {names_of(reads)}, not {call.cache_format}"
@@ -84,11 +84,29 @@ def _reference_reads(layout: type[CacheFormat]) -> bool:
     return not layout.takes_scale
 
 
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.sparse_decode.hopper import sparse_decode
+
+    return sparse_decode
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.sparse_decode.portable import sparse_decode
+
+    return sparse_decode
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.sparse_decode.reference import sparse_decode
+
+    return sparse_decode
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.sparse_decode.hopper:sparse_decode", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.sparse_decode.portable:sparse_decode", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.sparse_decode.reference:sparse_decode"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -170,7 +188,7 @@ def sparse_decode(
             raise ValueError("extra_k_cache needs extra_indices beside it, got None")
         extra_layout = layout
         if isinstance(extra_k_cache, torch.Tensor) and extra_k_cache.dim():
-            extra_layout = layout.beside(extra_k_cache.shape[-1])
+            extra_layout = layout.second_format(extra_k_cache.shape[-1])
         extra_k_cache, _ = as_cache(extra_k_cache, extra_layout, "extra_k_cache")
         _check_cache("extra_k_cache", extra_k_cache, extra_layout, q)
         _check_selection("extra_indices", extra_indices, "extra_topk_length", extra_topk_length, q, extra_k_cache)
@@ -183,7 +201,7 @@ def sparse_decode(
     out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache, extra_k_cache=extra_k_cache)
 
     caches = [cache for cache in (k_cache, extra_k_cache) if cache is not None]
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         q.device,
         q.dtype,
@@ -267,7 +285,7 @@ def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.T
             f"{name} of format {layout.name} has rows of {layout.head_dim}, and q's last dimension is {q.shape[-1]}"
         )
     if layout.plain:
-        checks.agree_in_dtype(name, cache, q)
+        checks.same_dtype(name, cache, q)
 
 
 def _check_selection(

@@ -15,7 +15,7 @@ OPERATION = "sparse_prefill"
 _PORTABLE_MAX_HEAD_DIM = 1024
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
@@ -24,19 +24,37 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
     )
+
+
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.sparse_prefill.hopper import sparse_prefill
+
+    return sparse_prefill
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.sparse_prefill.portable import sparse_prefill
+
+    return sparse_prefill
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.sparse_prefill.reference import sparse_prefill
+
+    return sparse_prefill
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.sparse_prefill.hopper:sparse_prefill", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.sparse_prefill.portable:sparse_prefill", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.sparse_prefill.reference:sparse_prefill"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -85,7 +103,7 @@ def sparse_prefill(
     s_q, h_q, head_dim = q.shape
     device = q.device
     may_be_empty = 0 if s_q else 3
-    checks.agree_in_dtype("kv", kv, q)
+    checks.same_dtype("kv", kv, q)
     checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
     checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
     if attn_sink is not None:
@@ -102,11 +120,11 @@ def sparse_prefill(
         out = q.new_empty(s_q, h_q, d_v)
     else:
         checks.output("out", out, (s_q, h_q, d_v), (q.dtype,), device)
-        checks.apart("out", out, q=q, kv=kv)
+        checks.no_overlap("out", out, q=q, kv=kv)
     max_logits = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
     lse = torch.empty_like(max_logits)
 
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         device,
         q.dtype,

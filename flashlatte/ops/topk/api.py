@@ -20,7 +20,7 @@ _HOPPER_MAX_K = 2048
 _HOPPER_TWO_CTAS, _HOPPER_MOST_COLUMNS = range(9, 33), 262_144
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.capability(call, 9, 0):
         return reason
     if call.k is not None and call.k > _HOPPER_MAX_K:
@@ -35,11 +35,29 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     return None
 
 
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.topk.hopper.launch import topk
+
+    return topk
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.topk.portable.launch import topk
+
+    return topk
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.topk.reference import topk
+
+    return topk
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.topk.hopper.launch:topk", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.topk.portable.launch:topk", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.topk.reference:topk"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -178,10 +196,12 @@ def _unsorted(
         checks.output("indices", indices, (rows, k), (torch.int32,), device)
     if values is not None:
         checks.output("values", values, (rows, k), (torch.float32,), device)
-        checks.apart("values", values, logits=logits)
+        checks.no_overlap("values", values, logits=logits)
     elif with_values:
         values = torch.empty(rows, k, dtype=torch.float32, device=device)
-    backend = dispatch.select(dispatch.Call(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend)
+    backend = dispatch.select(
+        dispatch.CallSpec(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend
+    )
     if rows and width:
         _topk(logits, start, end, next_n, indices, values, backend)
     elif rows:

@@ -18,27 +18,37 @@ _PORTABLE_MAX_HEAD_DIM = 128
 _WORD_BYTES, _RECORD_ALIGNMENT = 4, 2
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
         or _unaligned(call)
     )
 
 
-def _unaligned(call: dispatch.Call) -> str | None:
+def _unaligned(call: dispatch.CallSpec) -> str | None:
     if call.rows_aligned:
         return None
     return "takes caches that begin at multiples of 4 bytes, with records at multiples of 2"
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.turboquant_decode.portable import turboquant_decode
+
+    return turboquant_decode
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.turboquant_decode.reference import turboquant_decode
+
+    return turboquant_decode
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.turboquant_decode.portable:turboquant_decode", _refuses_portable
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.turboquant_decode.reference:turboquant_decode"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -105,7 +115,7 @@ def turboquant_decode(
     scale = checks.softmax_scale(softmax_scale, head_dim)
     checks.flag("causal", causal)
     out, lse = decode_outputs.prepare(q, head_dim, out, lse, cache=cache)
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         device,
         q.dtype,

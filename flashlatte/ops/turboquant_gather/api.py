@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -15,16 +15,26 @@ OPERATION = "turboquant_gather"
 _PORTABLE_MAX_HEAD_DIM = 128
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.turboquant_gather.portable import turboquant_gather
+
+    return turboquant_gather
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.turboquant_gather.reference import turboquant_gather
+
+    return turboquant_gather
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.turboquant_gather.portable:turboquant_gather", _refuses_portable
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.turboquant_gather.reference:turboquant_gather"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -69,7 +79,7 @@ def turboquant_gather(
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
     """
     layout = as_turboquant_cache(cache, cache_format, checks.positive_int("head_dim", head_dim))
-    requests.check(block_table, cu_seqlens, seq_starts, cache.device)
+    gather_slots.check(block_table, cu_seqlens, seq_starts, cache.device)
     if dtype not in checks.FLOAT_DTYPES:
         raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
     shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), cache.shape[2], head_dim)
@@ -79,12 +89,12 @@ def turboquant_gather(
         else checks.output(name, rows, shape, (dtype,), cache.device)
         for name, rows in (("key", key), ("value", value))
     )
-    checks.apart("value", value, key=key)
-    call = dispatch.Call(
+    checks.no_overlap("value", value, key=key)
+    call = dispatch.CallSpec(
         OPERATION, cache.device, dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=cache.shape[2]
     )
     backend = dispatch.select(call, backend)
-    requests.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
+    gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
     if total_tokens and block_table.shape[0]:
         _turboquant_gather(cache, block_table, cu_seqlens, seq_starts, layout.name, key, value, backend)
     return key, value

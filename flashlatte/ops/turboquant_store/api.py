@@ -14,14 +14,26 @@ OPERATION = "turboquant_store"
 _PORTABLE_MAX_HEAD_DIM = 128
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.turboquant_store.portable import turboquant_store
+
+    return turboquant_store
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.turboquant_store.reference import turboquant_store
+
+    return turboquant_store
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.turboquant_store.portable:turboquant_store", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.turboquant_store.reference:turboquant_store"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -69,7 +81,7 @@ def turboquant_store(
     )
     if slot_mapping.shape[0] > tokens:
         raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
-    call = dispatch.Call(OPERATION, device, key.dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=heads)
+    call = dispatch.CallSpec(OPERATION, device, key.dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=heads)
     gradients.warn_if_dropped(OPERATION, key, value)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)

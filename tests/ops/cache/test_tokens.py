@@ -228,7 +228,7 @@ META = torch.device("meta")
             r"^slot_mapping must not be longer than x \(2 tokens\), got 3$",
         ),
         ({"slot_mapping": SLOTS.to(META)}, ValueError, "^slot_mapping must be on cpu"),
-        ({"scale": 2.0}, ValueError, "^scale belongs to format fp8; format v32 has none"),
+        ({"scale": 2.0}, ValueError, "^scale must be None for format v32"),
         ({"cache": FP8_CACHE, "scale": torch.ones(1).to(META)}, ValueError, "^scale must be on cpu like the cache"),
         ({"cache": FP8_CACHE, "scale": -1.0}, ValueError, "^scale must be a finite number above 0, got -1"),
         ({"scale_rounding": "down"}, ValueError, "^scale_rounding must be one of power_of_two, exact, got 'down'$"),
@@ -258,7 +258,7 @@ TABLE, CU_SEQLENS = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 2, 5])
         ({"cu_seqlens": CU_SEQLENS.to(META)}, ValueError, "^cu_seqlens must be on cpu"),
         ({"seq_starts": CU_SEQLENS}, ValueError, r"^seq_starts must have shape \[2\].*got \[3\]$"),
         ({"seq_starts": SLOTS.float()}, TypeError, "^seq_starts must be int32 or int64"),
-        ({"scale": 1.0}, ValueError, "^scale belongs to format fp8"),
+        ({"scale": 1.0}, ValueError, "^scale must be None for format"),
         ({"dtype": torch.int32}, TypeError, "^dtype must be bfloat16 or float16 or float32, got"),
         ({"total_tokens": -1}, ValueError, "^total_tokens must be at least 0, got -1$"),
         ({"total_tokens": 2.0}, TypeError, "^total_tokens must be an int, got float$"),
@@ -292,7 +292,7 @@ def test_gather_errors_name_the_argument(change, error, message):
         ({"slots": [0]}, TypeError, "^slots must be a tensor, got list$"),
         ({"slots": SLOTS.float()}, TypeError, "^slots must be int32 or int64, got float32$"),
         ({"slots": SLOTS.to(META)}, ValueError, "^slots must be on cpu"),
-        ({"scale": 1.0}, ValueError, "^scale belongs to format fp8"),
+        ({"scale": 1.0}, ValueError, "^scale must be None for format"),
     ],
 )
 def test_read_errors_name_the_argument(change, error, message):

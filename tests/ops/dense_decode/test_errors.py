@@ -84,7 +84,7 @@ def test_errors_name_the_argument(change, error, message):
         ("1", TypeError, "^k_scale must be a number, got str$"),
         (torch.ones(1, dtype=BF16), TypeError, "^k_scale must be a float or a float32 tensor, got bfloat16$"),
         (torch.ones(1).to_sparse(), TypeError, "^k_scale must be a strided tensor, got layout torch.sparse_coo$"),
-        (torch.ones(2), ValueError, r"^k_scale must hold one value, got shape \[2\]$"),
+        (torch.ones(2), ValueError, r"^k_scale must have one element, got shape \[2\]$"),
         (torch.ones(1, device=META), ValueError, "^k_scale must be on cpu like the .*, got meta$"),
     ],
 )

@@ -122,8 +122,16 @@ def call(**change):
         ({"hadamard": 1}, TypeError, "hadamard must be True or False"),
         ({"smallest_amax": 0.0}, ValueError, "smallest_amax must be a finite number above 0, got 0"),
         ({"smallest_amax": math.inf}, ValueError, "smallest_amax must be a finite number above 0, got inf"),
-        ({"smallest_amax": 1e300}, ValueError, r"smallest_amax must be a number that float32 holds, got 1e\+300"),
-        ({"smallest_amax": 1e-300}, ValueError, "smallest_amax must be a number that float32 holds, got 1e-300"),
+        (
+            {"smallest_amax": 1e300},
+            ValueError,
+            r"smallest_amax must be a number that is a normal float32, got 1e\+300",
+        ),
+        (
+            {"smallest_amax": 1e-300},
+            ValueError,
+            "smallest_amax must be a number that is a normal float32, got 1e-300",
+        ),
         ({"head_scale": math.nan}, ValueError, "head_scale must be a finite number, got nan"),
         ({"scale_rounding": "down"}, ValueError, "scale_rounding must be one of"),
     ],

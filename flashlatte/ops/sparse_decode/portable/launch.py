@@ -99,14 +99,14 @@ def sparse_decode(
         h_q,
         head_dim,
         head_dim_v,
-        _table(layout, layout if extra_k_cache is None else layout.beside(extra_k_cache.shape[-1])),
+        _table(layout, layout if extra_k_cache is None else layout.second_format(extra_k_cache.shape[-1])),
         topk,
         extra_topk or 0,
         is_uniform,
         batch_invariant,
     )
     place, own = _selection(k_cache, indices, layout)
-    extra_layout = layout if extra_k_cache is None else layout.beside(extra_k_cache.shape[-1])
+    extra_layout = layout if extra_k_cache is None else layout.second_format(extra_k_cache.shape[-1])
     extra_place, extra = _selection(extra_k_cache, extra_indices, extra_layout)
     q_align, out_align = row_align(q), row_align(out)
     query = Query(q, *(stride // q_align for stride in q.stride()[:3]))

@@ -69,7 +69,7 @@ def load_scales(cache, index, place: tl.constexpr):
         rows += SCALING.scale_offset
         return e8m0_to_float(tl.load(rows + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0))
     else:
-        number = tl.arange(0, TILING.scale_places)[None, :]
+        number = tl.arange(0, TILING.padded_tiles)[None, :]
         if TILING.e8m0:
             rows = cache.k_cache + locate_scale_bytes(cache, page, offset, TILING, place)[:, None]
             return e8m0_to_float(tl.load(rows + number, mask=in_use & (number < TILING.tiles), other=0))

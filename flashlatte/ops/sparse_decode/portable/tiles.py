@@ -107,7 +107,7 @@ def locate_bytes(cache, page, offset, ROW_BYTES: tl.constexpr, place: tl.constex
 def locate_scale_bytes(cache, page, offset, TILING: tl.constexpr, place: tl.constexpr):
     """Where the scales of tokens begin in the plane of a page that has them."""
     page_start = locate_bytes(cache, page, 0, TILING.row_bytes, place)
-    return page_start + place.page_size * TILING.row_bytes + offset.to(tl.int64) * TILING.scale_places
+    return page_start + place.page_size * TILING.row_bytes + offset.to(tl.int64) * TILING.padded_tiles
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _load_tiles(cache, index, place: tl.constexpr, TILING: tl.constexpr):
     rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
     word = tl.arange(0, _WORDS)[None, :]
     rope_number = tl.arange(0, _ROPE_DIM)[None, :]
-    scale_number = tl.arange(0, TILING.scale_places)[None, :]
+    scale_number = tl.arange(0, TILING.padded_tiles)[None, :]
     if TILING.e8m0:
         words = load_words(rows, word, tl.int32, in_use & (word < LATENT // 4), place.align)
         rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)

@@ -20,7 +20,7 @@ from flashlatte.ops.topk.hopper.rows import (
     suggested_threshold,
 )
 from flashlatte.ops.topk.order import ordered, row_range, store_all
-from flashlatte.runtime.triton_internals import Cluster
+from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import kernel
 
 
@@ -201,5 +201,5 @@ def value_of(key):
 
 BY_ELEMENT = ("start", "end", "indices", "values")
 kernel_of_one = kernel(topk_kernel, by_element=BY_ELEMENT)
-kernel_of_two = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=Cluster(2, 0))
-kernel_of_eight = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=Cluster(8, 0))
+kernel_of_two = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=ClusterLaunch(2, 0))
+kernel_of_eight = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=ClusterLaunch(8, 0))

@@ -19,19 +19,19 @@ _HOPPER_PAGE_SIZE = 16
 HOPPER_LEAST_ROWS = 8192
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, *_HALVES)
         or refusals.capability(call, 9, 0)
         or refusals.page_size(call, _HOPPER_PAGE_SIZE)
         or _refuses_head_dims(call)
         or refusals.unaligned(call)
-        or (call.asks_for and f"does not take {call.asks_for}")
+        or (call.optional_features and f"does not take {call.optional_features}")
         or _refuses_few_rows(call)
     )
 
 
-def _refuses_head_dims(call: dispatch.Call) -> str | None:
+def _refuses_head_dims(call: dispatch.CallSpec) -> str | None:
     head_dim, head_dim_v = call.head_dim or 0, call.head_dim_v or 0
     if head_dim <= _HOPPER_MAX_HEAD_DIM and head_dim_v <= _HOPPER_MAX_HEAD_DIM_V:
         return None
@@ -40,7 +40,7 @@ def _refuses_head_dims(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_few_rows(call: dispatch.Call) -> str | None:
+def _refuses_few_rows(call: dispatch.CallSpec) -> str | None:
     if call.rows is None or call.rows >= HOPPER_LEAST_ROWS:
         return None
     return (
@@ -49,19 +49,39 @@ def _refuses_few_rows(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.dtype(call, *_HALVES) or refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return (
+        refusals.dtype(call, *_HALVES) or refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
+    )
+
+
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.paged_attention.by_length import paged_attention
+
+    return paged_attention
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.paged_attention.portable import paged_attention
+
+    return paged_attention
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.paged_attention.reference import paged_attention
+
+    return paged_attention
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.paged_attention.by_length:paged_attention", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.paged_attention.portable:paged_attention", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.paged_attention.reference:paged_attention"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
-def not_everywhere(
+def optional_features(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
