@@ -8,7 +8,7 @@ from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
-from flashlatte.ops.compress.problem import Problem
+from flashlatte.ops.compress.arguments import CompressArgs
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -201,7 +201,7 @@ def _compress(
     backend: str,
 ) -> None:
     dispatch.implementation(OPERATION, backend)(
-        Problem(
+        CompressArgs(
             kv=kv,
             score=score,
             ape=ape,

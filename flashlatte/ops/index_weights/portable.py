@@ -18,7 +18,7 @@ from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
 
-class Block(NamedTuple):
+class WeightsBlock(NamedTuple):
     """What a program takes: rows, heads, numbers of each at a time; its warps."""
 
     rows: int
@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 # Few rows leave most SMs idle: each program takes few heads. The first whose ``most`` rows are enough.
-BLOCKS = ((4, Block(4, 1, 1024, 8)), (16, Block(8, 2, 1024, 8)), (None, Block(8, 4, 512, 8)))
+BLOCKS = ((4, WeightsBlock(4, 1, 1024, 8)), (16, WeightsBlock(8, 2, 1024, 8)), (None, WeightsBlock(8, 4, 512, 8)))
 STAGES = 3
 
 

@@ -35,12 +35,12 @@ def merge_states_into(
     scale_value: float,
 ) -> None:
     if lse.numel() > 0:
-        states = [State(*state) for state in zip(outs, lses, strict=True)]
-        options = Options(context_tensor, context_tokens, scale_tensor, scale_value)
-        _merge(states, State(as_bytes(out), lse), options)
+        states = [MergeState(*state) for state in zip(outs, lses, strict=True)]
+        options = MergeOptions(context_tensor, context_tokens, scale_tensor, scale_value)
+        _merge(states, MergeState(as_bytes(out), lse), options)
 
 
-class Options(NamedTuple):
+class MergeOptions(NamedTuple):
     """Which rows a merge takes, and how it writes them.
 
     Attributes:
@@ -59,7 +59,7 @@ class Options(NamedTuple):
     has_last: bool = True
 
 
-class State(NamedTuple):
+class MergeState(NamedTuple):
     """An attention result [..., d] whose keys weigh ``row_sum`` · e^``lse`` ([...]) together; ``row_sum`` None is 1.
 
     Where more states are merged than a launch takes, what is merged so far has a ``row_sum``: rounded into an lse of
@@ -70,11 +70,11 @@ class State(NamedTuple):
     lse: torch.Tensor
     row_sum: torch.Tensor | None = None
 
-    def narrow(self, axis: int, start: int, length: int) -> State:
-        return State(*(None if tensor is None else tensor.narrow(axis, start, length) for tensor in self))
+    def narrow(self, axis: int, start: int, length: int) -> MergeState:
+        return MergeState(*(None if tensor is None else tensor.narrow(axis, start, length) for tensor in self))
 
 
-def _merge(states: Sequence[State], target: State, options: Options) -> None:
+def _merge(states: Sequence[MergeState], target: MergeState, options: MergeOptions) -> None:
     """Merge into ``target``. The first state and the target may have a ``row_sum``, strided like their lse."""
     axes = _fused_axes([*states, target])
     numbers = target.out.numel() + 2 * target.lse.numel()
@@ -89,17 +89,17 @@ def _merge(states: Sequence[State], target: State, options: Options) -> None:
         _fold(states, target, options)
 
 
-def _merge_halves(states: Sequence[State], target: State, axis: int, options: Options) -> None:
+def _merge_halves(states: Sequence[MergeState], target: MergeState, axis: int, options: MergeOptions) -> None:
     half = target.lse.shape[axis] // 2
     for start, length in ((0, half), (half, target.lse.shape[axis] - half)):
         part = options._replace(first_token=options.first_token + (start if axis == 0 else 0))
         _merge([state.narrow(axis, start, length) for state in states], target.narrow(axis, start, length), part)
 
 
-def _fold(states: Sequence[State], target: State, options: Options) -> None:
+def _fold(states: Sequence[MergeState], target: MergeState, options: MergeOptions) -> None:
     """More states than a launch takes: what is merged so far, in float32, is the first one of the next launch."""
     out, lse = target.out, target.lse
-    merged = State(
+    merged = MergeState(
         torch.empty(out.shape, dtype=torch.float32, device=out.device),
         torch.empty(lse.shape, dtype=torch.float32, device=out.device),
         torch.empty(lse.shape, dtype=torch.float32, device=out.device),
@@ -119,7 +119,7 @@ class Axes(NamedTuple):
     strides: list[list[int]]
 
 
-def _fused_axes(states: Sequence[State]) -> Axes:
+def _fused_axes(states: Sequence[MergeState]) -> Axes:
     """The leading axes of states, those fused that every tensor can walk as one."""
     out_strides = zip(*(state.out.stride()[:-1] for state in states), strict=True)
     lse_strides = zip(*(state.lse.stride() for state in states), strict=True)
@@ -138,7 +138,7 @@ def _fused_axes(states: Sequence[State]) -> Axes:
     return Axes(sizes, strides) if sizes else Axes([1], [[0] * (2 * len(states))])
 
 
-def _launch(states: Sequence[State], target: State, axes: Axes, options: Options) -> None:
+def _launch(states: Sequence[MergeState], target: MergeState, axes: Axes, options: MergeOptions) -> None:
     every = [*states, target]
     d = target.out.shape[-1]
     columns = [state.out.stride(-1) for state in every] if d > 1 else [1] * len(every)

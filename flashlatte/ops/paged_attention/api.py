@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.kv_cache import scales
+from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 from flashlatte.ops.paged_attention.implementations import OPERATION, optional_features
-from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import checks, dispatch, gradients, ragged, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -154,7 +154,7 @@ def paged_attention(
     gradients.warn_if_dropped(OPERATION, q, k_cache, v_cache, k, v)
     backend = dispatch.select(call, backend)
     if tokens:
-        problem = Problem(
+        args = PagedAttentionArgs(
             q=q,
             k_cache=k_cache,
             v_cache=v_cache,
@@ -182,13 +182,13 @@ def paged_attention(
             out=out,
             lse=lse,
         )
-        _paged_attention(*problem, backend)
+        _paged_attention(*args, backend)
     return out, lse
 
 
-@register_op(OPERATION, mutates=("out", "lse"), record=Problem)
-def _paged_attention(problem: Problem, backend: str) -> None:
-    dispatch.implementation(OPERATION, backend)(problem)
+@register_op(OPERATION, mutates=("out", "lse"), record=PagedAttentionArgs)
+def _paged_attention(args: PagedAttentionArgs, backend: str) -> None:
+    dispatch.implementation(OPERATION, backend)(args)
 
 
 def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

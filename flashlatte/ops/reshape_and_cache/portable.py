@@ -20,7 +20,7 @@ NUMBERS = 4096  # of a key tile
 NUM_WARPS = 4
 
 
-class Rows(NamedTuple):
+class KeyValueRows(NamedTuple):
     """Heads' rows on their way: where they come from, the cache and the scales that they go to.
 
     Strides but ``scale_*`` come divided by the alignment of what they belong to. Of the scales' strides those that are
@@ -85,7 +85,7 @@ def _arguments(
     scale_strides = [0, 0, 0] if scale is None else [0] * (3 - scale.dim()) + list(scale.stride())
     if scale is not None and scale.numel() == 1:
         scale_strides = [0, 0, 0]
-    values = Rows(
+    values = KeyValueRows(
         rows,
         *(stride // align for stride in strides),
         cache.view(torch.uint8) if cache.dtype in LARGEST else cache,
@@ -223,7 +223,7 @@ def reshape_and_cache_kernel(
         head = row - token * heads
     slots = Slots(slot_mapping, slot_mapping_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, token, WIDE)
-    keys = Rows(
+    keys = KeyValueRows(
         k_rows,
         k_token_stride,
         k_head_stride,
@@ -257,7 +257,7 @@ def reshape_and_cache_kernel(
         NATIVE,
         INTERPRETED,
     )
-    values = Rows(
+    values = KeyValueRows(
         v_rows,
         v_token_stride,
         v_head_stride,

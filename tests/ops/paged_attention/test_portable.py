@@ -115,10 +115,10 @@ OVER_E4M3 = replace(PREFILL, cache_dtype=E4M3, context=60)
 def test_many_tiles_of_a_prefill_are_a_program_each(monkeypatch, case, tiles_per_sm, is_whole, is_ahead):
     monkeypatch.setattr(launch, "_WHOLE_ABOVE_ROWS", 0)
     monkeypatch.setattr(launch, "_WHOLE_TILES_PER_SM", tiles_per_sm)
-    plan, step, seen = launch.make_plan, launch.Step, []
+    plan, step, seen = launch.make_plan, launch.PagedStep, []
     plan.cache_clear()
     monkeypatch.setattr(launch, "make_plan", lambda *args: seen.append(plan(*args)) or seen[-1])
-    monkeypatch.setattr(launch, "Step", lambda **args: seen.append(step(**args)) or seen[-1])
+    monkeypatch.setattr(launch, "PagedStep", lambda **args: seen.append(step(**args)) or seen[-1])
     arguments = case.inputs()
     table = arguments["block_table"]
     table[0, 1], table[-1, 2:] = -1, len(arguments["k_cache"])

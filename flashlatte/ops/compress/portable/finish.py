@@ -12,7 +12,7 @@ from flashlatte.kernels.triton.cache_row import Place, store_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.rotate import angles, turn_tail
-from flashlatte.ops.compress.portable.operands import States, Target, Tokens
+from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens
 from flashlatte.ops.compress.portable.states import locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -94,7 +94,7 @@ def compress_finish_kernel(
         state_token_stride,
         table_stride,
     )
-    target = Target(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
+    target = RowTarget(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
     lane = tl.arange(0, MAX_WINDOW)
     first = tl.program_id(0).to(tl.int64) * window
     looked_at = (lane < window) & (first + lane < num_tokens)

@@ -38,7 +38,7 @@ class States(NamedTuple):
     table_stride: Any
 
 
-class Target(NamedTuple):
+class RowTarget(NamedTuple):
     """What becomes of a group's sum, and the cache that takes it. Strides are in units of the cache's alignment."""
 
     weight: Any
@@ -52,7 +52,7 @@ class Target(NamedTuple):
     row_stride: Any
 
 
-class Units(NamedTuple):
+class Alignments(NamedTuple):
     """Numbers of which the strides of each tensor are multiples, and in which they are counted."""
 
     kv: int
@@ -62,7 +62,7 @@ class Units(NamedTuple):
     cache: int
 
 
-class Form(NamedTuple):
+class CompressConstants(NamedTuple):
     """A call's constants, as one of the kernels'.
 
     Attributes:
@@ -80,7 +80,7 @@ class Form(NamedTuple):
     ratio: int
     overlaps: bool
     row_bytes: RowBytes
-    units: Units
+    units: Alignments
     wide: bool
     native: bool
     interpreted: bool

@@ -10,12 +10,12 @@ import triton.language as tl
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish, next_of
-from flashlatte.ops.compress.portable.operands import States, Target, Tokens
+from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens
 from flashlatte.ops.compress.portable.states import locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
 
-class Group(NamedTuple):
+class FinishedGroup(NamedTuple):
     """A group that ends in this call.
 
     Attributes:
@@ -107,7 +107,7 @@ def compress_sum_kernel(
         state_token_stride,
         table_stride,
     )
-    target = Target(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
+    target = RowTarget(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
     D: tl.constexpr = FORM.head_dim
     ROWS: tl.constexpr = FORM.ratio * (1 + FORM.overlaps)
     lane = tl.arange(0, MAX_WINDOW)
@@ -122,7 +122,7 @@ def compress_sum_kernel(
         token = first + found
         end = tl.load(positions + token * position_stride).to(tl.int64)
         request = tl.load(request_ids + token * id_stride).to(tl.int64)
-        group = Group(
+        group = FinishedGroup(
             kv + token * kv_stride * FORM.units.kv,
             score + token * score_stride * FORM.units.score,
             request,

@@ -25,7 +25,7 @@ from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
-class Cache(NamedTuple):
+class DenseCache(NamedTuple):
     """k_cache [pages, page_size, h_kv, d], strides in units of K_ALIGN numbers, and the pages of each request.
 
     Attributes:
@@ -44,7 +44,7 @@ class Cache(NamedTuple):
     stride_table: Any
 
 
-class Query(NamedTuple):
+class DenseQuery(NamedTuple):
     """q [b, s_q, h_q, d], strides in units of Q_ALIGN numbers."""
 
     q: Any
@@ -204,7 +204,7 @@ def dense_decode_kernel(
     """
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
-    cache = Cache(
+    cache = DenseCache(
         k_cache,
         latent_boxes,
         rope_boxes,

@@ -13,7 +13,7 @@ from flashlatte.kernels.triton.config import Config, Step, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
-from flashlatte.ops.dense_decode.portable.kernel import Cache, Query, dense_decode_kernel
+from flashlatte.ops.dense_decode.portable.kernel import DenseCache, DenseQuery, dense_decode_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, strides_in_use
@@ -31,7 +31,7 @@ _FIXED_SPLITS = 128
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
+class PortableDenseDecodePlan:
     """What the launches of one shape have in common.
 
     Attributes:
@@ -82,10 +82,10 @@ def dense_decode(
         k_cache = k_cache.view(torch.uint8)
     q_align, k_align, out_align = row_align(q), row_align(k_cache, 16 if is_fp8 else 8), row_align(out)
     heads = h_q // h_kv
-    query = Query(q, *(stride // q_align for stride in strides_in_use(q)))
+    query = DenseQuery(q, *(stride // q_align for stride in strides_in_use(q)))
     k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
     boxes = _boxes(k_cache, k_align, launch_plan.constants["STEP"], launch_plan.config)
-    cache = Cache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
+    cache = DenseCache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
     lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(
@@ -155,7 +155,7 @@ def make_plan(
     max_pages: int,
     is_fp8: bool,
     batch_invariant: bool,
-) -> LaunchPlan:
+) -> PortableDenseDecodePlan:
     table = FP8_TABLE if is_fp8 else TABLE
     chosen, step = choose(table, gpu, rows, head_dim, head_dim_v, in_place=not is_fp8)
     groups_per_head = -(-rows // chosen.block_h)
@@ -171,7 +171,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
         split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
-    return LaunchPlan(
+    return PortableDenseDecodePlan(
         config=chosen,
         split=split,
         constants={

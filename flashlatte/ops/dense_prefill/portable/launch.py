@@ -12,7 +12,7 @@ from flashlatte.kernels.triton.head_dims import padded, parts
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
-from flashlatte.ops.dense_prefill.portable.config import Config, Configs, choose
+from flashlatte.ops.dense_prefill.portable.config import PrefillConfig, PrefillConfigs, choose
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
 from flashlatte.runtime.arguments import by_name
 
@@ -149,7 +149,7 @@ def backward(
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tuple[Configs, dict[str, Any]]:
+def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tuple[PrefillConfigs, dict[str, Any]]:
     """The configurations for two head dims, and what all kernels are compiled for beside them."""
     first, second = parts(head_dim)
     width = padded(head_dim_v)
@@ -163,7 +163,7 @@ def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tu
     }
 
 
-def _options(config: Config) -> dict[str, Any]:
+def _options(config: PrefillConfig) -> dict[str, Any]:
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
+from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 from flashlatte.ops.paged_attention.hopper.kernel import kernel
 from flashlatte.ops.paged_attention.hopper.tiles import KEYS, Plan
-from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
@@ -21,7 +21,7 @@ _LOG2_E = math.log2(math.e)
 _WIDEST = 2**30 - 1
 
 
-def attend_long(problem: Problem, fewest: int) -> None:
+def attend_long(problem: PagedAttentionArgs, fewest: int) -> None:
     """Attend the requests of at least ``fewest`` queries, and give tokens of no request out 0."""
     q, k_cache, v_cache, out, lse = problem.q, problem.k_cache, problem.v_cache, problem.out, problem.lse
     tokens, heads, head_dim = q.shape

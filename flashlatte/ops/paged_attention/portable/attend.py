@@ -24,7 +24,7 @@ P_SHIFT = tl.constexpr(14)
 SCAN = tl.constexpr(256)
 
 
-class Step(NamedTuple):
+class PagedStep(NamedTuple):
     """What a step over a block of keys is compiled for.
 
     Attributes:
@@ -65,7 +65,7 @@ class Step(NamedTuple):
     interpreted: bool
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """block_table, its row stride, and how many pages the cache has."""
 
     entries: Any

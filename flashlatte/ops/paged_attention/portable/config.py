@@ -11,7 +11,7 @@ _TABLE_WIDTH = 128 + 128
 
 
 @dataclass(frozen=True)
-class Config:
+class PagedConfig:
     """Sizes of a program's tiles.
 
     Attributes:
@@ -31,24 +31,24 @@ class Config:
 
 
 # By class of GPU, by rows that a request has on average, the fewest first. "small" has 99 KiB of shared memory.
-TABLE: dict[str, tuple[Config, ...]] = {
-    "hopper": (Config(16, 64, 4, 3, programs=2), Config(64, 64, 4, 3), Config(128, 128, 8, 2)),
-    "blackwell": (Config(16, 64, 4, 3, programs=2), Config(64, 64, 4, 3), Config(128, 64, 8, 2)),
-    "ampere": (Config(16, 64, 4, 3), Config(64, 64, 4, 2), Config(128, 32, 8, 3)),
-    "small": (Config(16, 32, 4, 3), Config(128, 64, 8, 2)),
-    "other": (Config(16, 32, 4, 1), Config(64, 32, 4, 1)),
-    "interpreter": (Config(16, 16, 1, 1), Config(32, 16, 1, 1)),
+TABLE: dict[str, tuple[PagedConfig, ...]] = {
+    "hopper": (PagedConfig(16, 64, 4, 3, programs=2), PagedConfig(64, 64, 4, 3), PagedConfig(128, 128, 8, 2)),
+    "blackwell": (PagedConfig(16, 64, 4, 3, programs=2), PagedConfig(64, 64, 4, 3), PagedConfig(128, 64, 8, 2)),
+    "ampere": (PagedConfig(16, 64, 4, 3), PagedConfig(64, 64, 4, 2), PagedConfig(128, 32, 8, 3)),
+    "small": (PagedConfig(16, 32, 4, 3), PagedConfig(128, 64, 8, 2)),
+    "other": (PagedConfig(16, 32, 4, 1), PagedConfig(64, 32, 4, 1)),
+    "interpreter": (PagedConfig(16, 16, 1, 1), PagedConfig(32, 16, 1, 1)),
 }
 
 
 # For few query rows over caches of one byte a number, read by words: a warp for each key head.
-IN_WORDS: dict[str, tuple[Config, ...]] = {
-    "hopper": (Config(8, 32, 4, 3, programs=2, key_heads=4), Config(16, 32, 1, 2, programs=8)),
-    "interpreter": (Config(8, 16, 2, 1, key_heads=2), Config(16, 16, 1, 1)),
+IN_WORDS: dict[str, tuple[PagedConfig, ...]] = {
+    "hopper": (PagedConfig(8, 32, 4, 3, programs=2, key_heads=4), PagedConfig(16, 32, 1, 2, programs=8)),
+    "interpreter": (PagedConfig(8, 16, 2, 1, key_heads=2), PagedConfig(16, 16, 1, 1)),
 }
 
 
-def choose_in_words(gpu: str, rows: int, h_kv: int) -> Config | None:
+def choose_in_words(gpu: str, rows: int, h_kv: int) -> PagedConfig | None:
     """What reads caches by words for requests of about so many query rows of a key head, None where nothing does.
 
     A program takes as many key heads as divide ``h_kv``.
@@ -63,7 +63,7 @@ def choose_in_words(gpu: str, rows: int, h_kv: int) -> Config | None:
 
 def choose(
     gpu: str, rows: int, head_dim: int, head_dim_v: int, *, more_registers: bool, scattered: bool = False
-) -> Config:
+) -> PagedConfig:
     """What serves requests of about so many query rows of a key head.
 
     ``more_registers``: a step holds more than scores, a tile of keys and one of values, such as biases of scores.

@@ -13,10 +13,10 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
-from flashlatte.ops.paged_attention.portable.attend import Scale, Table, attend, fit_halves
+from flashlatte.ops.paged_attention.portable.attend import PageTable, Scale, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, first_pages
 from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
-from flashlatte.ops.paged_attention.portable.keys import Rows
+from flashlatte.ops.paged_attention.portable.keys import KeyRows
 from flashlatte.ops.paged_attention.portable.scores import Terms
 from flashlatte.ops.paged_attention.portable.tiles import load_tile
 from flashlatte.runtime.triton_kernel import kernel
@@ -134,7 +134,7 @@ def paged_attention_kernel(
         out_scale,
         out_scale_value,
     )
-    table = Table(block_table, stride_table, num_pages)
+    table = PageTable(block_table, stride_table, num_pages)
     cta = tl.program_id(0)
     ctas = num_groups // HEADS
     number = cta // ctas
@@ -169,7 +169,7 @@ def paged_attention_kernel(
     slopes = 0.0
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head * alibi_stride, mask=in_rows, other=0.0)
-    keys_of = Rows(
+    keys_of = KeyRows(
         k_cache + cache_head * k_stride_head * K_FORM.align,
         k_stride_page,
         k_stride_token,
@@ -178,7 +178,7 @@ def paged_attention_kernel(
         k_new,
         k_new_stride_token,
     )
-    values_of = Rows(
+    values_of = KeyRows(
         v_cache + cache_head * v_stride_head * V_FORM.align,
         v_stride_page,
         v_stride_token,

@@ -17,7 +17,7 @@ from flashlatte.kernels.triton.online_softmax import load_rows
 PLAIN, E4M3, E5M2, INT8 = 0, 1, 2, 3
 
 
-class Form(NamedTuple):
+class KeyForm(NamedTuple):
     """What loads of keys or values are compiled for.
 
     Attributes:
@@ -42,8 +42,8 @@ class Form(NamedTuple):
     interpreted: bool
 
 
-class Rows(NamedTuple):
-    """Rows of keys or values of one key head: strides of the cache in units of Form.align numbers."""
+class KeyRows(NamedTuple):
+    """Rows of keys or values of one key head: strides of the cache in units of KeyForm.align numbers."""
 
     cache: Any
     stride_page: Any

@@ -1,4 +1,4 @@
-"""From a problem to launches: all that a call settles on the host, from shapes alone."""
+"""From a args to launches: all that a call settles on the host, from shapes alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.head_dims import padded, parts
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
-from flashlatte.ops.paged_attention.portable.attend import Step
-from flashlatte.ops.paged_attention.portable.config import Config, choose, choose_in_words
+from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.paged_attention.portable.attend import PagedStep
+from flashlatte.ops.paged_attention.portable.config import PagedConfig, choose, choose_in_words
 from flashlatte.ops.paged_attention.portable.kernel import paged_attention_kernel
-from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, Form
+from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, KeyForm
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, find_tiles_kernel
-from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align
@@ -45,7 +45,7 @@ _KINDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.int8: INT8}
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
+class PagedAttentionLaunchPlan:
     """What the launches of one shape have in common.
 
     Attributes:
@@ -58,7 +58,7 @@ class LaunchPlan:
         by_token: whether each token has a slot.
     """
 
-    config: Config
+    config: PagedConfig
     in_words: bool
     split: SplitPlan
     block_tokens: int
@@ -67,24 +67,24 @@ class LaunchPlan:
     by_token: bool
 
 
-def paged_attention(problem: Problem) -> None:
-    attend(problem)
+def paged_attention(args: PagedAttentionArgs) -> None:
+    attend(args)
 
 
-def attend(problem: Problem, most_queries: int = 0) -> None:
+def attend(args: PagedAttentionArgs, most_queries: int = 0) -> None:
     """Attend all requests, or only those of up to ``most_queries`` queries, a few; tokens of no request get out 0 in
     the first case and nothing in the second."""
-    q, k_cache, v_cache, out, lse = problem.q, problem.k_cache, problem.v_cache, problem.out, problem.lse
+    q, k_cache, v_cache, out, lse = args.q, args.k_cache, args.v_cache, args.out, args.lse
     tokens, h_q, head_dim = q.shape
     num_pages, page_size, h_kv = k_cache.shape[:3]
     head_dim_v, heads, device = v_cache.shape[3], h_q // h_kv, q.device
-    requests = problem.cu_seqlens_q.shape[0] - 1
-    has_new = problem.k is not None
+    requests = args.cu_seqlens_q.shape[0] - 1
+    has_new = args.k is not None
     gpu = gpu_class(device)
-    has_terms = problem.softcap > 0 or problem.alibi_slopes is not None or problem.qq_bias is not None
+    has_terms = args.softcap > 0 or args.alibi_slopes is not None or args.qq_bias is not None
     is_quantised = k_cache.dtype != q.dtype
-    per_token = any(scale is not None and _is_per_token(scale) for scale in (problem.k_scale, problem.v_scale))
-    halves = multiplies_halves(problem)
+    per_token = any(scale is not None and _is_per_token(scale) for scale in (args.k_scale, args.v_scale))
+    halves = multiplies_halves(args)
     launch_plan = make_plan(
         gpu,
         machine.num_sms(device),
@@ -94,21 +94,21 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         h_kv,
         head_dim,
         head_dim_v,
-        problem.cached_keys + (tokens if has_new else 0),
+        args.cached_keys + (tokens if has_new else 0),
         has_terms
         or has_new
         or (is_quantised and not halves)
-        or problem.prefix_ranges is not None
+        or args.prefix_ranges is not None
         or parts(head_dim)[1] > 0,
         most_queries,
-        halves and not has_terms and problem.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
+        halves and not has_terms and args.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
         k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
     )
     config, split = launch_plan.config, launch_plan.split
     k_form, k_strides = _form(k_cache, gpu)
     v_form, v_strides = _form(v_cache.unsqueeze(3), gpu)
     first, rest = parts(head_dim)
-    step = Step(
+    step = PagedStep(
         block_m=config.block_m,
         block_n=config.block_n,
         head_dim=head_dim,
@@ -119,14 +119,14 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         page_size=page_size,
         num_stages=config.num_stages,
         branches=gpu in _BRANCHING,
-        ahead=(halves or problem.softcap > 0)
+        ahead=(halves or args.softcap > 0)
         and split.split_blocks is not None
         and page_size % config.block_n == 0
         and config.block_m >= _AHEAD_ROWS.get(gpu, config.block_m + 1),
         has_terms=has_terms,
-        softcap=problem.softcap > 0,
-        alibi=problem.alibi_slopes is not None,
-        alibi_sqrt=problem.alibi_sqrt,
+        softcap=args.softcap > 0,
+        alibi=args.alibi_slopes is not None,
+        alibi_sqrt=args.alibi_sqrt,
         scaled_keys=per_token or (is_quantised and has_new),
         halves=halves,
         in_words=launch_plan.in_words,
@@ -135,7 +135,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
     )
     native = converts_e4m3(device)
     q_align, out_align = row_align(q), row_align(out)
-    ranges = problem.prefix_ranges
+    ranges = args.prefix_ranges
     tiles = torch.empty(launch_plan.slots, TILE_NUMBERS, dtype=torch.int32, device=device)
     lengths = torch.empty(launch_plan.slots, dtype=torch.int32, device=device)
     outputs = Outputs(
@@ -147,30 +147,30 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         0,
         lse.stride(0),
         lse.stride(1),
-        problem.attn_sink,
-        0 if problem.attn_sink is None else problem.attn_sink.stride(0),
+        args.attn_sink,
+        0 if args.attn_sink is None else args.attn_sink.stride(0),
         1,
         heads,
         launch_plan.block_tokens * heads,
-        problem.empty_lse,
+        args.empty_lse,
         tiles,
         TILE_NUMBERS,
-        problem.out_scale,
-        problem.out_scale_value,
+        args.out_scale,
+        args.out_scale_value,
     )
     find_tiles_kernel[(launch_plan.slots,)](
         *by_name(
             find_tiles_kernel,
             tiles=tiles,
             lengths=lengths,
-            cu_seqlens_q=problem.cu_seqlens_q,
-            seqused_k=problem.seqused_k,
-            seqused_stride=problem.seqused_k.stride(0),
+            cu_seqlens_q=args.cu_seqlens_q,
+            seqused_k=args.seqused_k,
+            seqused_stride=args.seqused_k.stride(0),
             requests=requests,
             total_q=tokens,
-            capacity=problem.cached_keys,
-            window_left=problem.window_left,
-            window_right=problem.window_right,
+            capacity=args.cached_keys,
+            window_left=args.window_left,
+            window_right=args.window_right,
             prefix_ranges=ranges,
             num_ranges=0 if ranges is None else ranges.shape[1],
             stride_request=0 if ranges is None else ranges.stride(0),
@@ -203,26 +203,26 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
             v_stride_token=v_strides[1],
             v_stride_head=v_strides[2],
             v_stride_number=v_strides[4],
-            **_new_rows("k_new", problem.k),
-            **_new_rows("v_new", problem.v),
-            **_scales("k_scale", problem.k_scale, problem.k_scale_value),
-            **_scales("v_scale", problem.v_scale, problem.v_scale_value),
-            block_table=problem.block_table,
-            stride_table=problem.block_table.stride(0),
+            **_new_rows("k_new", args.k),
+            **_new_rows("v_new", args.v),
+            **_scales("k_scale", args.k_scale, args.k_scale_value),
+            **_scales("v_scale", args.v_scale, args.v_scale_value),
+            block_table=args.block_table,
+            stride_table=args.block_table.stride(0),
             num_pages=num_pages,
-            softmax_scale=problem.softmax_scale,
-            window_left=problem.window_left,
-            window_right=problem.window_right,
+            softmax_scale=args.softmax_scale,
+            window_left=args.window_left,
+            window_right=args.window_right,
             prefix_ranges=ranges,
             num_prefix_ranges=0 if ranges is None else ranges.shape[1],
             prefix_stride_request=0 if ranges is None else ranges.stride(0),
             prefix_stride_range=0 if ranges is None else ranges.stride(1),
-            softcap=problem.softcap or 1.0,
-            alibi_slopes=problem.alibi_slopes,
-            alibi_stride=0 if problem.alibi_slopes is None else problem.alibi_slopes.stride(0),
-            qq_bias=problem.qq_bias,
-            qq_bias_stride=0 if problem.qq_bias is None else problem.qq_bias.stride(0),
-            qq_bias_size=0 if problem.qq_bias is None else problem.qq_bias.shape[0],
+            softcap=args.softcap or 1.0,
+            alibi_slopes=args.alibi_slopes,
+            alibi_stride=0 if args.alibi_slopes is None else args.alibi_slopes.stride(0),
+            qq_bias=args.qq_bias,
+            qq_bias_stride=0 if args.qq_bias is None else args.qq_bias.stride(0),
+            qq_bias_size=0 if args.qq_bias is None else args.qq_bias.shape[0],
             lengths=lengths,
             limit=2**31 - 1 - config.block_n,
             scratch=scratch,
@@ -260,7 +260,7 @@ def make_plan(
     most_queries: int = 0,
     in_words: bool = False,
     scattered: bool = False,
-) -> LaunchPlan:
+) -> PagedAttentionLaunchPlan:
     """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes.
     ``in_words``: ``attend_bytes`` can do what is asked, if a request has few rows. ``scattered`` as for ``choose``."""
     rows = (1 if most_queries else -(-tokens // requests)) * heads
@@ -284,15 +284,15 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
         split = plan.balanced(partial, slots, most_blocks, groups, groups_per_head, ranges, overhead)
-    return LaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
+    return PagedAttentionLaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
 
 
-def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
+def _form(cache: torch.Tensor, gpu: str) -> tuple[KeyForm, tuple[int, ...]]:
     """How a cache [pages, page_size, heads, pieces, numbers] is read, and its strides as the kernel takes them."""
     page, token, head, piece, number = cache.stride()
     align = _units(cache)
     kind = _KINDS.get(cache.dtype, PLAIN)
-    form = Form(
+    form = KeyForm(
         kind=kind,
         align=align,
         piece=cache.shape[4],
@@ -312,14 +312,14 @@ def _units(cache: torch.Tensor) -> int:
     return units if number == 1 and all(stride % units == 0 for stride in (page, token, head)) else 1
 
 
-def multiplies_halves(problem: Problem) -> bool:
+def multiplies_halves(args: PagedAttentionArgs) -> bool:
     """Whether operands are fp16, for numbers of one byte, which convert to it in fewer instructions than to bf16.
 
     New keys are bf16, and a scale of each value may be beyond fp16.
     """
-    scales = (problem.k_scale, problem.v_scale)
+    scales = (args.k_scale, args.v_scale)
     per_token = any(scale is not None and _is_per_token(scale) for scale in scales)
-    return problem.k_cache.dtype.itemsize == 1 and problem.k is None and not per_token
+    return args.k_cache.dtype.itemsize == 1 and args.k is None and not per_token
 
 
 def _lie_in_words(*caches: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from flashlatte.runtime.triton_kernel import kernel
 TILE_NUMBERS = 8
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile of queries.
 
     Attributes:
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 def load_tile(tiles, tiles_stride, item):
     """The tile of a work item."""
     base = tiles + item * tiles_stride
-    return Tile(
+    return QueryTile(
         tl.load(base),
         tl.load(base + 1),
         tl.load(base + 2),

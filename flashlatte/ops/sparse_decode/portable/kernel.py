@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LOG2_E, empty_state, load_tile, normalize, online_softmax_step
 from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
-from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, locate_rows, unpack
+from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
@@ -138,8 +138,8 @@ def sparse_decode_kernel(
     HAS_EXTRA: tl.constexpr = extra_k_cache is not None
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
-    cache = Cache(k_cache, k_stride_page, k_stride_token, num_slots)
-    extra_cache = Cache(extra_k_cache, extra_k_stride_page, extra_k_stride_token, extra_num_slots)
+    cache = SparseCache(k_cache, k_stride_page, k_stride_token, num_slots)
+    extra_cache = SparseCache(extra_k_cache, extra_k_stride_page, extra_k_stride_token, extra_num_slots)
     key_lengths = device.KeyLengths(
         num_items,
         tokens,

@@ -15,7 +15,7 @@ from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
-from flashlatte.ops.sparse_decode.portable.tiles import Place
+from flashlatte.ops.sparse_decode.portable.tiles import TokenAddress
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use
@@ -35,7 +35,7 @@ _TABLES = {"rows": SELECTED_ROWS, "packed": PACKED_TOKENS, "staged": STAGED_TOKE
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
+class PortableSparseDecodePlan:
     """What the calls of one shape have in common.
 
     Attributes:
@@ -49,7 +49,7 @@ class LaunchPlan:
     constants: dict[str, Any]
 
 
-class Query(NamedTuple):
+class SparseQuery(NamedTuple):
     """q [b, s_q, h_q, d], strides in units of Q_ALIGN numbers."""
 
     q: torch.Tensor
@@ -58,7 +58,7 @@ class Query(NamedTuple):
     q_stride_head: int
 
 
-class Selection(NamedTuple):
+class SelectedKeys(NamedTuple):
     """A cache, strides in units of its place's ``align``, and the lists of indices into it."""
 
     k_cache: torch.Tensor | None
@@ -109,7 +109,7 @@ def sparse_decode(
     extra_layout = layout if extra_k_cache is None else layout.second_format(extra_k_cache.shape[-1])
     extra_place, extra = _selection(extra_k_cache, extra_indices, extra_layout)
     q_align, out_align = row_align(q), row_align(out)
-    query = Query(q, *(stride // q_align for stride in q.stride()[:3]))
+    query = SparseQuery(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk or 0)
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
     split = launch_plan.split
@@ -151,7 +151,7 @@ def make_plan(
     extra_topk: int,
     is_uniform: bool,
     batch_invariant: bool,
-) -> LaunchPlan:
+) -> PortableSparseDecodePlan:
     plain = table == "rows"
     latent_dim = head_dim_v if plain else _PACKED_LATENT
     chosen, step = choose(_TABLES[table], gpu, heads, head_dim, latent_dim, in_place=plain)
@@ -164,7 +164,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
         split = plan.balanced(partial, items, most_blocks, groups, groups, ranges, overhead)
-    return LaunchPlan(
+    return PortableSparseDecodePlan(
         config=chosen,
         split=split,
         constants={
@@ -189,10 +189,10 @@ def _can_stage(layout: CacheFormat) -> bool:
 
 def _selection(
     cache: torch.Tensor | None, indices: torch.Tensor | None, layout: CacheFormat
-) -> tuple[Place | None, Selection]:
+) -> tuple[TokenAddress | None, SelectedKeys]:
     """What the kernel is compiled for of a cache, and its arguments for it."""
     if cache is None or indices is None:
-        return None, Selection(None, 0, 0, 0, None, 0, 0)
+        return None, SelectedKeys(None, 0, 0, 0, None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
     if not layout.plain:
         # The rows and planes of a page are of multiples of 16 bytes, but for scales that are bytes.
@@ -205,7 +205,7 @@ def _selection(
     if indices.dtype == torch.int32:
         slots = min(slots, 2**31)
     return (
-        Place(
+        TokenAddress(
             layout.tiling,
             layout.block_scaling,
             native=converts_e4m3(cache.device),
@@ -213,7 +213,7 @@ def _selection(
             wide=max(slots, cache.shape[0] * page_stride // align) > 2**32,
             align=align,
         ),
-        Selection(
+        SelectedKeys(
             cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)
         ),
     )

@@ -24,7 +24,7 @@ _TWO_120 = tl.constexpr(1.329227995784916e36)
 _TWO_126 = tl.constexpr(8.507059173023462e37)
 
 
-class Cache(NamedTuple):
+class SparseCache(NamedTuple):
     """A cache and the tokens of it that may be read.
 
     Attributes:
@@ -40,7 +40,7 @@ class Cache(NamedTuple):
     num_slots: Any
 
 
-class Place(NamedTuple):
+class TokenAddress(NamedTuple):
     """What finding a token is compiled for: one constant of the kernel, which Triton writes down as JSON.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Config(NamedTuple):
+class TurboQuantConfig(NamedTuple):
     """Sizes of a program's tiles.
 
     Attributes:
@@ -23,11 +23,11 @@ class Config(NamedTuple):
     programs: int
 
 
-TABLE: dict[str, Config] = {
-    "hopper": Config(16, 32, 1, 2, 8),
-    "blackwell": Config(16, 32, 1, 3, 8),
-    "ampere": Config(16, 32, 1, 3, 7),
-    "small": Config(16, 32, 1, 2, 6),
-    "other": Config(16, 32, 4, 1, 1),
-    "interpreter": Config(16, 16, 1, 1, 1),
+TABLE: dict[str, TurboQuantConfig] = {
+    "hopper": TurboQuantConfig(16, 32, 1, 2, 8),
+    "blackwell": TurboQuantConfig(16, 32, 1, 3, 8),
+    "ampere": TurboQuantConfig(16, 32, 1, 3, 7),
+    "small": TurboQuantConfig(16, 32, 1, 2, 6),
+    "other": TurboQuantConfig(16, 32, 4, 1, 1),
+    "interpreter": TurboQuantConfig(16, 16, 1, 1, 1),
 }

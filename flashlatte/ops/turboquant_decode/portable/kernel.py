@@ -24,7 +24,7 @@ from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
-class Step(NamedTuple):
+class TurboQuantStep(NamedTuple):
     """What a step over a block of keys is compiled for.
 
     Attributes:
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     token_stride: int | None
 
 
-class Pages(NamedTuple):
+class RequestPages(NamedTuple):
     """A request's row of block_table, how many pages the cache has, and the strides of pages and tokens in it."""
 
     entries: Any
@@ -284,7 +284,7 @@ def turboquant_decode_kernel(
                 scale,
                 cache,
                 kv_head * head_stride,
-                Pages(block_table + item64 * table_stride, num_pages, page_stride, token_stride),
+                RequestPages(block_table + item64 * table_stride, num_pages, page_stride, token_stride),
                 length,
                 length - query_tokens + row_token,
                 v_dims,

@@ -12,10 +12,10 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kv_cache.lloyd_max import lloyd_max
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
-from flashlatte.ops.turboquant_decode.portable.config import TABLE, Config
-from flashlatte.ops.turboquant_decode.portable.kernel import Step, turboquant_decode_kernel
+from flashlatte.ops.turboquant_decode.portable.config import TABLE, TurboQuantConfig
+from flashlatte.ops.turboquant_decode.portable.kernel import TurboQuantStep, turboquant_decode_kernel
 from flashlatte.ops.turboquant_decode.portable.queries import rotate_queries_kernel
-from flashlatte.ops.turboquant_decode.portable.records import Form, first_of
+from flashlatte.ops.turboquant_decode.portable.records import RecordForm, first_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
@@ -34,10 +34,10 @@ _ROTATED_ROWS, _ROTATING_WARPS = 16, 4
 _SMALLEST_PACKED = 64
 
 
-class LaunchPlan(NamedTuple):
+class TurboQuantLaunchPlan(NamedTuple):
     """Tile sizes, and over how many CTAs requests are split."""
 
-    config: Config
+    config: TurboQuantConfig
     split: SplitPlan
 
 
@@ -64,7 +64,7 @@ def turboquant_decode(
     align = min(unit_bytes(cache, *strides), 8)
     codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
     packed, native = gpu in NVIDIA and head_dim >= _SMALLEST_PACKED, converts_e4m3(device)
-    form = Form(
+    form = RecordForm(
         head_dim=head_dim,
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
@@ -78,7 +78,7 @@ def turboquant_decode(
         native=native,
         interpreted=gpu == "interpreter",
     )
-    step = Step(
+    step = TurboQuantStep(
         block_m=config.block_m,
         block_n=config.block_n,
         page_size=page_size,
@@ -156,7 +156,7 @@ def _usual_token_strides(layout: TurboQuantFormat, h_kv: int) -> tuple[int, int]
 @functools.lru_cache(maxsize=4096)
 def make_plan(
     gpu: str, num_sms: int, batch: int, rows: int, h_kv: int, head_dim: int, page_size: int, max_pages: int
-) -> LaunchPlan:
+) -> TurboQuantLaunchPlan:
     """``rows``: query rows of a key head that a request has."""
     config = TABLE[gpu]
     if gpu in NVIDIA and rows <= _FEWEST_ROWS:
@@ -172,4 +172,4 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
         split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
-    return LaunchPlan(config, split)
+    return TurboQuantLaunchPlan(config, split)

@@ -15,7 +15,7 @@ from flashlatte.kernels.triton.turboquant import centroids_of, load_codes
 from flashlatte.ops.turboquant_decode.portable.words import e4m3_operand, key_operand, spread, value_operand
 
 
-class Form(NamedTuple):
+class RecordForm(NamedTuple):
     """What a format's records are compiled for.
 
     Attributes:

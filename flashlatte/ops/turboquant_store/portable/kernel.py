@@ -28,7 +28,7 @@ _NORM_EPSILON, _SMALLEST_VALUE_SCALE = tl.constexpr(NORM_EPSILON), tl.constexpr(
 _LARGEST_HALF = tl.constexpr(LARGEST_HALF)
 
 
-class Form(NamedTuple):
+class StoreForm(NamedTuple):
     """What a kernel is compiled for.
 
     Attributes:
@@ -68,7 +68,7 @@ class Form(NamedTuple):
     block: int
 
 
-class Rows(NamedTuple):
+class StoreRows(NamedTuple):
     """Keys or values, and the strides of their tokens and heads."""
 
     first: Any
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
     head_stride: Any
 
 
-class Cache(NamedTuple):
+class StoreCache(NamedTuple):
     """A cache, and the strides of its pages, slots and heads."""
 
     first: Any
@@ -85,7 +85,7 @@ class Cache(NamedTuple):
     head_stride: Any
 
 
-class Tiles(NamedTuple):
+class StoreTiles(NamedTuple):
     """How many tiles there are; each has so many heads, of which all are so many groups."""
 
     count: Any
@@ -230,10 +230,10 @@ def turboquant_store_kernel(
     FORM: tl.constexpr,
 ):
     """Strides count ``FORM.align`` numbers, those of the cache ``FORM.cache_align`` bytes."""
-    records = Cache(cache, page_stride, slot_stride, cache_head_stride)
+    records = StoreCache(cache, page_stride, slot_stride, cache_head_stride)
     slots = Slots(slot_mapping, mapping_stride, num_tokens, num_slots, page_size)
-    tiles = Tiles(num_tiles, tile_heads, head_groups)
+    tiles = StoreTiles(num_tiles, tile_heads, head_groups)
     if tl.program_id(1) == 1:
-        _store_tiles(Rows(value, v_token_stride, v_head_stride), records, slots, tiles, True, FORM)
+        _store_tiles(StoreRows(value, v_token_stride, v_head_stride), records, slots, tiles, True, FORM)
     else:
-        _store_tiles(Rows(key, k_token_stride, k_head_stride), records, slots, tiles, False, FORM)
+        _store_tiles(StoreRows(key, k_token_stride, k_head_stride), records, slots, tiles, False, FORM)

@@ -11,7 +11,7 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kv_cache.lloyd_max import midpoints
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
-from flashlatte.ops.turboquant_store.portable.kernel import Form, turboquant_store_kernel
+from flashlatte.ops.turboquant_store.portable.kernel import StoreForm, turboquant_store_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
@@ -41,7 +41,7 @@ def turboquant_store(
     is_nvidia = gpu_class(key.device) in NVIDIA
     in_order = key.element_size() == 4
     entry = 2.0 ** -math.ceil(math.log2(head_dim) / 2)
-    form = Form(
+    form = StoreForm(
         head_dim=head_dim,
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,

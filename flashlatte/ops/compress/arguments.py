@@ -10,7 +10,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 
 
 @dataclass(frozen=True)
-class Problem:
+class CompressArgs:
     """The arguments of ``compress``, checked; ``cache`` and ``state_cache`` are written."""
 
     kv: torch.Tensor

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Problem(NamedTuple):
+class PagedAttentionArgs(NamedTuple):
     """The arguments of ``api.paged_attention``, with these differences.
 
     Attributes:
