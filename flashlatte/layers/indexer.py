@@ -21,7 +21,7 @@ from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query
 from flashlatte.ops.index_select import index_select, paged_index_select
-from flashlatte.ops.index_weights import MOST_ROWS, index_weights
+from flashlatte.ops.index_weights import MAX_ROWS, index_weights
 from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 
@@ -100,7 +100,7 @@ class Indexing:
         """Weights [T, H] of the heads of index queries, of hidden states [T, hidden_size]."""
         projection = self.module.weights_proj
         weight = plain_weight(projection)
-        if weight is not None and weight.dtype == torch.float32 and hidden.shape[0] <= MOST_ROWS:
+        if weight is not None and weight.dtype == torch.float32 and hidden.shape[0] <= MAX_ROWS:
             return index_weights(hidden, weight, backend=self.backend)
         return products_of(hidden, projection)[0]
 

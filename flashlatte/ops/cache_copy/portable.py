@@ -1,4 +1,4 @@
-"""Pages copied in Triton: bytes of any format, in one launch, between whatever memories the GPU can address."""
+"""Page copies in Triton: bytes of any format, in one launch, between memories that the GPU can address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_WARPS = 4
 
 
 class Pages(NamedTuple):
-    """Pages in memory: bytes from one to the next, and how many of them there are."""
+    """Pages in memory, with their stride in bytes and their number."""
 
     memory: torch.Tensor
     stride: int
@@ -45,7 +45,7 @@ def copy_pages(
 def _copy_through_scratch(
     source: Pages, target: Pages, lists: tuple[torch.Tensor, torch.Tensor], page_bytes: int
 ) -> None:
-    # All pairs go through scratch, a slice of every page at a time, so that what is written was read before.
+    # Copy all pages through scratch, a slice of each page at a time, so that all reads precede all writes.
     num_pairs = lists[0].shape[0]
     slice_bytes = min(max(SCRATCH_BYTES // num_pairs // 16, 1) * 16, -(-page_bytes // 16) * 16)
     memory = torch.empty(num_pairs * slice_bytes, dtype=torch.uint8, device=lists[0].device)
@@ -69,7 +69,7 @@ def _launch(
     scratch: Pages | None = None,
     to_scratch: bool = False,
 ) -> None:
-    """Copy bytes ``first`` to ``stop`` of pages, one of the two sides being scratch if that is given."""
+    """Copy bytes ``first`` to ``stop`` of pages. If ``scratch`` is given, it is the source or the target."""
     reads = source if scratch is None or to_scratch else scratch
     writes = scratch if scratch is not None and to_scratch else target
     src_first, dst_first = (0 if side is scratch else first for side in (reads, writes))
@@ -120,7 +120,8 @@ def copy_pages_kernel(
     TO_SCRATCH: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """A block of a pair's bytes. Strides, firsts and ``length`` count UNIT bytes; scratch has a place for each pair."""
+    """Copy a block of a pair's bytes. Strides, firsts and ``length`` are in units of UNIT bytes; scratch has a page per
+    pair."""
     WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
     WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
     WORDS: tl.constexpr = UNIT // WORD_BYTES

@@ -1,4 +1,4 @@
-"""``cache_gather``: the tokens of several requests into one contiguous latent, dequantised on the way."""
+"""``cache_gather`` in Triton: copies the tokens of several requests to a contiguous latent and dequantises them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def cache_gather(
 
 
 def _scaled_form(layout: CacheFormat) -> tuple[Any, dict[str, Any]]:
-    """The kernel of a format with a scale a tile or a block, and what that format is to it."""
+    """The kernel of a format with a scale per tile or block, and the format as its constants."""
     if layout.tiling is not None:
         return gather_tiles_kernel, {"TILING": layout.tiling}
     scaling = layout.block_scaling
@@ -127,7 +127,7 @@ def gather_tiles_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale a tile. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
+    """Formats with a scale per tile. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
     LATENT: tl.constexpr = TILING.tiles * TILING.tile
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
@@ -200,7 +200,8 @@ def gather_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides come divided by their alignment."""
+    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale. Strides are divided by their
+    alignment."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T

@@ -1,4 +1,4 @@
-"""``cache_gather`` from formats with a scale byte a block: e4m3 or e2m1 numbers, and a token's bytes together."""
+"""``cache_gather`` from formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block."""
 
 from __future__ import annotations
 

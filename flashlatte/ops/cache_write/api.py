@@ -1,4 +1,4 @@
-"""``cache_write``: its arguments, their checks, and the choice of implementation."""
+"""``cache_write``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ def cache_write(
     scale_rounding: str = "power_of_two",
     backend: str | None = None,
 ) -> None:
-    """Write new tokens into a paged cache, in place, quantising them to its format.
+    """Quantise new tokens to a paged cache's format and write them to the cache in place.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
-        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the
-            cache skips its token. Slots must differ from each other.
-        x: [T, head_dim] rows, or [T, latent_dim] latents if ``rope`` is given; T ≥ n, tokens from n on are
-            padding and are not looked at. bf16, fp16 or float32. n and T may be 0.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A token whose slot is outside the
+            cache is skipped. Slots must differ from each other.
+        x: [T, head_dim] rows, or [T, latent_dim] latents if ``rope`` is given; T ≥ n, tokens from n on are padding and
+            are not read. bf16, fp16 or float32. n and T may be 0.
         rope: [T, 64] rotated dims.
-        cache_format: inferred from the cache if None.
-        scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
-        scale_rounding: format ``v32``: "power_of_two" or "exact".
-        backend: "portable" or "reference"; None chooses.
+        cache_format: None infers it from the cache.
+        scale: for format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
+        scale_rounding: for format ``v32``: "power_of_two" or "exact".
+        backend: "portable" or "reference"; None selects one.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
     checks.not_expanded("cache", cache)

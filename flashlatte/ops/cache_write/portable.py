@@ -1,4 +1,4 @@
-"""``cache_write``: new tokens to the bytes of their slots, quantised on the way."""
+"""``cache_write`` in Triton: quantises new tokens and writes them to their slots."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def write_tiles_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale a tile. Strides come divided by their alignment; that of pages counts bytes."""
+    """Formats with a scale per tile. Strides come divided by their alignment; that of pages counts bytes."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
@@ -183,7 +183,8 @@ def write_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides come divided by their alignment."""
+    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale. Strides are divided by their
+    alignment."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     tokens = (program // column_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -1,4 +1,4 @@
-"""``cache_write`` into formats with a scale byte a block: e4m3 or e2m1 numbers, and a token's bytes together."""
+"""``cache_write`` to formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlatte.runtime.triton_kernel import kernel
 
 @triton.jit
 def _load_columns(x_row, rope_row, column, valid, X_WIDTH: tl.constexpr):
-    """Numbers at columns of rows that come in one part or in two; 0 where not valid."""
+    """Load columns of rows that are given in one or two parts; 0 where not valid."""
     numbers = tl.load(x_row[:, None] + column, mask=valid[:, None] & (column < X_WIDTH), other=0.0)
     if rope_row is not None:
         in_rope = column >= X_WIDTH

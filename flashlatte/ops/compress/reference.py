@@ -24,13 +24,13 @@ def compress(args: CompressArgs) -> None:
 
 
 def _known(args: CompressArgs) -> torch.Tensor:
-    """Which tokens are not padding."""
+    """Whether each token is not padding."""
     known = (args.request_ids >= 0) & (args.positions >= 0)
     return known if args.state_table is None else known & (args.request_ids < args.state_table.shape[0])
 
 
 def _gather(args: CompressArgs, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scores, float32 [n, rows, head_dim], of what the groups that ``tokens`` [n] finish are made of."""
+    """Values and scores, float32 [n, rows, head_dim], of the members of the groups that ``tokens`` [n] complete."""
     head_dim, ratio = args.weight.shape[0], args.ratio
     rows = ratio * (1 + args.overlaps)
     back = torch.arange(rows - 1, -1, -1, device=tokens.device)
@@ -62,7 +62,7 @@ def _gather(args: CompressArgs, tokens: torch.Tensor) -> tuple[torch.Tensor, tor
 def _state_places(
     cache: torch.Tensor, table: torch.Tensor, request: torch.Tensor, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Page and offset of positions in the state cache, 0 and 0 where there are none, and whether there are."""
+    """Page and offset of positions in the state cache (0 and 0 if a position is not in it), and whether it is."""
     num_pages, page_size = cache.shape[:2]
     requests, columns = table.shape
     page = table[request.clamp(0, requests - 1), position // page_size % columns].long()
@@ -71,7 +71,7 @@ def _state_places(
 
 
 def _save_state(args: CompressArgs) -> None:
-    """The last tokens of each request, as many as its pages have room for."""
+    """Save the last tokens of each request, up to the capacity of its pages."""
     if args.state_cache is None or args.state_table is None:
         return
     request, position = args.request_ids.long(), args.positions.long()

@@ -1,4 +1,4 @@
-"""Which implementation serves a call of ``paged_attention``."""
+"""The implementations of ``paged_attention``, and the calls that each accepts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from flashlatte.runtime import dispatch, refusals
 
 OPERATION = "paged_attention"
 _HALVES = (torch.bfloat16, torch.float16)
-# A row is one tile in shared memory.
+# A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 512
-# What fits shared memory of keys, and a consumer's registers of values.
+# Keys must fit shared memory, and values a consumer's registers.
 _HOPPER_MAX_HEAD_DIM, _HOPPER_MAX_HEAD_DIM_V = 192, 128
-# The least box of a copy, of whose boxes a page is made.
+# The smallest TMA box of keys; a page consists of whole boxes.
 _HOPPER_PAGE_SIZE = 16
 # With fewer query rows for one request, more than half of an H100's SMs would have no tile of 128 rows;
 # the portable kernel splits keys.
-HOPPER_LEAST_ROWS = 8192
+HOPPER_MIN_ROWS = 8192
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
@@ -41,10 +41,10 @@ def _refuses_head_dims(call: dispatch.CallSpec) -> str | None:
 
 
 def _refuses_few_rows(call: dispatch.CallSpec) -> str | None:
-    if call.rows is None or call.rows >= HOPPER_LEAST_ROWS:
+    if call.rows is None or call.rows >= HOPPER_MIN_ROWS:
         return None
     return (
-        f"takes calls in which one request can have {HOPPER_LEAST_ROWS} query rows (tokens times heads) beside one "
+        f"takes calls in which one request can have {HOPPER_MIN_ROWS} query rows (tokens times heads) beside one "
         f"token of each other request; here it can have {max(call.rows, 0)}"
     )
 
@@ -92,7 +92,7 @@ def optional_features(
     qq_bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> str | None:
-    """What a call asks for that some implementation lacks, in words, or None."""
+    """The given features that some implementation lacks, in words, or None."""
     asked = {
         "a quantised cache": k_cache.dtype != q.dtype,
         "rows of a cache in pieces": k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,

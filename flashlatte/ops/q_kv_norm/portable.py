@@ -1,4 +1,4 @@
-"""``q_kv_norm`` in Triton: the first programs take a token's query latent each, those behind them its key."""
+"""``q_kv_norm`` in Triton: the first programs process a token's query latent each, the following ones its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``rope_cache_write`` in Triton: the first programs take a token's key each, those behind them some of its heads."""
+"""``rope_cache_write`` in Triton: the first programs process a token's key each, the following ones some of its
+heads."""
 
 from __future__ import annotations
 

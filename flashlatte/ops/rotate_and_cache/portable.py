@@ -1,4 +1,5 @@
-"""``rotate_and_cache`` in Triton: the first programs take a token's key each, those behind them some of its heads."""
+"""``rotate_and_cache`` in Triton: the first programs process a token's key each, the following ones some of its
+heads."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def rotate_and_cache(
     cache = as_bytes(cache)
     tokens, heads, head_dim = q.shape
     page_stride = stride_in_use(cache, 0)
-    # Formats of bytes have a distance of their own from token to token.
+    # The token stride of one-byte formats is the format's.
     row_stride = 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
     unit = unit_elements(cache, page_stride, row_stride)
     q_strides = stride_in_use(q, 0), stride_in_use(q, 1)

@@ -1,4 +1,4 @@
-"""``sparse_prefill``: its arguments, their checks, and the choice of implementation."""
+"""``sparse_prefill``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "sparse_prefill"
-# A row is one tile in shared memory.
+# A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 1024
 
 
@@ -72,32 +72,32 @@ def sparse_prefill(
     empty_lse: float = -math.inf,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of many query tokens, each over the tokens of a contiguous latent that it selected.
+    """Attention of many query tokens, each over selected tokens of a contiguous latent.
 
-    A key is a row of ``kv``, a value its first ``d_v`` numbers. Any strides but the last are free. No gradient flows
-    through it: a warning, once, says so where gradients are recorded and an input requires one.
+    A key is a row of ``kv``, a value its first ``d_v`` elements. All strides but the last are free. It has no backward
+    pass, and warns once if gradients are enabled and an input requires one.
 
     Args:
-        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0, or above 65,535. d is 576 or 512 in
-            MLA.
+        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0. d is 576 or 512 in MLA.
         kv: [s_kv, 1, d] in q's dtype.
-        indices: int32 or int64 [s_q, 1, topk], topk ≥ 1. Any value outside 0 to s_kv - 1 selects nothing; a token
+        indices: int32 or int64 [s_q, 1, topk], topk ≥ 1. A value outside 0 to s_kv - 1 selects nothing; a token
             selected twice counts twice.
         softmax_scale: above 0; d^-0.5 if None.
         d_v: width of a value, at most d.
         attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it.
-        topk_length: int32 or int64 [s_q]: only the first so many indices count; all if None.
-        out: [s_q, h_q, d_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
+        topk_length: int32 or int64 [s_q]: the number of indices that count, from the first; all if None.
+        out: [s_q, h_q, d_v] in q's dtype to write to; last stride 1. It must not share memory with an input.
         empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0 and its max_logits -inf.
-        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+        backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
+            error.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype; max_logits, the largest q · k · softmax_scale, and lse, natural
         logarithm, both float32 [s_q, h_q], contiguous.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other; a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
+            backend that cannot run the call.
     """
     checks.tensor("q", q, ("s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
     s_q, h_q, head_dim = q.shape

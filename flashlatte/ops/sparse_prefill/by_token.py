@@ -65,7 +65,7 @@ def sparse_prefill_kernel(
 
     Strides of q, kv and out are in units of Q_ALIGN, KV_ALIGN and OUT_ALIGN numbers.
 
-    The programs of a token's head blocks have adjacent numbers, so that the L2 cache serves all but the first.
+    The programs of a token's head blocks have adjacent indices, so all but the first hit the L2 cache.
     """
     head_blocks = tl.cdiv(h_q, STEP.block_h)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)

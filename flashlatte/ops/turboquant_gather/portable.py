@@ -25,7 +25,7 @@ from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK_R = 64
 NUM_WARPS = 8
-# Programs of an SM at once, of which each makes the matrix, and the registers that leaves to a thread.
+# Programs per SM (each builds the matrix), and the resulting registers per thread.
 PROGRAMS = 2
 REGISTERS = 128
 

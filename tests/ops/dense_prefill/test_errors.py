@@ -71,7 +71,7 @@ def test_errors_name_the_argument(change, error, message):
 def test_out_where_gradients_are_recorded():
     out = torch.empty(TOKENS, 4, 16, dtype=BF16)
     given = VALID | {"v": V.clone().requires_grad_()}
-    with pytest.raises(ValueError, match=r"^out must be None where gradients are recorded"):
+    with pytest.raises(ValueError, match=r"^out must be None if gradients are recorded"):
         dense_prefill(**given, out=out)
     with torch.no_grad():
         dense_prefill(**given, out=out)

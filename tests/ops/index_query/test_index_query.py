@@ -116,7 +116,7 @@ def call(**change):
     [
         ({"q": torch.zeros(3, 4, 96)}, ValueError, "q must have a head dim of 32, 64 or 128, got 96"),
         ({"weights": torch.zeros(3, 5)}, ValueError, "weights must have shape"),
-        ({"positions": None}, ValueError, "cos_sin and positions belong together"),
+        ({"positions": None}, ValueError, "cos_sin and positions must be given together"),
         ({"cos_sin": torch.ones(5, 63)}, ValueError, "cos_sin must have an even width"),
         ({"cos_sin": torch.ones(5, 256)}, ValueError, "cos_sin must have an even width of at most 128"),
         ({"hadamard": 1}, TypeError, "hadamard must be True or False"),

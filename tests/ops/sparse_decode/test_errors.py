@@ -85,14 +85,14 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         (
             {"extra_k_cache": None, "extra_topk_length": None},
             ValueError,
-            "^extra_indices needs extra_k_cache beside it",
+            "^extra_indices must be None if extra_k_cache is None",
         ),
         (
             {"extra_k_cache": None, "extra_indices": None},
             ValueError,
-            "^extra_topk_length needs extra_k_cache beside it",
+            "^extra_topk_length must be None if extra_k_cache is None",
         ),
-        ({"extra_indices": None}, ValueError, "^extra_k_cache needs extra_indices beside it, got None$"),
+        ({"extra_indices": None}, ValueError, "^extra_indices must be given if extra_k_cache is, got None$"),
         ({"extra_k_cache": [0]}, TypeError, "^extra_k_cache must be a tensor, got list$"),
         ({"extra_k_cache": EXTRA[..., :584]}, ValueError, "^extra_k_cache of format v32 must be 656 wide, got 584$"),
         ({"extra_k_cache": BF16_CACHE}, TypeError, "^extra_k_cache of format v32 must be uint8 .* got bfloat16$"),

@@ -1,6 +1,6 @@
-"""``compress`` in Triton: one launch sums rows, the next saves what later calls will need.
+"""``compress`` in Triton: the first launch sums rows, the second saves the states for later calls.
 
-In this order a ring of states is read before it is written, whatever its length.
+In this order a ring of states of any length is read before it is written.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flashlatte.ops.compress.portable.sums import compress_sum_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 
-# A thread holds so many numbers of kv at once: of neighbouring columns so many, of several rows.
+# Elements of kv that a thread holds, and how many of them are adjacent columns; maximum number of warps.
 NUMBERS, TOGETHER, MAX_WARPS = 32, 4, 4
-# Up to so many rows one program sums all columns, and each thread has all rows of its own; of more rows a program
-# takes some columns, and sums go through memory to the launch that finishes them.
+# Up to this number of rows, a program sums all columns, and a thread all rows of its columns. With more rows a program
+# sums this number of columns, and the second launch reads the sums from memory.
 SHORT_GROUP, COLUMNS_OF_LONG = 8, 32
-# So that an SM has four programs of short groups at a time, and on Hopper three of long ones, which spill
-# elsewhere.
+# Register limits, so that an SM holds four programs of short groups, and on Hopper three of long ones (which spill on
+# other GPUs).
 REGISTERS_OF_SHORT, REGISTERS_OF_LONG = 128, 168
-# A program looks for finished groups among so many tokens at most, and among fewer rather than that there are fewer
-# programs than these.
+# The maximum number of tokens that a program scans for completed groups; it is reduced to have at least this number of
+# programs.
 MAX_WINDOW, PROGRAMS = 16, 512
 MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG = 128, 16
 SAVE_BLOCK, SAVE_WARPS = 1024, 4
@@ -60,11 +60,11 @@ def compress(args: CompressArgs) -> None:
     if args.state_cache is not None and args.state_table is not None:
         save_blocks = blocks(width, SAVE_BLOCK)
         if args.state_table.shape[1] * args.state_cache.shape[1] >= tokens:
-            # A table with room for the whole step may keep all of its tokens.
+            # A table with room for all tokens of the call stores all of their states.
             finish_window = 1
     at_once = min(tokens, MAX_SUMS_BYTES // (4 * head_dim)) if in_parts else tokens
     sums = torch.empty((at_once, head_dim), dtype=torch.float32, device=kv.device) if in_parts else None
-    # The second launch looks for its tokens while the first one ends.
+    # The second launch scans its tokens while the first one ends.
     overlapped = launches_overlap(kv.device)
     shared = _shared(args, cache)
     for first in range(0, tokens, at_once):
@@ -85,7 +85,7 @@ def compress(args: CompressArgs) -> None:
             **registers,
             enable_fp_fusion=False,
         )
-        # The states of all tokens, once all sums are there.
+        # States are saved by the last launch, after all sums.
         save_now = save_blocks if stop == tokens else 0
         if save_now + in_parts == 0:
             continue
@@ -106,12 +106,12 @@ def compress(args: CompressArgs) -> None:
 
 
 def _shared(args: CompressArgs, cache: torch.Tensor) -> dict[str, Any]:
-    """Tokens, states, and what becomes of a sum, as both kernels name them."""
+    """The common arguments of both kernels: tokens, states, and the target of rows."""
     kv, score, ape, states, table = args.kv, args.score, args.ape, args.state_cache, args.state_table
     requests, columns = (0, 0) if table is None else table.shape
     state_pages, state_page_size = (1, 1) if states is None else states.shape[:2]
     state_strides = (1, 0) if states is None else (stride_in_use(states, 0), stride_in_use(states, 1))
-    # Formats of bytes have a distance of their own from token to token.
+    # The token stride of one-byte formats is the format's.
     row_strides = stride_in_use(cache, 0), 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
     num_slots = cache.shape[0] * cache.shape[1]
     units = Alignments(

@@ -1,4 +1,4 @@
-"""What both kernels of ``compress`` are given, in groups."""
+"""Argument groups of both kernels of ``compress``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class States(NamedTuple):
 
 
 class RowTarget(NamedTuple):
-    """What becomes of a group's sum, and the cache that takes it. Strides are in units of the cache's alignment."""
+    """The parameters that turn a group's sum into a row, and the row's cache. Strides are in units of the cache's
+    alignment."""
 
     weight: Any
     cos_sin: Any
@@ -53,7 +54,7 @@ class RowTarget(NamedTuple):
 
 
 class Alignments(NamedTuple):
-    """Numbers of which the strides of each tensor are multiples, and in which they are counted."""
+    """The alignment of the strides of each tensor, in elements; strides are passed in units of it."""
 
     kv: int
     score: int
@@ -63,15 +64,15 @@ class Alignments(NamedTuple):
 
 
 class CompressConstants(NamedTuple):
-    """A call's constants, as one of the kernels'.
+    """A call's constants, in one constant of the kernels.
 
     Attributes:
         head_dim, rope_dim: of a row.
         ratio: tokens of a group.
-        overlaps: whether a row is made of the group before, too.
-        row_bytes: how a row becomes bytes.
-        wide: whether slots pass 32 bits.
-        native: whether the GPU converts e4m3.
+        overlaps: whether a row also depends on the preceding group.
+        row_bytes: the encoding of a row.
+        wide: whether slots exceed 32 bits.
+        native: whether the GPU has e4m3 conversion instructions.
         interpreted: whether the kernel runs in Triton's interpreter.
     """
 

@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes alone."""
+"""The launches of a call: tile sizes and split, chosen on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import Partial, SplitPlan
 
-# Starting on a request costs a CTA about as much as so many keys.
+# The overhead of starting a request, in keys.
 _OVERHEAD_KEYS = 64
-# With batch_invariant, keys of a split times the groups of a request's query rows, whose splits run side by side, and
-# the most splits of a request, over all groups.
+# With batch_invariant: keys per split times the groups of a request's query rows, whose splits run in parallel; and the
+# maximum number of splits of a request, over all groups.
 _SPLIT_KEYS = 1024
 _FIXED_SPLITS = 128
 
 
 @dataclass(frozen=True)
 class PortableDenseDecodePlan:
-    """What the launches of one shape have in common.
+    """The launch configuration of a shape.
 
     Attributes:
         config: tile sizes.
-        split: over how many CTAs requests are split.
-        constants: what the kernel is compiled for, but for what depends on strides.
+        split: how requests are split over CTAs.
+        constants: the kernel's constants, except those that depend on strides.
     """
 
     config: Config
@@ -124,7 +124,7 @@ def dense_decode(
 
 
 def _boxes(k_cache: torch.Tensor, k_align: int, step: Step, config: Config) -> tuple[Any, Any]:
-    """TMA descriptors of the tiles' two parts, None where tiles are not loaded by them."""
+    """TMA descriptors of the two parts of tiles; None if tiles are not loaded by TMA."""
     if not config.boxes:
         return None, None
     num_pages, page_size, h_kv, head_dim = k_cache.shape
@@ -132,7 +132,7 @@ def _boxes(k_cache: torch.Tensor, k_align: int, step: Step, config: Config) -> t
     repeats = any(size != 1 and stride == 0 for size, stride in zip(k_cache.shape, k_cache.stride(), strict=True))
     if not whole or repeats or num_pages == 0:
         return None, None
-    # An axis of 1 has no stride that matters, but the hardware wants one above 0.
+    # TMA requires strides above 0, also for an axis of size 1.
     page_stride, token_stride, head_stride = (stride or head_dim for stride in strides_in_use(k_cache))
     shape, strides = [num_pages, h_kv, page_size, head_dim], [page_stride, head_stride, token_stride, 1]
     latent, rope = (

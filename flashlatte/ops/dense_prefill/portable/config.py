@@ -1,4 +1,4 @@
-"""Sizes of the kernels' tiles for each class of GPUs: by what fits registers and shared memory."""
+"""Tile sizes for each class of GPUs, limited by registers and shared memory."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 from flashlatte.kernels.triton.head_dims import SMALLEST
 
-# The head dims that the table is for.
+# The head dims for which the table was measured.
 _TABLE_WIDTH = 192 + 128
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Sizes of a program's tiles.
+    """Tile sizes of a program.
 
     Attributes:
-        block_m: queries: of a program, or of a step where a program computes keys.
-        block_n: keys: of a step, or of a program where that computes keys.
-        num_warps: Triton's.
-        num_stages: of the loop; 1 loads in place.
+        block_m: queries per program, or per step in the kernel for dK and dV.
+        block_n: keys per step, or per program in the kernel for dK and dV.
+        num_warps: warps per program.
+        num_stages: pipeline stages of the loop; 1 for none.
     """
 
     block_m: int
@@ -29,7 +29,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True)
 class PrefillConfigs:
-    """Attributes: of the forward kernel, and of the two backward kernels for gradients of keys and of queries."""
+    """The configurations of the forward kernel, and of the backward kernels for keys (dK, dV) and queries (dQ)."""
 
     forward: PrefillConfig
     keys: PrefillConfig
@@ -60,8 +60,8 @@ TABLE: dict[str, PrefillConfigs] = {
 
 
 def choose(gpu: str, width: int, aligned: bool) -> PrefillConfigs:
-    """The configurations for rows of q and v padded to ``width`` numbers together, that begin at multiples of 16 bytes
-    or, if not ``aligned``, anywhere.
+    """The configurations for rows of q and v padded to ``width`` elements in total. ``aligned``: all rows begin at
+    multiples of 16 bytes.
     """
     if gpu == "hopper" and not aligned:
         gpu = "hopper, unaligned"

@@ -1,4 +1,4 @@
-"""Forward: a program computes the output of a tile of queries of one head."""
+"""The forward kernel: a program computes the output of a tile of queries of one head."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -23,7 +23,7 @@ from flashlatte.runtime.triton_kernel import kernel
 
 @triton.jit
 def _masked(scores, key, lower, upper):
-    """Scores [rows, keys], -inf where a row does not see a key."""
+    """Scores [rows, keys], -inf where masked."""
     visible = (key[None, :] >= lower[:, None]) & (key[None, :] <= upper[:, None])
     return tl.where(visible, scores, float("-inf"))
 
@@ -70,8 +70,8 @@ def forward_kernel(
 ):
     """Strides but those of lse are in units of ALIGN numbers.
 
-    The programs of a head have adjacent numbers, so that its keys stay in the L2 cache; those of a request begin with
-    its last queries, which see the most keys.
+    The programs of a head have adjacent indices, so its keys stay in the L2 cache. The first programs of a request
+    process its last queries, which have the most visible keys.
     """
     head = tl.program_id(0) // slots
     tile, tiles, q_begin, s_q, k_begin, s_k = find_tile(

@@ -16,7 +16,7 @@ class IndexLogitsConfig:
     """Attributes:
     rows: query rows (queries times heads, heads padded) of a product.
     block_n: keys of a tile.
-    num_warps, num_stages: Triton's.
+    num_warps, num_stages: Triton's launch options.
     tiles: of a program over contiguous keys.
     programs: programs that an SM runs at once.
     """

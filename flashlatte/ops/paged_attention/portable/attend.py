@@ -278,7 +278,7 @@ def attend(
         if step.scaled_keys:
             p *= _scales_of(v_scale, places)[None, :]
         v = load_operand(values_of, places, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
-        # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
+        # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)
         if step.ahead:
             # Both are loaded, as Triton does not pipeline a loop that hands next_pages on to pages.

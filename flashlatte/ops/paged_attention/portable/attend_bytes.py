@@ -123,7 +123,7 @@ def attend_bytes(
         row_max = new_max
         v_words = _load_words(values_of, page, token, v_behind, in_cache, V_WORDS)
         v = value_operand(v_words, V_FORM)  # [HEADS, width_v, BLOCK_N]
-        # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
+        # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)
         values = tl.dot(v, p.to(v.dtype), values * alpha[:, None, :])
     row_sum = tl.sum(sums, axis=1)

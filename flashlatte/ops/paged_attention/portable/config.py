@@ -1,4 +1,4 @@
-"""Sizes of the kernel's tiles for each class of GPUs: by what fits registers and shared memory."""
+"""Tile sizes for each class of GPUs, limited by registers and shared memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PagedConfig:
     Attributes:
         block_m: query rows, which are some tokens of a request times the query heads of a key head.
         block_n: keys of a step.
-        num_warps, num_stages: Triton's.
-        programs: of an SM at once.
+        num_warps, num_stages: Triton's launch options.
+        programs: programs resident on an SM.
         key_heads: of a program, where it reads caches by words.
     """
 

@@ -25,11 +25,11 @@ class KeyForm(NamedTuple):
         align: the unit of strides, in numbers.
         piece: numbers of a row that lie together, with ``number_stride`` between two of them, None if known at run
             time only.
-        native: whether the GPU converts e4m3.
+        native: whether the GPU has e4m3 conversion instructions.
         ptx: whether the kernel may hold PTX.
         opaque: whether Triton takes that PTX for one with effects. Not on Blackwell, where it puts parts of a loop
             under a condition, and refuses to compile those with effects.
-        interpreted: operands are float32.
+        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
     """
 
     kind: int

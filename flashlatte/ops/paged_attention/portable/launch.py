@@ -1,4 +1,4 @@
-"""From a args to launches: all that a call settles on the host, from shapes alone."""
+"""The launches of a call: tile sizes and split, chosen on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import Outputs
 from flashlatte.split_kv.plan import Partial, SplitPlan
 
-# Starting on a tile costs a CTA about as much as so many keys.
+# The overhead of starting a tile, in keys.
 _OVERHEAD_KEYS = 64
 # A prefill, whose requests have more than so many rows, gives each tile a program of its own from so many tiles an SM
 # on: 1.13 to 1.5 times as fast on an H100 (1.00 with a softcap), as a loop over tiles leaves few
@@ -46,7 +46,7 @@ _KINDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.int8: INT8}
 
 @dataclass(frozen=True)
 class PagedAttentionLaunchPlan:
-    """What the launches of one shape have in common.
+    """The launch configuration of a shape.
 
     Attributes:
         config: tile sizes.

@@ -132,8 +132,8 @@ def sparse_decode_kernel(
 ):
     """A CTA takes one of ``num_ranges`` balanced ranges (BALANCED), or a work item, for one group of heads.
 
-    A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent numbers, so that the L2 cache serves
-    all but the first.
+    A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent indices, so all but the first hit the
+    L2 cache.
     """
     HAS_EXTRA: tl.constexpr = extra_k_cache is not None
     BLOCK_H: tl.constexpr = STEP.block_h

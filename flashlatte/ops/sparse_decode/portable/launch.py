@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes alone."""
+"""The launches of a call: tile sizes and split, chosen on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import Partial, SplitPlan
 
-# Starting on a work item costs a CTA about as much as so many keys.
+# The overhead of starting a work item, in keys.
 _OVERHEAD_KEYS = 64
 # Columns of the latent part of the formats with scales.
 _PACKED_LATENT = 512
@@ -36,12 +36,12 @@ _TABLES = {"rows": SELECTED_ROWS, "packed": PACKED_TOKENS, "staged": STAGED_TOKE
 
 @dataclass(frozen=True)
 class PortableSparseDecodePlan:
-    """What the calls of one shape have in common.
+    """The launch configuration of a shape.
 
     Attributes:
         config: tile sizes.
-        split: over how many CTAs query tokens are split.
-        constants: what the kernel is compiled for, but for what depends on strides.
+        split: how query tokens are split over CTAs.
+        constants: the kernel's constants, except those that depend on strides.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class PortableSparseDecodePlan:
 
 
 class SparseQuery(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of Q_ALIGN numbers."""
+    """q [b, s_q, h_q, d], strides in units of Q_ALIGN elements."""
 
     q: torch.Tensor
     q_stride_request: int

@@ -42,7 +42,7 @@ def load_codes(cache, index, place: tl.constexpr):
     if TILING is None:
         rows = cache.k_cache + locate_bytes(cache, page, offset, place.scaling.token_bytes, place)[:, None]
         latent = tl.load(rows + column, mask=in_use, other=0)
-        # There is no rope, and Triton 3.6 returns no None.
+        # A placeholder: there is no rope, and Triton 3.6 cannot return None.
         return Codes(latent, latent, valid)
     else:
         rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]

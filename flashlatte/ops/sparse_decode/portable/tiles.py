@@ -128,7 +128,7 @@ def _load_blocks(cache, index, place: tl.constexpr, SCALING: tl.constexpr):
     rows = cache.k_cache + locate_bytes(cache, page, offset, SCALING.token_bytes, place)[:, None]
     words = load_words(rows, tl.arange(0, SCALING.scale_offset // 4)[None, :], tl.int32, in_use, place.align)
     scales = tl.load(rows + SCALING.scale_offset + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0)
-    # There is no rope, and Triton 3.6 returns no None.
+    # A placeholder: there is no rope, and Triton 3.6 cannot return None.
     return Packed(words, scales, scales, valid)
 
 

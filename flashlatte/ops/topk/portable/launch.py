@@ -13,12 +13,12 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 
 SCRATCH_BYTES = 64 * 2**20
-FEWEST_PLACES = 1024
+MIN_CAPACITY = 1024
 SMALLEST_CHUNK = 4096
 MAX_CHUNKS = 16
 PROGRAMS_PER_SM = 2
 # More leave a thread fewer registers than it needs.
-MOST_WARPS = 16
+MAX_WARPS = 16
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Regime:
         """Entries of a sample: so many that the candidates are, nearly always, within a fifth of as many as they should
         be; 4,096 to 16,384.
         """
-        wanted = _LEAST_RANK * width / (self.fill * places)
+        wanted = _MIN_RANK * width / (self.fill * places)
         return min(max(1 << max(int(wanted) - 1, 0).bit_length(), 4096), 16384)
 
 
 # A rank r in a sample is off by √r: a rank of 256 by a sixteenth, and five times that is rare.
-_LEAST_RANK = 256
+_MIN_RANK = 256
 # Many rows keep the GPU busy with small programs. Few ones are divided, and each chunk takes a sample of its row.
 MANY_ROWS = Regime(places_per_k=2, fill=0.7, filter_warps=4, filter_entries=16, finish_entries=32)
 FEW_ROWS = Regime(places_per_k=4, fill=0.5, filter_warps=8, filter_entries=16, finish_entries=16)
@@ -65,8 +65,8 @@ def topk(
     k = indices.shape[1]
     programs = PROGRAMS_PER_SM * machine.num_sms(logits.device)
     regime = MANY_ROWS if rows >= programs else FEW_ROWS
-    places = max(1 << (regime.places_per_k * k - 1).bit_length(), FEWEST_PLACES)
-    warps = min(max(places // (32 * regime.finish_entries), 4), MOST_WARPS)
+    places = max(1 << (regime.places_per_k * k - 1).bit_length(), MIN_CAPACITY)
+    warps = min(max(places // (32 * regime.finish_entries), 4), MAX_WARPS)
     if width <= places:
         _finish(logits, start, end, next_n, None, None, None, indices, values, 0, rows, 1, places, warps)
         return

@@ -1,4 +1,4 @@
-"""Sizes of the kernel's tiles for each class of GPUs."""
+"""Tile sizes for each class of GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TurboQuantConfig(NamedTuple):
         block_n: keys of a step.
         num_warps: Triton's. One warp keeps a step's scores and weights in its registers.
         num_stages: of the loop over keys: blocks that are loaded ahead, and one.
-        programs: of an SM at once.
+        programs: programs resident on an SM.
     """
 
     block_m: int

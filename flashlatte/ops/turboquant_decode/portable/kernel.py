@@ -125,7 +125,7 @@ def _attend(
         p *= (scale * _reciprocal_power(new_unit))[:, None]
         alpha *= unit * _reciprocal_power(new_unit)
         unit = new_unit
-        # The next block's page is fetched one block ahead: the addresses of its records wait for it.
+        # The next block's page is loaded one block ahead: the addresses of its records depend on it.
         following = start + N if PAGE_PER_BLOCK else start + N + in_block
         page = tl.load(pages.entries + following // step.page_size, mask=following < length, other=-1)
         values = tl.dot(steps, p.to(steps.dtype), values * alpha[None, :])

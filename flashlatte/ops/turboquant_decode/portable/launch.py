@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes alone."""
+"""The launches of a call: tile sizes and split, chosen on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import Partial, SplitPlan
 
 _LOG2_E = 1.4426950408889634
-# Starting on a request costs a CTA about as much as so many keys.
+# The overhead of starting a request, in keys.
 _OVERHEAD_KEYS = 64
 # Query rows that a product has at least on NVIDIA's GPUs.
-_FEWEST_ROWS = 8
+_MIN_ROWS = 8
 # Query rows of a program that rotates them, and its warps.
 _ROTATED_ROWS, _ROTATING_WARPS = 16, 4
 # The narrowest rows whose words fill the places of an operand that a thread of a warp holds.
@@ -35,7 +35,7 @@ _SMALLEST_PACKED = 64
 
 
 class TurboQuantLaunchPlan(NamedTuple):
-    """Tile sizes, and over how many CTAs requests are split."""
+    """Tile sizes, and how requests are split over CTAs."""
 
     config: TurboQuantConfig
     split: SplitPlan
@@ -159,9 +159,9 @@ def make_plan(
 ) -> TurboQuantLaunchPlan:
     """``rows``: query rows of a key head that a request has."""
     config = TABLE[gpu]
-    if gpu in NVIDIA and rows <= _FEWEST_ROWS:
+    if gpu in NVIDIA and rows <= _MIN_ROWS:
         # A third stage took 277 us instead of 316 on an H100, 4-bit codes; 16 rows have no registers for it.
-        config = config._replace(block_m=_FEWEST_ROWS, num_stages=max(config.num_stages, 3))
+        config = config._replace(block_m=_MIN_ROWS, num_stages=max(config.num_stages, 3))
     groups_per_head = -(-rows // config.block_m)
     groups = h_kv * groups_per_head
     most_blocks = -(-max_pages * page_size // config.block_n)

@@ -23,8 +23,8 @@ class RecordForm(NamedTuple):
         codebook: centroids above 0.
         align: bytes of which all strides are multiples: 8, 4 or 2.
         packed_keys, packed_values: codes are unpacked by PTX.
-        native: the GPU converts e4m3.
-        interpreted: operands are float32.
+        native: the GPU has e4m3 conversion instructions.
+        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
     """
 
     head_dim: int

@@ -39,11 +39,11 @@ class StoreForm(NamedTuple):
         align: numbers of which strides of rows are multiples.
         cache_align: bytes of which strides of the cache are multiples: 8, 4, 2 or 1.
         wide: slots may pass 2^31.
-        native: the GPU converts e4m3.
+        native: the GPU has e4m3 conversion instructions.
         in_order: rows are float32, which only keys go through a product for, and its columns are in order.
         shifted: values begin in the middle of a word, with dim 4, and the four dims before are the last.
         ptx: records are stored by PTX.
-        interpreted: operands are float32.
+        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
         block: rows of a tile.
     """
 

@@ -18,7 +18,7 @@ from flashlatte.runtime.strides import stride_in_use
 
 BLOCK_R = 64
 NUM_WARPS = 4
-# Programs of an SM at once, of which each makes the matrix, and the registers that leaves to a thread.
+# Programs per SM (each builds the matrix), and the resulting registers per thread.
 PROGRAMS = 4
 REGISTERS = 128
 
