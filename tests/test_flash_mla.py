@@ -272,7 +272,7 @@ def test_errors_use_flash_mlas_names():
     metadata, _ = flash_mla.get_mla_metadata()
     q, cache, indices = inputs["q"], inputs["k_cache"], inputs["indices"]
     sparse = (q, cache, None, None, 512, metadata)
-    with pytest.raises(ValueError, match=r"^extra_k_cache needs extra_indices_in_kvcache beside it, got None$"):
+    with pytest.raises(ValueError, match=r"^extra_indices_in_kvcache must be given if extra_k_cache is, got None$"):
         flash_mla.flash_mla_with_kvcache(*sparse, is_fp8_kvcache=True, indices=indices, extra_k_cache=cache)
     with pytest.raises(ValueError, match=r"^sm_scale must be a finite number above 0, got -1.0$"):
         flash_mla.flash_mla_sparse_fwd(q[0], torch.zeros(4, 1, 576, dtype=q.dtype), indices[0, :, None], -1.0)

@@ -1,6 +1,6 @@
-"""Requests of many queries in Gluon, and those of few in Triton, which splits their keys over CTAs.
+"""The Hopper backend: requests with many queries run in Gluon, those with few in Triton, which splits keys over CTAs.
 
-Which is which each kernel reads on the device: a call is the same for all lengths.
+Each kernel selects its requests on the device, so the launches do not depend on the lengths.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 from flashlatte.ops.paged_attention.hopper.launch import attend_long
 from flashlatte.ops.paged_attention.portable.launch import attend
 
-# Query rows of a request (its tokens times the query heads of a key head) up to which it is short: two tiles of the
-# portable kernel for decode, a quarter of a tile of the other.
+# Maximum query rows of a short request (its tokens times the query heads per key head): two decode tiles of the
+# portable kernel, a quarter of a tile of the Gluon kernel.
 _SHORT_ROWS = 32
 
 

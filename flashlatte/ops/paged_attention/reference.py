@@ -43,7 +43,7 @@ def _attend_rows(
     values: torch.Tensor,
     exists: torch.Tensor,
 ) -> None:
-    """Queries ``own`` [rows] of a request, at positions context + own, over keys [n, h_kv, d]."""
+    """Attention of queries ``own`` [rows] of a request, at positions context + own, over keys [n, h_kv, d]."""
     queries = args.q[rows].float().unflatten(1, (key_rows.shape[1], -1))  # [rows, h_kv, group, d]
     scores = torch.einsum("skgd,nkd->skgn", queries, key_rows).flatten(1, 2) * args.softmax_scale
     if args.softcap:
@@ -76,7 +76,7 @@ def _attend_rows(
 
 
 def _keys_of(args: PagedAttentionArgs, request: int, new: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float32 keys [n, h_kv, d] and values [n, h_kv, d_v] of a request, and which of them exist [n]."""
+    """float32 keys [n, h_kv, d] and values [n, h_kv, d_v] of a request, and the mask of existing ones [n]."""
     num_pages, page_size = args.k_cache.shape[:2]
     length = int(args.seqused_k[request].clamp(0, args.cached_keys))
     pages = args.block_table[request, : -(-length // page_size)].long()
@@ -94,14 +94,14 @@ def _keys_of(args: PagedAttentionArgs, request: int, new: slice) -> tuple[torch.
 
 
 def _dequantized(cache: torch.Tensor, scale: torch.Tensor | None, value: float, pages: torch.Tensor) -> torch.Tensor:
-    """float32 [pages · page_size, h_kv, ...] of some pages."""
+    """Rows of some pages as float32 [pages · page_size, h_kv, ...]."""
     rows = raw_view(cache)[pages].view(cache.dtype).float()
     factor = value if scale is None else scale[pages].reshape(*scale[pages].shape, *[1] * (cache.dim() - 3))
     return (rows * factor).flatten(0, 1)
 
 
 def _bias_between(qq_bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """qq_bias at [query, key], 0 where either is not in it."""
+    """qq_bias at [query, key], 0 outside of it."""
     size = qq_bias.shape[0]
     inside = (query < size)[:, None] & (key >= 0) & (key < size)
     return torch.where(inside, qq_bias[query.clamp(max=size - 1)[:, None], key.clamp(0, size - 1)], 0.0)

@@ -1,4 +1,4 @@
-"""``reshape_and_cache`` in Triton: a row of a head at a time, keys and values of a token in the same program."""
+"""``reshape_and_cache`` in Triton: a program writes rows (token, head) of keys and of values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NUM_WARPS = 4
 
 
 class KeyValueRows(NamedTuple):
-    """Heads' rows on their way: where they come from, the cache and the scales that they go to.
+    """Rows of heads: their source, and the cache and scales that they are written to.
 
-    Strides but ``scale_*`` come divided by the alignment of what they belong to. Of the scales' strides those that are
-    0 make one scale hold for a head, or for all.
+    Strides, except ``scale_*``, are divided by the alignment of their tensor. A scale's strides are 0 if it applies to
+    a whole head or to all.
     """
 
     rows: Any
@@ -135,7 +135,7 @@ def _store_rows(
         numbers = to_float32(numbers, INTERPRETED)
         scale_at = page * x.scale_page_stride + offset * x.scale_slot_stride + head * x.scale_head_stride
         if WRITES_SCALE:
-            # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.
+            # Compared as integers, magnitudes keep their order and NaN is the largest; a float maximum would drop NaN.
             amax = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
             scale = tl.div_rn(amax, LARGEST)
             scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
@@ -214,7 +214,7 @@ def reshape_and_cache_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """BLOCK_R rows, each of a token and a head, of keys and of values: arguments as in ``Rows``."""
+    """Write BLOCK_R rows (token, head) of keys and of values; arguments as in ``KeyValueRows``."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     if WIDE:
         token, head = row // heads, row % heads

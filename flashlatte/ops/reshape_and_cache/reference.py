@@ -21,7 +21,7 @@ def reshape_and_cache(
     v_scale: torch.Tensor | None,
     v_scale_value: float,
 ) -> None:
-    """Caches [pages, page_size, h_kv, pieces, x]. Scales [pages, page_size, h_kv] are written."""
+    """Caches [pages, page_size, h_kv, pieces, x]. Scales [pages, page_size, h_kv] are written to."""
     page_size = k_cache.shape[1]
     tokens, slots = stored_tokens(slot_mapping, k_cache)
     where = (slots // page_size, slots % page_size)

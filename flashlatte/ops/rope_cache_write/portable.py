@@ -120,9 +120,9 @@ def rope_cache_write_kernel(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Programs of one token's key, then programs of BLOCK_H heads of one token's query.
+    """The first programs process one token's key each, the following ones BLOCK_H heads of one token's query.
 
-    Strides of the query count units of Q_UNIT elements.
+    Strides of the query are in units of Q_UNIT elements.
     """
     program = tl.program_id(0).to(tl.int64)
     is_key = program < num_tokens
@@ -163,7 +163,7 @@ def rope_cache_write_kernel(
 
 @triton.jit
 def rotate_in_place(rows, first, second, cosine, sine, mask, INTERPRETED: tl.constexpr):
-    """The rotated numbers of each pair, rounded, which are stored where they came from."""
+    """Rotate and round the elements of each pair, and store them in place."""
     a = to_float32(tl.load(rows + first, mask=mask, other=0.0), INTERPRETED)
     b = to_float32(tl.load(rows + second, mask=mask, other=0.0), INTERPRETED)
     x = from_float32(a * cosine - b * sine, rows.dtype.element_ty, INTERPRETED)

@@ -16,7 +16,7 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
-# Numbers of queries that a program takes, and its warps.
+# Query elements and warps of a program.
 NUMBERS, WARPS = 1024, 1
 
 
@@ -125,7 +125,7 @@ def rotate_and_cache_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """q and out may be the same: a program has read its heads before it writes them."""
+    """q and out may be the same tensor: a program reads its heads before it writes them."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, D)[None, :]
     if program < num_tokens:

@@ -33,7 +33,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"q": Q[0]}, ValueError, r"^q must have shape \[b, s_q, h_q, d\] .* got \[3, 4, 576\]$"),
         ({"q": Q[:, :, :0]}, ValueError, r"^q must have shape .* no empty axis .*, got \[2, 3, 0, 576\]$"),
         ({"q": Q.mT.contiguous().mT}, ValueError, "^q must have last stride 1"),
-        ({"q": Q[..., :512]}, ValueError, "^k_cache of format v32 has rows of 576, and q's last dimension is 512$"),
+        ({"q": Q[..., :512]}, ValueError, "^k_cache of format v32 must have rows of q's 512 elements, got 576$"),
         ({"k_cache": None}, TypeError, "^k_cache must be a tensor, got NoneType$"),
         ({"k_cache": CACHE[0, 0]}, ValueError, r"^k_cache must have shape \[pages, page_size, 1, 656\]"),
         ({"k_cache": CACHE[:0]}, ValueError, r"^k_cache must have shape .* no empty axis"),
@@ -125,5 +125,5 @@ def test_errors_name_the_argument(change, error, message):
 
 def test_a_model1_cache_needs_512_wide_queries():
     cache = kv_cache.allocate("model1", 2, 3)
-    with pytest.raises(ValueError, match=r"^k_cache of format model1 has rows of 512, and q's last dimension is 576$"):
+    with pytest.raises(ValueError, match=r"^k_cache of format model1 must have rows of q's 576 elements, got 512$"):
         sparse_decode(Q, cache, INDICES)

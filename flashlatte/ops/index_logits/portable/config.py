@@ -1,4 +1,4 @@
-"""Block sizes of the kernels, by class of GPU."""
+"""Tile sizes of the kernels for each class of GPUs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class IndexLogitsConfig:
     rows: query rows (queries times heads, heads padded) of a product.
     block_n: keys of a tile.
     num_warps, num_stages: Triton's launch options.
-    tiles: of a program over contiguous keys.
-    programs: programs that an SM runs at once.
+    tiles: key tiles per program, for contiguous keys.
+    programs: programs resident on an SM.
     """
 
     rows: int

@@ -26,18 +26,18 @@ from flashlatte.split_kv.plan import Partial, SplitPlan
 
 # The overhead of starting a tile, in keys.
 _OVERHEAD_KEYS = 64
-# A prefill, whose requests have more than so many rows, gives each tile a program of its own from so many tiles an SM
-# on: 1.13 to 1.5 times as fast on an H100 (1.00 with a softcap), as a loop over tiles leaves few
-# registers to that over keys.
+# If requests have more than this number of rows (a prefill), and there are at least this many tiles per SM, each tile
+# is a program: 1.13 to 1.5 times as fast on an H100 (1.00 with a softcap), because a loop over tiles leaves fewer
+# registers for the loop over keys.
 _WHOLE_TILES_PER_SM = 3
 _WHOLE_ABOVE_ROWS = 64
-# Classes of GPUs that ``Step.branches`` is for.
+# Classes of GPUs with ``PagedStep.branches``.
 _BRANCHING = frozenset({"hopper", "blackwell", "interpreter"})
-# Widths of which 4 threads have a fourth and 8 threads an eighth, in words, of keys and values.
+# Widths of keys and values that 4 and 8 threads can divide into whole words.
 _IN_WORDS_HEAD_DIMS = (64, 128)
-# From token to token, below which the rows of a step are less than 2^31 words apart.
+# Maximum token stride, so that the rows of a step are less than 2^31 words apart.
 _IN_WORDS_STRIDE = 2**26
-# Classes of GPUs that ``Step.ahead`` is for, and the least rows of its tiles. On an H100, with a program for each tile
+# Classes of GPUs with ``PagedStep.ahead``, and the minimum rows of its tiles. On an H100, with a program for each tile
 # and pages of 64, prefill takes 0.93 of the time over e4m3 and 0.90 with a softcap. Over bf16 it takes 1.1 times as
 # long with pages of 16, and 1.3 times in the persistent loop, where fewer registers are left.
 _AHEAD_ROWS = {"hopper": 128, "interpreter": 16}
@@ -50,11 +50,11 @@ class PagedAttentionLaunchPlan:
 
     Attributes:
         config: tile sizes.
-        in_words: whether it is one of ``attend_bytes``.
-        split: over how many CTAs the keys of tiles are split.
-        block_tokens: of a tile.
-        slots: tiles that there can be.
-        tiles_each: that a request can have, where those of few queries alone are attended; else 0.
+        in_words: whether ``attend_bytes`` runs.
+        split: how the keys of tiles are split over CTAs.
+        block_tokens: tokens per tile.
+        slots: maximum number of tiles.
+        tiles_each: maximum tiles per request, if only requests of few queries are processed; else 0.
         by_token: whether each token has a slot.
     """
 
@@ -72,8 +72,8 @@ def paged_attention(args: PagedAttentionArgs) -> None:
 
 
 def attend(args: PagedAttentionArgs, most_queries: int = 0) -> None:
-    """Attend all requests, or only those of up to ``most_queries`` queries, a few; tokens of no request get out 0 in
-    the first case and nothing in the second."""
+    """Run all requests, or only those of at most ``most_queries`` (a few) queries. Tokens of no request get out 0 in
+    the first case, and are not written in the second."""
     q, k_cache, v_cache, out, lse = args.q, args.k_cache, args.v_cache, args.out, args.lse
     tokens, h_q, head_dim = q.shape
     num_pages, page_size, h_kv = k_cache.shape[:3]
@@ -261,8 +261,8 @@ def make_plan(
     in_words: bool = False,
     scattered: bool = False,
 ) -> PagedAttentionLaunchPlan:
-    """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes.
-    ``in_words``: ``attend_bytes`` can do what is asked, if a request has few rows. ``scattered`` as for ``choose``."""
+    """``heads``: query heads per key head. ``most_queries`` as for ``attend``: most of these requests are decodes.
+    ``in_words``: ``attend_bytes`` supports the call if requests have few rows. ``scattered`` as for ``choose``."""
     rows = (1 if most_queries else -(-tokens // requests)) * heads
     of_words = choose_in_words(gpu, rows, h_kv) if in_words else None
     config = of_words
@@ -288,7 +288,8 @@ def make_plan(
 
 
 def _form(cache: torch.Tensor, gpu: str) -> tuple[KeyForm, tuple[int, ...]]:
-    """How a cache [pages, page_size, heads, pieces, numbers] is read, and its strides as the kernel takes them."""
+    """The constants for loading from a cache [pages, page_size, heads, pieces, elements], and its strides as kernel
+    arguments."""
     page, token, head, piece, number = cache.stride()
     align = _units(cache)
     kind = _KINDS.get(cache.dtype, PLAIN)
@@ -306,16 +307,16 @@ def _form(cache: torch.Tensor, gpu: str) -> tuple[KeyForm, tuple[int, ...]]:
 
 
 def _units(cache: torch.Tensor) -> int:
-    """Of how many numbers strides of pages, tokens and heads are multiples: 16 bytes of them, or 1."""
+    """The unit of the strides of pages, tokens and heads, in elements: 16 bytes if all are multiples of it, else 1."""
     units = 16 // cache.element_size()
     page, token, head, _, number = cache.stride()
     return units if number == 1 and all(stride % units == 0 for stride in (page, token, head)) else 1
 
 
 def multiplies_halves(args: PagedAttentionArgs) -> bool:
-    """Whether operands are fp16, for numbers of one byte, which convert to it in fewer instructions than to bf16.
+    """Whether operands are fp16: one-byte elements convert to fp16 in fewer instructions than to bf16.
 
-    New keys are bf16, and a scale of each value may be beyond fp16.
+    Not with new keys, which are bf16, nor with a scale per value, which may exceed fp16.
     """
     scales = (args.k_scale, args.v_scale)
     per_token = any(scale is not None and _is_per_token(scale) for scale in scales)
@@ -323,7 +324,7 @@ def multiplies_halves(args: PagedAttentionArgs) -> bool:
 
 
 def _lie_in_words(*caches: torch.Tensor) -> bool:
-    """Whether ``attend_bytes`` can read caches [pages, page_size, heads, pieces, numbers] of bytes: by words, at
+    """Whether ``attend_bytes`` can read caches [pages, page_size, heads, pieces, elements]: one-byte elements, at
     multiples of 16 bytes."""
     return all(
         cache.shape[3] == 1
@@ -336,7 +337,7 @@ def _lie_in_words(*caches: torch.Tensor) -> bool:
 
 
 def _numbers(cache: torch.Tensor) -> torch.Tensor:
-    """The cache with fp8 numbers as bytes."""
+    """The cache, with fp8 viewed as bytes."""
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 and cache.dtype != torch.int8 else cache
 
 

@@ -30,7 +30,7 @@ _OVERHEAD_KEYS = 64
 _PACKED_LATENT = 512
 
 
-# By what a call's caches hold.
+# Configurations by the formats of a call's caches.
 _TABLES = {"rows": SELECTED_ROWS, "packed": PACKED_TOKENS, "staged": STAGED_TOKENS}
 
 
@@ -59,7 +59,7 @@ class SparseQuery(NamedTuple):
 
 
 class SelectedKeys(NamedTuple):
-    """A cache, strides in units of its place's ``align``, and the lists of indices into it."""
+    """A cache and the lists of indices into it; strides are in units of ``TokenAddress.align``."""
 
     k_cache: torch.Tensor | None
     k_stride_page: int
@@ -190,12 +190,12 @@ def _can_stage(layout: CacheFormat) -> bool:
 def _selection(
     cache: torch.Tensor | None, indices: torch.Tensor | None, layout: CacheFormat
 ) -> tuple[TokenAddress | None, SelectedKeys]:
-    """What the kernel is compiled for of a cache, and its arguments for it."""
+    """The kernel's constants and arguments for a cache."""
     if cache is None or indices is None:
         return None, SelectedKeys(None, 0, 0, 0, None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
     if not layout.plain:
-        # The rows and planes of a page are of multiples of 16 bytes, but for scales that are bytes.
+        # The rows and planes of a page are multiples of 16 bytes, except for one-byte scales.
         cache = as_bytes(cache)
         align = unit_bytes(cache, page_stride)
         token_stride = 0

@@ -1,4 +1,4 @@
-"""The candidates of a row: entries that reach a threshold which a sample of the row suggests."""
+"""The candidates of a row: entries that reach a threshold estimated from a sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashlatte.ops.topk.order import LOWEST, load_values, ordered, row_range
 from flashlatte.ops.topk.portable.threshold import threshold
 from flashlatte.runtime.triton_kernel import kernel
 
-# Neighbouring entries of a sample: what a cache line holds.
+# Adjacent entries of a sample: a cache line.
 RUN = tl.constexpr(32)
 
 
@@ -34,9 +34,9 @@ def filter_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One chunk of a row: its candidates in order of column, and how many there are, PLACES or more of them.
+    """Write the candidates of one chunk of a row in order of column, and their number, which may exceed PLACES.
 
-    Rows of at most PLACES entries are candidates as a whole. Of longer ones about ``wanted`` should be.
+    In rows of at most PLACES entries, all are candidates; in longer rows, about ``wanted``.
     """
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program // chunks
@@ -64,7 +64,7 @@ def filter_kernel(
     for block in range(begin, stop, BLOCK):
         column = block + tl.arange(0, BLOCK)
         keys = ordered(values, column < stop)
-        # The next block is on its way while this one is counted.
+        # The next block is loaded while this one is counted.
         values = load_values(entries + (column + BLOCK), column + BLOCK < stop, INTERPRETED)
         passes = (keys >= least).to(tl.int32)
         ranks = tl.cumsum(passes, axis=0)

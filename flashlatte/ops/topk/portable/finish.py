@@ -1,4 +1,4 @@
-"""The k largest of a row: of its candidates if they will do, else of the row itself."""
+"""The k largest entries of a row: from its candidates if these suffice, else from the row itself."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -41,7 +41,7 @@ def finish_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Without candidates (None), rows have at most PLACES entries. SPLIT: rows have several chunks of candidates."""
+    """If candidates are None, rows have at most PLACES entries. SPLIT: rows have several chunks of candidates."""
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program
     first, last = row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST)
@@ -60,13 +60,13 @@ def finish_kernel(
         chosen, target = places_of_largest(keys, k)
         store_chosen(entries, index_row, value_row, chosen, target, place, INTERPRETED)
     else:
-        # [PLACES]: where the candidates of all chunks, one behind the other, lie
+        # [PLACES]: indices of the concatenated candidates of all chunks
         source = place
         if SPLIT:
             total = tl.zeros([], tl.int32)
             for chunk in range(chunks):
                 source = tl.where(place >= total, chunk * PLACES + place - total, source)
-                # More than PLACES in a chunk are too many in all; many chunks of many must not pass 2^31.
+                # More than PLACES candidates in a chunk are too many; the clamp keeps the sum below 2^31.
                 count = tl.minimum(tl.load(counts + program * chunks + chunk), PLACES + 1)
                 total = tl.minimum(total + count, PLACES + 1)
         else:
@@ -84,7 +84,7 @@ def finish_kernel(
 
 @triton.jit
 def places_of_largest(keys, k):
-    """Of at least k keys, whose columns ascend: which are the k largest, and their places among those."""
+    """For at least k keys in ascending order of column: the mask of the k largest, and their ranks in column order."""
     least = threshold(keys, k)
     above = (keys > least).to(tl.int32)
     ties = (keys == least).to(tl.int32)
@@ -99,7 +99,8 @@ def places_of_largest(keys, k):
 
 @triton.jit
 def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The k largest of ``length`` > k entries, read once for every eight bits of their keys and once to choose."""
+    """Select the k largest of ``length`` > k entries by radix: one pass for every eight bits of the keys, and one to
+    write."""
     settled = tl.zeros([], tl.int64)
     wanted = k
     digit = tl.arange(0, DIGITS)
@@ -113,7 +114,7 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
             digits = (keys ^ OUTSIDE).to(tl.uint32, bitcast=True) >> shift
             undecided = inside & ((digits >> 8) == settled.to(tl.uint32))
             histogram += tl.histogram((digits & 255).to(tl.int32), DIGITS, mask=undecided)
-        # Entries of this digit or a higher one.
+        # Entries with this digit or a higher one.
         reaching = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
         chosen = tl.max(tl.where(reaching >= wanted, digit, 0), axis=0)
         wanted -= tl.sum(tl.where(digit == chosen, reaching - histogram, 0), axis=0)

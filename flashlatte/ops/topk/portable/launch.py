@@ -1,4 +1,4 @@
-"""How rows are divided over programs, from shapes alone."""
+"""The division of rows over programs, from shapes alone."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MIN_CAPACITY = 1024
 SMALLEST_CHUNK = 4096
 MAX_CHUNKS = 16
 PROGRAMS_PER_SM = 2
-# More leave a thread fewer registers than it needs.
+# With more warps, a thread would have too few registers.
 MAX_WARPS = 16
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How rows are worked on.
+    """The parameters for a range of shapes.
 
     Attributes:
-        places_per_k: candidates that there is room for, for each entry that is wanted.
-        fill: the share of them that a row's threshold should let through.
-        filter_warps, filter_entries: of a program of the filter, and the entries a thread has of a block.
-        finish_entries: candidates of a thread of the finish.
+        places_per_k: capacity of the candidate buffer, per selected entry.
+        fill: the fraction of the buffer that a threshold should fill.
+        filter_warps, filter_entries: warps of a filter program, and entries per thread.
+        finish_entries: candidates per thread of the finish kernel.
     """
 
     places_per_k: int
@@ -39,16 +39,16 @@ class Regime:
     finish_entries: int
 
     def sample(self, width: int, places: int) -> int:
-        """Entries of a sample: so many that the candidates are, nearly always, within a fifth of as many as they should
-        be; 4,096 to 16,384.
+        """Entries of a sample, 4,096 to 16,384: enough for a number of candidates within 20% of the target with high
+        probability.
         """
         wanted = _MIN_RANK * width / (self.fill * places)
         return min(max(1 << max(int(wanted) - 1, 0).bit_length(), 4096), 16384)
 
 
-# A rank r in a sample is off by √r: a rank of 256 by a sixteenth, and five times that is rare.
+# The standard error of rank r in a sample is √r: 1/16 for rank 256; five standard errors are rare.
 _MIN_RANK = 256
-# Many rows keep the GPU busy with small programs. Few ones are divided, and each chunk takes a sample of its row.
+# Many rows fill the GPU with small programs. Few rows are divided into chunks, each of which samples its row.
 MANY_ROWS = Regime(places_per_k=2, fill=0.7, filter_warps=4, filter_entries=16, finish_entries=32)
 FEW_ROWS = Regime(places_per_k=4, fill=0.5, filter_warps=8, filter_entries=16, finish_entries=16)
 
