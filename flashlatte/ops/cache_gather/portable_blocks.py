@@ -55,8 +55,8 @@ def gather_blocks_kernel(
     found = found[:, None]
 
     block = tl.arange(0, SCALING.blocks)[None, :]
-    place = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
-    scale_bytes = tl.load(row + SCALING.scale_offset + place, mask=found, other=0)  # [BLOCK_T, blocks]
+    scale_index = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
+    scale_bytes = tl.load(row + SCALING.scale_offset + scale_index, mask=found, other=0)  # [BLOCK_T, blocks]
     codes = tl.load(row + tl.arange(0, VALUE_BYTES)[None, :], mask=found, other=0)  # [BLOCK_T, VALUE_BYTES]
     if SCALING.fp4:
         pairs = codes.to(tl.int32)

@@ -75,8 +75,8 @@ def write_blocks_kernel(
         scales = (scale_bits >> 23).to(tl.uint8)
         values = float_to_e4m3(tl.reshape(scaled, [BLOCK_T, SCALED]), NATIVE)
     tl.store(row[:, None] + tl.arange(0, VALUE_BYTES)[None, :], values, mask=valid[:, None])
-    place = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
-    tl.store(row[:, None] + SCALING.scale_offset + place, scales, mask=valid[:, None])
+    scale_index = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
+    tl.store(row[:, None] + SCALING.scale_offset + scale_index, scales, mask=valid[:, None])
     if TAIL > 0:
         column = SCALED + tl.arange(0, TAIL)[None, :]
         tail = to_float32(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, TAIL]

@@ -21,4 +21,4 @@ def paged_attention(args: PagedAttentionArgs) -> None:
     heads = args.q.shape[1] // args.k_cache.shape[2]
     short = max(_SHORT_ROWS // heads, 1)
     attend_long(args, fewest=short + 1)
-    attend(args, most_queries=short)
+    attend(args, max_queries=short)

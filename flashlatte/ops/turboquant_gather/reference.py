@@ -1,4 +1,4 @@
-"""``turboquant_gather`` in plain PyTorch: the specification. What a record holds is the format's."""
+"""``turboquant_gather`` in plain PyTorch: the specification. The format defines the record."""
 
 from __future__ import annotations
 

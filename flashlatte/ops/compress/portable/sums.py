@@ -132,22 +132,22 @@ def compress_sum_kernel(
         if sums is None:
             # Loaded before the rows: after them, there would be a second wait for memory.
             finish = load_finish(target, end, FORM)
-        largest, total, acc = weigh(group, tokens, states, dealt, column, FORM)
+        row_max, row_sum, acc = partial_softmax(group, tokens, states, dealt, column, FORM)
         for begin in range(BLOCK_T * LANES, ROWS, BLOCK_T * LANES):
             # A block without valid rows changes nothing.
-            its_largest, its_total, its_acc = weigh(group, tokens, states, begin + dealt, column, FORM)
-            before, largest = largest, tl.maximum(largest, its_largest)
-            base = tl.where(largest == float("-inf"), 0.0, largest)
-            alpha, its_alpha = tl.exp(before - base), tl.exp(its_largest - base)
-            total = total * alpha + its_total * its_alpha
-            acc = acc * alpha + its_acc * its_alpha
+            block_max, block_sum, block_acc = partial_softmax(group, tokens, states, begin + dealt, column, FORM)
+            previous_max, row_max = row_max, tl.maximum(row_max, block_max)
+            base = tl.where(row_max == float("-inf"), 0.0, row_max)
+            alpha, block_alpha = tl.exp(previous_max - base), tl.exp(block_max - base)
+            row_sum = row_sum * alpha + block_sum * block_alpha
+            acc = acc * alpha + block_acc * block_alpha
         if LANES > 1:
-            base = tl.max(largest, axis=0)
+            base = tl.max(row_max, axis=0)
             base = tl.where(base == float("-inf"), 0.0, base)
-            alpha = tl.exp(largest - base[None, :])
-            total *= alpha
+            alpha = tl.exp(row_max - base[None, :])
+            row_sum *= alpha
             acc *= alpha
-        x = tl.sum(acc, axis=0) / tl.sum(total, axis=0)
+        x = tl.sum(acc, axis=0) / tl.sum(row_sum, axis=0)
         if sums is None:
             finish_row(x, tokens, token, finish, target, FORM)
         else:
@@ -166,7 +166,7 @@ def count_new(tokens, token, request, end, ROWS: tl.constexpr):
 
 
 @triton.jit
-def weigh(group, tokens, states, row, column, FORM: tl.constexpr):
+def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
     """For rows [LANES, BLOCK_T] of a group, the row_max, the row_sum and the weighted sum of values of each lane
     [LANES, COLUMNS]; -inf, 0 and 0 for a lane without rows."""
     UNITS: tl.constexpr = FORM.units
@@ -204,10 +204,10 @@ def weigh(group, tokens, states, row, column, FORM: tl.constexpr):
             old = is_old[:, :, None]
             values = tl.where(old, tl.load(state[:, :, None] + at, mask=old, other=0.0), values)
             scores = tl.where(old, tl.load(state[:, :, None] + WIDTH + at, mask=old, other=0.0), scores)
-    largest = tl.max(scores, axis=1)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp(scores - base[:, None, :])
-    return largest, tl.sum(weights, axis=1), tl.sum(weights * values, axis=1)
+    row_max = tl.max(scores, axis=1)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    p = tl.exp(scores - base[:, None, :])
+    return row_max, tl.sum(p, axis=1), tl.sum(p * values, axis=1)
 
 
 @triton.jit

@@ -160,17 +160,17 @@ def make_plan(
     chosen, step = choose(table, gpu, rows, head_dim, head_dim_v, in_place=not is_fp8)
     groups_per_head = -(-rows // chosen.block_h)
     groups = h_kv * groups_per_head
-    most_blocks = -(-max_pages * page_size // chosen.block_n)
+    max_blocks = -(-max_pages * page_size // chosen.block_n)
     partial = Partial(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(batch, groups, num_sms * chosen.programs, most_blocks, partial)
+    ranges = plan.num_ranges(batch, groups, num_sms * chosen.programs, max_blocks, partial)
     if batch_invariant:
         split_blocks, max_splits = -(-_SPLIT_KEYS * groups // chosen.block_n), max(_FIXED_SPLITS // groups, 1)
-        split = plan.fixed(partial, batch, most_blocks, groups, groups_per_head, split_blocks, max_splits)
+        split = plan.fixed(partial, batch, max_blocks, groups, groups_per_head, split_blocks, max_splits)
     elif ranges is None:
         split = plan.whole(partial, batch, groups, groups_per_head)
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-        split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
+        split = plan.balanced(partial, batch, max_blocks, groups, groups_per_head, ranges, overhead)
     return PortableDenseDecodePlan(
         config=chosen,
         split=split,

@@ -71,8 +71,8 @@ def paged_attention(args: PagedAttentionArgs) -> None:
     attend(args)
 
 
-def attend(args: PagedAttentionArgs, most_queries: int = 0) -> None:
-    """Run all requests, or only those of at most ``most_queries`` (a few) queries. Tokens of no request get out 0 in
+def attend(args: PagedAttentionArgs, max_queries: int = 0) -> None:
+    """Run all requests, or only those of at most ``max_queries`` (a few) queries. Tokens of no request get out 0 in
     the first case, and are not written in the second."""
     q, k_cache, v_cache, out, lse = args.q, args.k_cache, args.v_cache, args.out, args.lse
     tokens, h_q, head_dim = q.shape
@@ -100,7 +100,7 @@ def attend(args: PagedAttentionArgs, most_queries: int = 0) -> None:
         or (is_quantised and not halves)
         or args.prefix_ranges is not None
         or parts(head_dim)[1] > 0,
-        most_queries,
+        max_queries,
         halves and not has_terms and args.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
         k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
     )
@@ -175,7 +175,7 @@ def attend(args: PagedAttentionArgs, most_queries: int = 0) -> None:
             num_ranges=0 if ranges is None else ranges.shape[1],
             stride_request=0 if ranges is None else ranges.stride(0),
             stride_range=0 if ranges is None else ranges.stride(1),
-            most_queries=most_queries,
+            max_queries=max_queries,
         ),
         TILES_EACH=launch_plan.tiles_each,
         BY_TOKEN=launch_plan.by_token,
@@ -255,15 +255,15 @@ def make_plan(
     h_kv: int,
     head_dim: int,
     head_dim_v: int,
-    most_keys: int,
+    max_keys: int,
     more_registers: bool,
-    most_queries: int = 0,
+    max_queries: int = 0,
     in_words: bool = False,
     scattered: bool = False,
 ) -> PagedAttentionLaunchPlan:
-    """``heads``: query heads per key head. ``most_queries`` as for ``attend``: most of these requests are decodes.
+    """``heads``: query heads per key head. ``max_queries`` as for ``attend``: most of these requests are decodes.
     ``in_words``: ``attend_bytes`` supports the call if requests have few rows. ``scattered`` as for ``choose``."""
-    rows = (1 if most_queries else -(-tokens // requests)) * heads
+    rows = (1 if max_queries else -(-tokens // requests)) * heads
     of_words = choose_in_words(gpu, rows, h_kv) if in_words else None
     config = of_words
     if config is None:
@@ -271,19 +271,19 @@ def make_plan(
     block_tokens = max(config.block_m // heads, 1)
     groups_per_head = -(-block_tokens * heads // config.block_m)
     groups = h_kv * groups_per_head
-    tiles_each = -(-most_queries // block_tokens)
+    tiles_each = -(-max_queries // block_tokens)
     slots = requests * tiles_each or tile_slots(tokens, requests, block_tokens)
     by_token = tiles_each == 0 and 0 < tokens < slots
     slots = tokens if by_token else slots
     partial = Partial(config.block_m, head_dim_v)
-    most_blocks = -(-most_keys // config.block_n) + 1
-    ranges = plan.num_ranges(slots, groups, num_sms * config.programs * config.key_heads, most_blocks, partial)
+    max_blocks = -(-max_keys // config.block_n) + 1
+    ranges = plan.num_ranges(slots, groups, num_sms * config.programs * config.key_heads, max_blocks, partial)
     fills_sms = rows > _WHOLE_ABOVE_ROWS and slots * groups >= _WHOLE_TILES_PER_SM * num_sms
     if ranges is None or fills_sms:
         split = plan.whole(partial, slots, groups, groups_per_head)
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
-        split = plan.balanced(partial, slots, most_blocks, groups, groups_per_head, ranges, overhead)
+        split = plan.balanced(partial, slots, max_blocks, groups, groups_per_head, ranges, overhead)
     return PagedAttentionLaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
 
 

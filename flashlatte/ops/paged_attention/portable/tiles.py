@@ -94,7 +94,7 @@ def find_tiles_kernel(
     num_ranges: tl.int32,
     stride_request: tl.int64,
     stride_range: tl.int64,
-    most_queries: tl.int32,
+    max_queries: tl.int32,
     TILES_EACH: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     HAS_NEW: tl.constexpr,
@@ -104,14 +104,14 @@ def find_tiles_kernel(
     """A program writes the tile of one slot, and its number of keys to ``lengths``.
 
     A slot without a tile has no tokens. Tiles of no request have no keys. With TILES_EACH each request has that many
-    slots, and tiles if it has at most ``most_queries`` queries. With BY_TOKEN each token has a slot.
+    slots, and tiles if it has at most ``max_queries`` queries. With BY_TOKEN each token has a slot.
     """
     slot = tl.program_id(0)
     if TILES_EACH > 0:
         stretch = slot // TILES_EACH + 1
         tile = slot % TILES_EACH
         begin, rows = find_rows(stretch, cu_seqlens_q, requests, total_q)
-        count = tl.where(rows <= most_queries, tl.cdiv(rows, BLOCK_TOKENS), 0)
+        count = tl.where(rows <= max_queries, tl.cdiv(rows, BLOCK_TOKENS), 0)
     elif BY_TOKEN:
         stretch, tile, count, begin, rows = find_stretch_of_row(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
     else:

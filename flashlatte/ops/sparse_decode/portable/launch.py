@@ -156,14 +156,14 @@ def make_plan(
     latent_dim = head_dim_v if plain else _PACKED_LATENT
     chosen, step = choose(_TABLES[table], gpu, heads, head_dim, latent_dim, in_place=plain)
     groups = -(-heads // chosen.block_h)
-    most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
+    max_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
     partial = Partial(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, most_blocks, partial, uniform=is_uniform)
+    ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, max_blocks, partial, uniform=is_uniform)
     if ranges is None or batch_invariant:
         split = plan.whole(partial, items, groups, groups)
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-        split = plan.balanced(partial, items, most_blocks, groups, groups, ranges, overhead)
+        split = plan.balanced(partial, items, max_blocks, groups, groups, ranges, overhead)
     return PortableSparseDecodePlan(
         config=chosen,
         split=split,

@@ -29,14 +29,14 @@ def filter_kernel(
     start_stride: tl.int64,
     end_stride: tl.int64,
     PER_REQUEST: tl.constexpr,
-    PLACES: tl.constexpr,
+    CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Write the candidates of one chunk of a row in order of column, and their number, which may exceed PLACES.
+    """Write the candidates of one chunk of a row in order of column, and their number, which may exceed CAPACITY.
 
-    In rows of at most PLACES entries, all are candidates; in longer rows, about ``wanted``.
+    In rows of at most CAPACITY entries, all are candidates; in longer rows, about ``wanted``.
     """
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program // chunks
@@ -44,20 +44,20 @@ def filter_kernel(
     length = (last - first).to(tl.int32)
     entries = logits + row * logits_stride + first
 
-    least = tl.full([], LOWEST, tl.int32)
-    if length > PLACES:
+    cutoff = tl.full([], LOWEST, tl.int32)
+    if length > CAPACITY:
         spread = length // (SAMPLE // RUN)
         place = tl.arange(0, SAMPLE)
         place = (place // RUN) * spread + place % RUN
         inside = place < length
         sample = ordered(load_values(entries + place, inside, INTERPRETED), inside)
-        least = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
+        cutoff = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
 
     chunk_length = tl.cdiv(tl.cdiv(length, chunks), RUN) * RUN
     begin = (program % chunks).to(tl.int32) * chunk_length
     stop = tl.minimum(begin + chunk_length, length)
-    key_places = candidate_keys + program * PLACES
-    column_places = candidate_columns + program * PLACES
+    key_places = candidate_keys + program * CAPACITY
+    column_places = candidate_columns + program * CAPACITY
     count = tl.zeros([], tl.int32)
     column = begin + tl.arange(0, BLOCK)
     values = load_values(entries + column, column < stop, INTERPRETED)
@@ -66,10 +66,10 @@ def filter_kernel(
         keys = ordered(values, column < stop)
         # The next block is loaded while this one is counted.
         values = load_values(entries + (column + BLOCK), column + BLOCK < stop, INTERPRETED)
-        passes = (keys >= least).to(tl.int32)
+        passes = (keys >= cutoff).to(tl.int32)
         ranks = tl.cumsum(passes, axis=0)
         place = count + ranks - passes
-        stored = (passes == 1) & (place < PLACES)
+        stored = (passes == 1) & (place < CAPACITY)
         tl.store(key_places + place, keys, mask=stored)
         tl.store(column_places + place, column, mask=stored)
         count += tl.sum(passes, axis=0)

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class TurboQuantConfig(NamedTuple):
-    """Sizes of a program's tiles.
+    """Tile sizes of a program.
 
     Attributes:
         block_m: query rows, if there are more than 8.
         block_n: keys of a step.
-        num_warps: Triton's. One warp keeps a step's scores and weights in its registers.
-        num_stages: of the loop over keys: blocks that are loaded ahead, and one.
+        num_warps: warps per program. One warp keeps a step's scores and P in its registers.
+        num_stages: of the loop over keys: number of prefetched blocks, plus one.
         programs: programs resident on an SM.
     """
 

@@ -26,11 +26,11 @@ from flashlatte.split_kv.plan import Partial, SplitPlan
 _LOG2_E = 1.4426950408889634
 # The overhead of starting a request, in keys.
 _OVERHEAD_KEYS = 64
-# Query rows that a product has at least on NVIDIA's GPUs.
+# The minimum number of query rows of an MMA on NVIDIA GPUs.
 _MIN_ROWS = 8
-# Query rows of a program that rotates them, and its warps.
+# Query rows and warps of a program that rotates queries.
 _ROTATED_ROWS, _ROTATING_WARPS = 16, 4
-# The narrowest rows whose words fill the places of an operand that a thread of a warp holds.
+# The minimum head dim whose words fill a thread's elements of an operand.
 _SMALLEST_PACKED = 64
 
 
@@ -149,7 +149,8 @@ def turboquant_decode(
 
 
 def _usual_token_strides(layout: TurboQuantFormat, h_kv: int) -> tuple[int, int]:
-    """Bytes from token to token in caches as vLLM and as ``kv_cache.turboquant`` make them, for which to compile."""
+    """The token strides, in bytes, of caches allocated by vLLM and by ``kv_cache.turboquant``, which the kernel is
+    specialised for."""
     return h_kv * layout.record_bytes, h_kv * layout.allocated_bytes
 
 
@@ -157,19 +158,19 @@ def _usual_token_strides(layout: TurboQuantFormat, h_kv: int) -> tuple[int, int]
 def make_plan(
     gpu: str, num_sms: int, batch: int, rows: int, h_kv: int, head_dim: int, page_size: int, max_pages: int
 ) -> TurboQuantLaunchPlan:
-    """``rows``: query rows of a key head that a request has."""
+    """``rows``: query rows of a request per key head."""
     config = TABLE[gpu]
     if gpu in NVIDIA and rows <= _MIN_ROWS:
-        # A third stage took 277 us instead of 316 on an H100, 4-bit codes; 16 rows have no registers for it.
+        # A third stage took 277 us instead of 316 on an H100, 4-bit codes; 16 rows leave too few registers for it.
         config = config._replace(block_m=_MIN_ROWS, num_stages=max(config.num_stages, 3))
     groups_per_head = -(-rows // config.block_m)
     groups = h_kv * groups_per_head
-    most_blocks = -(-max_pages * page_size // config.block_n)
+    max_blocks = -(-max_pages * page_size // config.block_n)
     partial = Partial(config.block_m, head_dim)
-    ranges = plan.num_ranges(batch, groups, num_sms * config.programs, most_blocks, partial)
+    ranges = plan.num_ranges(batch, groups, num_sms * config.programs, max_blocks, partial)
     if ranges is None:
         split = plan.whole(partial, batch, groups, groups_per_head)
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
-        split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
+        split = plan.balanced(partial, batch, max_blocks, groups, groups_per_head, ranges, overhead)
     return TurboQuantLaunchPlan(config, split)
