@@ -70,10 +70,10 @@ def gather_blocks_kernel(
     OUT_TYPE: tl.constexpr = out.dtype.element_ty
     out_row = (out + rows * out_stride * OUT_ALIGN)[:, None]
     column = tl.arange(0, SCALED)[None, :]
-    numbers = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
-    tl.store(out_row + column, numbers, mask=inside[:, None])
+    elements = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
+    tl.store(out_row + column, elements, mask=inside[:, None])
     if TAIL > 0:
         column = tl.arange(0, TAIL)[None, :]
         tail = tl.load(row + VALUE_BYTES + column, mask=found, other=0)  # [BLOCK_T, TAIL]
-        numbers = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
-        tl.store(out_row + SCALED + column, numbers, mask=inside[:, None])
+        elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
+        tl.store(out_row + SCALED + column, elements, mask=inside[:, None])

@@ -105,7 +105,7 @@ def dense_decode(
             whose page is not in the cache are masked.
         head_dim_v: width of a value, at most d.
         softmax_scale: above 0; d^-0.5 if None.
-        causal: query token j sees keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
+        causal: query token j attends to keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
             alignment).
         k_scale: float8_e4m3fn cache only: key = byte · k_scale; above 0, a number or a one-element float32 tensor on
             the device of q; default 1.

@@ -132,7 +132,7 @@ def index_convert_kernel(
         )
         exists = position >= 0
         owned = exists
-        if NARROW:  # a 64-bit division takes long; what lies beyond the table's reach needs none
+        if NARROW:  # 64-bit divisions are slow, and positions beyond the table need none
             owned = owned & (position < 0x7FFFFFFF)
         local = tl.where(owned, position, 0)
         if NARROW:

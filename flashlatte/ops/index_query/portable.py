@@ -134,19 +134,19 @@ def index_query_kernel(
             # Adjacent elements are in the registers of one thread.
             a, b = tl.split(tl.reshape(x, [BLOCK_H, D // 2, 2]))  # [BLOCK_H, D / 2]
             pair = tl.arange(0, D // 2) - ROPE_AT // 2
-            turns = (pair >= 0) & (pair < pairs)
-            cosine = tl.load(row + pair, mask=turns, other=1.0)[None, :]
-            sine = tl.load(row + pairs + pair, mask=turns, other=0.0)[None, :]
-            turned_a = tl.where(turns[None, :], a * cosine - b * sine, a)
-            turned_b = tl.where(turns[None, :], b * cosine + a * sine, b)
-            x = tl.reshape(tl.join(turned_a, turned_b), [BLOCK_H, D])
+            rotates = (pair >= 0) & (pair < pairs)
+            cosine = tl.load(row + pair, mask=rotates, other=1.0)[None, :]
+            sine = tl.load(row + pairs + pair, mask=rotates, other=0.0)[None, :]
+            rotated_a = tl.where(rotates[None, :], a * cosine - b * sine, a)
+            rotated_b = tl.where(rotates[None, :], b * cosine + a * sine, b)
+            x = tl.reshape(tl.join(rotated_a, rotated_b), [BLOCK_H, D])
         else:
             place = column - ROPE_AT
-            turns = (place >= 0) & (place < ROPE)
+            rotates = (place >= 0) & (place < ROPE)
             partner = ROPE_AT + (place + pairs) % ROPE
-            cosine = tl.load(row + place % pairs, mask=turns, other=1.0)
-            sine = tl.load(row + pairs + place % pairs, mask=turns, other=0.0)
-            other = tl.load(q_row[:, None] + partner[None, :], mask=inside[:, None] & turns[None, :], other=0.0)
+            cosine = tl.load(row + place % pairs, mask=rotates, other=1.0)
+            sine = tl.load(row + pairs + place % pairs, mask=rotates, other=0.0)
+            other = tl.load(q_row[:, None] + partner[None, :], mask=inside[:, None] & rotates[None, :], other=0.0)
             x = x * cosine[None, :] + to_float32(other, INTERPRETED) * tl.where(place < pairs, -sine, sine)[None, :]
     if HADAMARD:
         rounded = from_float32(x, q.dtype.element_ty, INTERPRETED)

@@ -77,13 +77,13 @@ class MergeState(NamedTuple):
 def _merge(states: Sequence[MergeState], target: MergeState, options: MergeOptions) -> None:
     """Merge into ``target``. The first state and the target may have a ``row_sum``, strided like their lse."""
     axes = _fused_axes([*states, target])
-    numbers = target.out.numel() + 2 * target.lse.numel()
+    elements = target.out.numel() + 2 * target.lse.numel()
     if len(axes.sizes) > MAX_AXES:
         shape = target.lse.shape
         _merge_halves(states, target, min((size, axis) for axis, size in enumerate(shape) if size > 1)[1], options)
     elif len(states) <= MAX_PARTS:
         _launch(states, target, axes, options)
-    elif target.lse.numel() > 1 and 4 * numbers > SCRATCH_BYTES:
+    elif target.lse.numel() > 1 and 4 * elements > SCRATCH_BYTES:
         _merge_halves(states, target, target.lse.shape.index(max(target.lse.shape)), options)
     else:
         _fold(states, target, options)
@@ -262,10 +262,10 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """outs[PARTS] and lses[PARTS] are the outputs; ``first_row_sum`` of outs[0] and ``merged_row_sum`` of the output
-    lie as their lses do, or are None (``State``).
+    have the strides of their lses, or are None (``MergeState``).
 
     ``walks`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units
-    of UNIT numbers), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
+    of UNIT elements), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
     ``rows_per_token`` rows each, are the last of all parts as it is, which is the last one here if HAS_LAST.
     """
     WALK: tl.constexpr = 2 * AXES + 1

@@ -156,7 +156,7 @@ def _latent_rows(
 
 
 def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend: str | None = None) -> None:
-    """Rotate the rope part of queries. No gradient flows through it; see ``latent_rows``.
+    """Rotate the rope part of queries. It has no backward pass; see ``latent_rows``.
 
     Args:
         x: [T, h, rope], bf16, fp16 or float32, last stride 1.

@@ -44,8 +44,8 @@ def _refuses_few_rows(call: dispatch.CallSpec) -> str | None:
     if call.rows is None or call.rows >= HOPPER_MIN_ROWS:
         return None
     return (
-        f"takes calls in which one request can have {HOPPER_MIN_ROWS} query rows (tokens times heads) beside one "
-        f"token of each other request; here it can have {max(call.rows, 0)}"
+        f"takes calls in which one request can have {HOPPER_MIN_ROWS} query rows (tokens times heads) and every other "
+        f"request one token; here it can have {max(call.rows, 0)}"
     )
 
 
@@ -93,14 +93,14 @@ def optional_features(
     out: torch.Tensor,
 ) -> str | None:
     """The given features that some implementation lacks, in words, or None."""
-    asked = {
+    present = {
         "a quantised cache": k_cache.dtype != q.dtype,
         "rows of a cache in pieces": k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
-        "k and v beside the cache": k is not None,
+        "k and v in addition to the cache": k is not None,
         "prefix_ranges": prefix_ranges is not None,
         "softcap": softcap > 0,
         "alibi_slopes": alibi_slopes is not None,
         "qq_bias": qq_bias is not None,
         "out in float8_e4m3fn": out.dtype != q.dtype,
     }
-    return ", ".join(words for words, is_asked in asked.items() if is_asked) or None
+    return ", ".join(words for words, is_present in present.items() if is_present) or None

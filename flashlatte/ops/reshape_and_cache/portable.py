@@ -130,13 +130,13 @@ def _store_rows(
     mask = valid[:, None] & (column < WIDTH)
     row = x.rows + (token * x.token_stride + head * x.head_stride) * ALIGN
     # [BLOCK_R, BLOCK]
-    numbers = tl.load(row[:, None] + column, mask=mask, other=0.0)
+    elements = tl.load(row[:, None] + column, mask=mask, other=0.0)
     if DTYPE is not None:
-        numbers = to_float32(numbers, INTERPRETED)
+        elements = to_float32(elements, INTERPRETED)
         scale_at = page * x.scale_page_stride + offset * x.scale_slot_stride + head * x.scale_head_stride
         if WRITES_SCALE:
             # Compared as integers, magnitudes keep their order and NaN is the largest; a float maximum would drop NaN.
-            amax = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+            amax = tl.max(elements.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
             scale = tl.div_rn(amax, LARGEST)
             scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
             tl.store(x.scale + scale_at, scale, mask=valid)
@@ -144,18 +144,18 @@ def _store_rows(
             scale = tl.load(x.scale + scale_at, mask=valid, other=1.0)
         else:
             scale = tl.full(page.shape, 1.0, tl.float32) * x.scale_value
-        numbers = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape))
+        elements = tl.div_rn(elements, tl.broadcast_to(scale[:, None], elements.shape))
         if DTYPE == "torch.int8":
-            numbers = float_to_int8(numbers)
+            elements = float_to_int8(elements)
         elif DTYPE == "torch.float8_e5m2":
-            numbers = float_to_e5m2(numbers)
+            elements = float_to_e5m2(elements)
         else:
-            numbers = float_to_e4m3(numbers, NATIVE)
+            elements = float_to_e4m3(elements, NATIVE)
     cache_row = x.cache + (page * x.page_stride + offset * x.slot_stride + head * x.cache_head_stride) * CACHE_ALIGN
     within = column
     if PIECE < WIDTH:
         within = (column // PIECE).to(tl.int64) * x.piece_stride * CACHE_ALIGN + column % PIECE
-    tl.store(cache_row[:, None] + within, numbers, mask=mask)
+    tl.store(cache_row[:, None] + within, elements, mask=mask)
 
 
 @kernel(by_element=("slot_mapping",))

@@ -84,7 +84,7 @@ def turboquant_decode(
             whose page is not in the cache are masked.
         cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; None infers it from the width of a record.
         softmax_scale: above 0; d^-0.5 if None.
-        causal: query token j sees keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
+        causal: query token j attends to keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
             alignment).
         out: [b, s_q, h_q, d] in q's dtype to write to; last stride 1. It must not share memory with an input.
         lse: float32 [b, h_q, s_q] to write to, any strides.

@@ -19,7 +19,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     load_tile,
     phases,
     seen_by_some,
-    sees,
+    visible_range,
 )
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -120,7 +120,7 @@ def keys_kernel(
     shift = s_q - s_k
     begin, _, full, partial, end = phases(first, s_k, s_q, shift, window_right, window_left, BLOCK_N, BLOCK_M)
     key = first + tl.arange(0, BLOCK_N)
-    lower, upper = sees(key, s_q, shift, window_right, window_left)
+    lower, upper = visible_range(key, s_q, shift, window_right, window_left)
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
     v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
     # A key that is visible to no query has gradient 0, even if it is NaN.
@@ -221,7 +221,7 @@ def queries_kernel(
     begin, seen, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)
     in_use = row < s_q
-    lower, upper = sees(row, s_k, shift, window_left, window_right)
+    lower, upper = visible_range(row, s_k, shift, window_left, window_right)
     kv_head = (head // group).to(tl.int64)
     head = head.to(tl.int64)
     q += (q_begin.to(tl.int64) * q_stride_token + head * q_stride_head) * ALIGN

@@ -16,7 +16,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     load_parts_and_dot,
     load_tile,
     phases,
-    sees,
+    visible_range,
 )
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -68,7 +68,7 @@ def forward_kernel(
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Strides but those of lse are in units of ALIGN numbers.
+    """Strides, except those of lse, are in units of ALIGN elements.
 
     The programs of a head have adjacent indices, so its keys stay in the L2 cache. The first programs of a request
     process its last queries, which have the most visible keys.
@@ -81,7 +81,7 @@ def forward_kernel(
     shift = s_k - s_q
     begin, seen, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)
-    lower, upper = sees(row, s_k, shift, window_left, window_right)
+    lower, upper = visible_range(row, s_k, shift, window_left, window_right)
     kv_head = (head // group).to(tl.int64)
     q += (q_begin.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head) * ALIGN
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN

@@ -28,7 +28,7 @@ def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOC
 
 
 @triton.jit
-def sees(own, others, shift, before, after):
+def visible_range(own, others, shift, before, after):
     """The first and last visible other of a row: position own + shift, minus ``before``, plus ``after``."""
     position = own.to(tl.int64) + shift
     lower = tl.maximum(position - before, 0)
@@ -51,8 +51,8 @@ def phases(first, rows, others, shift, before, after, BLOCK_ROWS: tl.constexpr, 
     each of seen to end - 1 is visible to some row, and each of full to partial - 1 to all rows.
     """
     last = tl.minimum(first + BLOCK_ROWS, rows) - 1
-    seen, first_upper = sees(first, others, shift, before, after)
-    last_lower, last_upper = sees(last, others, shift, before, after)
+    seen, first_upper = visible_range(first, others, shift, before, after)
+    last_lower, last_upper = visible_range(last, others, shift, before, after)
     end = tl.where(first < rows, last_upper + 1, 0)
     return seen // BLOCK * BLOCK, seen, tl.cdiv(last_lower, BLOCK) * BLOCK, (first_upper + 1) // BLOCK * BLOCK, end
 

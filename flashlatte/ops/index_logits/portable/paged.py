@@ -219,7 +219,7 @@ def paged_kernel(
             scales = page_start
             if SCALE_BYTES > 0:
                 scales = page_start + page_size * VALUE_WIDTH + offset * SCALE_BYTES
-            if ENCODING == "e4m3":  # before the product, behind which it is waited for
+            if ENCODING == "e4m3":  # before the MMA, so that its latency is hidden
                 scale = load_words(scales, 0, tl.uint32, found, UNIT).to(tl.float32, bitcast=True)
             keys = load_keys(page_start + offset * VALUE_WIDTH, scales, found, D, ENCODING, COMPUTE, NATIVE)
             # [BLOCK_N, BLOCK_Q]

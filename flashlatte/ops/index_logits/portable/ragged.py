@@ -155,7 +155,7 @@ def ragged_kernel(
             scales = k_scale
             if ENCODING == "e2m1":
                 scales = k_scale + key * scale_stride
-            if ENCODING == "e4m3":  # before the product, behind which it is waited for
+            if ENCODING == "e4m3":  # before the MMA, so that its latency is hidden
                 scale = tl.load(k_scale + key * scale_stride, mask=in_keys, other=0.0)
             keys = load_keys(k + key * k_stride * K_UNIT, scales, in_keys, D, ENCODING, COMPUTE, NATIVE)
             # [BLOCK_N, BLOCK_Q]

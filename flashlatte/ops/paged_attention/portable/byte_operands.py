@@ -66,7 +66,7 @@ def _number(words, NUMBER: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def _numbers(words, TEXT: tl.constexpr, WORDS: tl.constexpr, form: tl.constexpr):
+def _elements(words, TEXT: tl.constexpr, WORDS: tl.constexpr, form: tl.constexpr):
     """The four elements of each word, [rows, words, 2, 2], indexed by the low and then the high bit of the element's
     index."""
     if form.ptx:
@@ -91,8 +91,8 @@ def key_operand(words, form: tl.constexpr):
     HEADS: tl.constexpr = words.shape[0]
     KEYS: tl.constexpr = words.shape[1]
     WORDS: tl.constexpr = words.shape[2]
-    numbers = tl.reshape(_numbers(words, _WORD, 1, form), [HEADS, KEYS, 4, WORDS // 4, 2, 2])
-    return tl.reshape(tl.permute(numbers, (0, 1, 3, 2, 5, 4)), [HEADS, KEYS, WORDS * 4])
+    elements = tl.reshape(_elements(words, _WORD, 1, form), [HEADS, KEYS, 4, WORDS // 4, 2, 2])
+    return tl.reshape(tl.permute(elements, (0, 1, 3, 2, 5, 4)), [HEADS, KEYS, WORDS * 4])
 
 
 @triton.jit
@@ -109,5 +109,5 @@ def value_operand(words, form: tl.constexpr):
     HEADS: tl.constexpr = words.shape[0]
     KEYS: tl.constexpr = words.shape[1]
     WORDS: tl.constexpr = words.shape[2]
-    numbers = tl.reshape(_numbers(words, _TWO_WORDS, 2, form), [HEADS, KEYS, 8, WORDS // 8, 2, 2])
-    return tl.reshape(tl.permute(numbers, (0, 3, 5, 4, 2, 1)), [HEADS, WORDS * 4, KEYS])
+    elements = tl.reshape(_elements(words, _TWO_WORDS, 2, form), [HEADS, KEYS, 8, WORDS // 8, 2, 2])
+    return tl.reshape(tl.permute(elements, (0, 3, 5, 4, 2, 1)), [HEADS, WORDS * 4, KEYS])

@@ -23,7 +23,7 @@ class KeyForm(NamedTuple):
     Attributes:
         kind: PLAIN or a quantised kind.
         align: the unit of strides, in elements.
-        piece: contiguous elements of a row; ``number_stride`` is the stride of elements, None if known at run time
+        piece: contiguous elements of a row; ``element_stride`` is the stride of elements, None if known at run time
             only.
         native: whether the GPU has e4m3 conversion instructions.
         ptx: whether the kernel may use inline PTX.
@@ -35,7 +35,7 @@ class KeyForm(NamedTuple):
     kind: int
     align: int
     piece: int
-    number_stride: int | None
+    element_stride: int | None
     native: bool
     ptx: bool
     opaque: bool
@@ -84,8 +84,8 @@ def load_operand(
     mask = places.in_cache[:, None]
     if COUNT != WIDTH:
         mask = mask & (col < FIRST + COUNT)[None, :]
-    number_stride = rows.stride_number if form.number_stride is None else form.number_stride
-    cols = (col % form.piece) * number_stride
+    element_stride = rows.stride_number if form.element_stride is None else form.element_stride
+    cols = (col % form.piece) * element_stride
     pointers = (block + offsets)[:, None]
     if form.piece < FIRST + COUNT:
         cols = cols + (col // form.piece) * rows.stride_piece

@@ -297,7 +297,7 @@ def _form(cache: torch.Tensor, gpu: str) -> tuple[KeyForm, tuple[int, ...]]:
         kind=kind,
         align=align,
         piece=cache.shape[4],
-        number_stride=1 if number == 1 else None,
+        element_stride=1 if number == 1 else None,
         native=converts_e4m3(cache.device),
         ptx=gpu in NVIDIA,
         opaque=gpu != "blackwell",

@@ -177,9 +177,9 @@ def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.cons
         factors = e8m0_to_float(packed.scales)
     POWER: tl.constexpr = _TWO_126 if FP4 else _TWO_120
     bits = tl.reshape(bits, [BLOCK_N, BLOCKS, 4 * _WORDS // BLOCKS]).to(tl.bfloat16, bitcast=True)
-    numbers = to_float32(bits, True) * POWER if step.interpreted else bits * POWER
-    factors = tl.broadcast_to(factors.to(numbers.dtype)[:, :, None], numbers.shape)
-    latent = tl.reshape(numbers * factors, [BLOCK_N, 4 * _WORDS])
+    elements = to_float32(bits, True) * POWER if step.interpreted else bits * POWER
+    factors = tl.broadcast_to(factors.to(elements.dtype)[:, :, None], elements.shape)
+    latent = tl.reshape(elements * factors, [BLOCK_N, 4 * _WORDS])
     latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
     latent = _opaque(latent, step)
     return Tile(latent, latent)
@@ -206,7 +206,7 @@ def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.cons
     TILES: tl.constexpr = packed.scales.shape[1]
     bits = _e4m3_to_bf16_bits(packed.words)
     bits = tl.reshape(bits, [BLOCK_N, TILES, 4 * _WORDS // TILES]).to(tl.bfloat16, bitcast=True)
-    numbers = to_float32(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
+    elements = to_float32(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
     rope = packed.rope.to(tl.bfloat16, bitcast=True)
     if step.interpreted:
         rope = to_float32(rope, True)
@@ -219,8 +219,8 @@ def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, step: tl.cons
         high = from_float32(packed.scales, tl.bfloat16, step.interpreted)
         low = packed.scales - to_float32(high, step.interpreted)
         high = high.to(rope.dtype)
-        rest = numbers * low.to(rope.dtype)[:, :, None]
-    latent = tl.fma(numbers, tl.broadcast_to(high[:, :, None], numbers.shape), rest)
+        rest = elements * low.to(rope.dtype)[:, :, None]
+    latent = tl.fma(elements, tl.broadcast_to(high[:, :, None], elements.shape), rest)
     latent = tl.reshape(latent, [BLOCK_N, 4 * _WORDS])
     if step.interpreted:
         latent = to_float32(from_float32(latent, tl.bfloat16, True), True)
@@ -242,8 +242,8 @@ def _e4m3_to_bf16_bits(words):
     # If the seven bits are all ones (e4m3's NaN), the remaining exponent bits of bf16 are set too.
     even += ((even + 0x00100010) & 0x08000800) * 15
     odd += ((odd + 0x00100010) & 0x08000800) * 15
-    first = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))  # [tokens, 128, 2]: numbers 0 and 2 of a word
-    second = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))  # numbers 1 and 3
+    first = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))  # [tokens, 128, 2]: elements 0 and 2 of a word
+    second = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))  # elements 1 and 3
     return tl.reshape(tl.join(first, second), [words.shape[0], 4 * _WORDS])
 
 

@@ -22,9 +22,9 @@ import triton.language as tl
 from flashlatte.kv_cache.lloyd_max import lloyd_max
 
 
-def _byte_table(numbers: tuple[float, ...], byte: int) -> list[str]:
+def _byte_table(elements: tuple[float, ...], byte: int) -> list[str]:
     """One byte of each of eight fp16 values, as two words for prmt to select from."""
-    chosen = [struct.pack("<e", number)[byte] for number in numbers]
+    chosen = [struct.pack("<e", number)[byte] for number in elements]
     return [f"0x{int.from_bytes(bytes(part), 'little'):08X}" for part in (chosen[:4], chosen[4:])]
 
 
@@ -34,8 +34,8 @@ def _kept_text(bits: int) -> str:
     prmt has one constant operand, and ptxas would rematerialise the other constant for each prmt. The words must
     therefore be opaque, and not uniform: the lane index is added if $1 is negative, which never happens.
     """
-    numbers = lloyd_max(bits)[-8:]
-    words = {"low": _byte_table(numbers, 0)[0], "high": _byte_table(numbers, 1)[0], "sign": "0x01010101"}
+    elements = lloyd_max(bits)[-8:]
+    words = {"low": _byte_table(elements, 0)[0], "high": _byte_table(elements, 1)[0], "sign": "0x01010101"}
     lines = [".reg .b32 tq_zero, tq_low, tq_high, tq_sign;", "mov.u32 tq_zero, %laneid;", "shr.s32 $0, $1, 31;"]
     lines += [
         "and.b32 tq_zero, tq_zero, $0;",
@@ -52,8 +52,8 @@ def _centroids_text(bits: int) -> str:
     bits select the magnitude at index i, for both code 8 + i and code 7 - i. A nibble of 8 to 15 makes prmt replicate
     the sign bit of the selected byte, which yields the value's sign.
     """
-    numbers = lloyd_max(bits)[-8:]
-    low, high = _byte_table(numbers, 0)[1], _byte_table(numbers, 1)[1]
+    elements = lloyd_max(bits)[-8:]
+    low, high = _byte_table(elements, 0)[1], _byte_table(elements, 1)[1]
     lines = [".reg .b32 s, w, sel, l, h, p, q;"]
     if bits == 3:
         lines.append("mov.b32 sel, $12;")
@@ -150,10 +150,10 @@ def key_operand(words, BITS: tl.constexpr):
         pack=1,
     )
     # Four adjacent elements, and four at an offset of 16.
-    numbers = tl.reshape(_join8(x), [KEYS, WORDS // 4, 4, 2, 2, 2])
-    numbers = tl.reshape(tl.permute(numbers, (0, 1, 5, 2, 4, 3)), [KEYS, WORDS * 8])
+    elements = tl.reshape(_join8(x), [KEYS, WORDS // 4, 4, 2, 2, 2])
+    elements = tl.reshape(tl.permute(elements, (0, 1, 5, 2, 4, 3)), [KEYS, WORDS * 8])
     squares = tl.permute(tl.join(tl.join(x[8], x[9]), tl.join(x[10], x[11])), (0, 1, 3, 2))
-    return numbers, tl.reshape(squares, [KEYS, WORDS * 4])
+    return elements, tl.reshape(squares, [KEYS, WORDS * 4])
 
 
 @triton.jit
@@ -163,8 +163,8 @@ def e4m3_operand(words):
     WORDS: tl.constexpr = words.shape[1]
     x = tl.inline_asm_elementwise(_E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1)
     # [keys, words, 2, 2]: the index among 4 adjacent elements of a thread
-    numbers = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 1, 3, 2))
-    return tl.reshape(numbers, [KEYS, WORDS * 4])
+    elements = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 1, 3, 2))
+    return tl.reshape(elements, [KEYS, WORDS * 4])
 
 
 @triton.jit
