@@ -24,7 +24,7 @@ CASES = {
     "decode": DECODE,
     "decodes and a chunk": replace(TOY, batch=1, s_q=20, decodes=3, page_size=5),
     "every term": EVERYTHING,
-    "new keys beside the cache": replace(EVERYTHING, new_keys=True),
+    "new keys": replace(EVERYTHING, new_keys=True),
     "int8, a scale a token": replace(TOY, cache_dtype=INT8, scale_kind="token", new_keys=True),
     "e4m3": replace(DECODE, cache_dtype=E4M3, scale_kind="head", layout="hnd"),
     "keys in pieces": replace(TOY, layout="split", zero_lengths=True),

@@ -12,8 +12,7 @@ from flashlatte.kernels.triton.cache_row import Place, store_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.rotate import angles, turn_tail
-from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens
-from flashlatte.ops.compress.portable.states import locate_state
+from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens, locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
 

@@ -10,8 +10,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish, next_of
-from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens
-from flashlatte.ops.compress.portable.states import locate_state
+from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens, locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
 

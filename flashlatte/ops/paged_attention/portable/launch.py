@@ -192,13 +192,13 @@ def attend(args: PagedAttentionArgs, max_queries: int = 0) -> None:
             q=q,
             q_stride_token=q.stride(0) // q_align,
             q_stride_head=q.stride(1) // q_align,
-            k_cache=_numbers(k_cache),
+            k_cache=_as_uint8(k_cache),
             k_stride_page=k_strides[0],
             k_stride_token=k_strides[1],
             k_stride_head=k_strides[2],
             k_stride_piece=k_strides[3],
             k_stride_number=k_strides[4],
-            v_cache=_numbers(v_cache),
+            v_cache=_as_uint8(v_cache),
             v_stride_page=v_strides[0],
             v_stride_token=v_strides[1],
             v_stride_head=v_strides[2],
@@ -336,7 +336,7 @@ def _lie_in_words(*caches: torch.Tensor) -> bool:
     )
 
 
-def _numbers(cache: torch.Tensor) -> torch.Tensor:
+def _as_uint8(cache: torch.Tensor) -> torch.Tensor:
     """The cache, with fp8 viewed as bytes."""
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 and cache.dtype != torch.int8 else cache
 
