@@ -17,7 +17,7 @@ BLOCK_BYTES = 8192
 NUM_WARPS = 4
 
 
-class Pages(NamedTuple):
+class PageMemory(NamedTuple):
     """Pages in memory, with their stride in bytes and their number."""
 
     memory: torch.Tensor
@@ -43,30 +43,30 @@ def copy_pages(
 
 
 def _copy_through_scratch(
-    source: Pages, target: Pages, lists: tuple[torch.Tensor, torch.Tensor], page_bytes: int
+    source: PageMemory, target: PageMemory, lists: tuple[torch.Tensor, torch.Tensor], page_bytes: int
 ) -> None:
     # Copy all pages through scratch, a slice of each page at a time, so that all reads precede all writes.
     num_pairs = lists[0].shape[0]
     slice_bytes = min(max(SCRATCH_BYTES // num_pairs // 16, 1) * 16, -(-page_bytes // 16) * 16)
     memory = torch.empty(num_pairs * slice_bytes, dtype=torch.uint8, device=lists[0].device)
-    scratch = Pages(memory, slice_bytes, num_pairs)
+    scratch = PageMemory(memory, slice_bytes, num_pairs)
     for first in range(0, page_bytes, slice_bytes):
         stop = min(first + slice_bytes, page_bytes)
         _launch(source, target, lists, first, stop, scratch, to_scratch=True)
         _launch(source, target, lists, first, stop, scratch, to_scratch=False)
 
 
-def _pages(cache: torch.Tensor) -> Pages:
-    return Pages(as_bytes(cache), stride_in_use(cache, 0) * cache.element_size(), cache.shape[0])
+def _pages(cache: torch.Tensor) -> PageMemory:
+    return PageMemory(as_bytes(cache), stride_in_use(cache, 0) * cache.element_size(), cache.shape[0])
 
 
 def _launch(
-    source: Pages,
-    target: Pages,
+    source: PageMemory,
+    target: PageMemory,
     lists: tuple[torch.Tensor, torch.Tensor],
     first: int,
     stop: int,
-    scratch: Pages | None = None,
+    scratch: PageMemory | None = None,
     to_scratch: bool = False,
 ) -> None:
     """Copy bytes ``first`` to ``stop`` of pages. If ``scratch`` is given, it is the source or the target."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import within
-from flashlatte.ops.paged_attention.portable.keys import Places, load_operand
+from flashlatte.ops.paged_attention.portable.keys import KeyAddresses, load_operand
 from flashlatte.ops.paged_attention.portable.scores import add_terms, is_visible
 from flashlatte.ops.paged_attention.portable.tiles import seen_by, seen_by_all
 
@@ -65,7 +65,7 @@ class PagedStep(NamedTuple):
     interpreted: bool
 
 
-class PageTable(NamedTuple):
+class BlockTable(NamedTuple):
     """block_table, its row stride, and the number of pages of the cache."""
 
     entries: Any
@@ -133,7 +133,7 @@ def _places(pages, start, first_new, tile, table, step: tl.constexpr):
         offset = in_block % step.page_size
     else:
         offset = keys % step.page_size
-    return Places(page, first, offset, in_cache, (first_new + keys).to(tl.int64), is_new)
+    return KeyAddresses(page, first, offset, in_cache, (first_new + keys).to(tl.int64), is_new)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
-from flashlatte.ops.paged_attention.portable.attend import PageTable, Scale, attend, fit_halves
+from flashlatte.ops.paged_attention.portable.attend import BlockTable, Scale, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, first_pages
 from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
 from flashlatte.ops.paged_attention.portable.keys import KeyRows
@@ -134,7 +134,7 @@ def paged_attention_kernel(
         out_scale,
         out_scale_value,
     )
-    table = PageTable(block_table, stride_table, num_pages)
+    table = BlockTable(block_table, stride_table, num_pages)
     cta = tl.program_id(0)
     ctas = num_groups // HEADS
     number = cta // ctas

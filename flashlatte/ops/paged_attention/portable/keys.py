@@ -54,7 +54,7 @@ class KeyRows(NamedTuple):
     new_stride_token: Any
 
 
-class Places(NamedTuple):
+class KeyAddresses(NamedTuple):
     """The addresses of the keys of a step.
 
     Attributes:
