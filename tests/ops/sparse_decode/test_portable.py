@@ -357,7 +357,7 @@ def test_unpacks_every_number_of_every_scale_exactly(form):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="512 latent numbers as values, not 576"):
+    with pytest.raises(ValueError, match="512 latent elements as values, not 576"):
         sparse_decode(**replace(V32, head_dim_v=576).inputs(), backend="portable")
     with pytest.raises(ValueError, match="up to 1024, not 1040"):
         sparse_decode(**replace(PLAIN, head_dim=1040).inputs(), backend="portable")
