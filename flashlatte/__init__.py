@@ -1,10 +1,10 @@
-"""Multi-head Latent Attention in Python: attention operations, cache formats, the layer, FlashMLA's interface.
+"""Multi-head Latent Attention in Python: attention operations, cache formats, layers, and FlashMLA's interface.
 
-Names are imported when first asked for. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
-``sparse_prefill``, ``merge_states``; over pages of keys and values ``paged_attention``, ``turboquant_decode``; of the
-sparse-attention indexer ``index_select`` and what it is made of; of DeepSeek-V4 ``compress`` and what goes with it.
-Caches: ``kv_cache``. Layers: ``layers``. FlashMLA's interface, argument for argument: ``flash_mla``; DeepGEMM's for the
-indexer: ``deep_gemm``. Several GPUs: ``distributed``. Models and servers: ``integrations``.
+Names are imported at first access. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
+``sparse_prefill``, ``merge_states``; for paged keys and values ``paged_attention``, ``turboquant_decode``; for the
+sparse-attention indexer ``index_select`` and its parts; for DeepSeek-V4 ``compress`` and related operations. Caches:
+``kv_cache``. Layers: ``layers``. Drop-in replacements with the same arguments: ``flash_mla``, and ``deep_gemm`` for the
+indexer. Several GPUs: ``distributed``. Models and servers: ``integrations``.
 """
 
 from typing import TYPE_CHECKING
@@ -86,7 +86,7 @@ _OPERATIONS = (
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
     *("compress", "index_workspace", "inverse_rope_quantize", "pack_seq", "q_kv_norm", "rotate_and_cache"),
 )
-_BESIDE = {
+_OTHER_OPERATIONS = {
     "index_gather": "index_quantize",
     "index_query_mxfp4": "index_query",
     "merge_attn_states": "merge_states",
@@ -99,9 +99,9 @@ _BESIDE = {
 _PACKAGES = ("deep_gemm", "distributed", "flash_mla", "integrations", "kv_cache", "layers")
 
 lazy.declare(__name__, {name: f"flashlatte.ops.{name}:{name}" for name in _OPERATIONS})
-lazy.declare(__name__, {name: f"flashlatte.ops.{operation}:{name}" for name, operation in _BESIDE.items()})
+lazy.declare(__name__, {name: f"flashlatte.ops.{operation}:{name}" for name, operation in _OTHER_OPERATIONS.items()})
 lazy.declare(__name__, {name: f"flashlatte.{name}" for name in _PACKAGES})
-# Operations over caches stand above the formats, and are found beside them.
+# Operations on caches are defined above ``kv_cache``, and are also available as its attributes.
 lazy.declare(
     "flashlatte.kv_cache",
     {

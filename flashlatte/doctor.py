@@ -109,7 +109,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     return fields
 
 
-def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | None = None) -> list[dispatch.Call]:
+def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | None = None) -> list[dispatch.CallSpec]:
     """One call of every operation and cache format, in the shape of ``model``.
 
     Without a model, they have DeepSeek-V3's shape, or V4's for V4's formats.
@@ -121,46 +121,48 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
     if model is None:
         widths |= dict.fromkeys(_formats_of(*V4_ROW), sum(V4_ROW))
 
-    def over(operation: str, cache_format: str) -> dispatch.Call:
+    def over(operation: str, cache_format: str) -> dispatch.CallSpec:
         width = widths[cache_format]
         layout = get_format(cache_format)
         value = config.kv_lora_rank if layout.plain else layout.value_dim
-        return dispatch.Call(operation, device, dtype, cache_format, 64, width, value, **heads)
+        return dispatch.CallSpec(operation, device, dtype, cache_format, 64, width, value, **heads)
 
     calls = [over("dense_decode", name) for name in widths if get_format(name).plain]
     calls += [over("sparse_decode", name) for name in widths if not get_format(name).takes_scale]
     shared = {"head_dim": config.head_dim, "head_dim_v": config.kv_lora_rank}
-    calls.append(dispatch.Call("sparse_prefill", device, dtype, **shared, **heads))
+    calls.append(dispatch.CallSpec("sparse_prefill", device, dtype, **shared, **heads))
     per_head: dict[str, Any] = {
         "head_dim": config.qk_head_dim,
         "head_dim_v": config.v_head_dim,
         "h_q": config.num_attention_heads,
         "h_kv": config.num_attention_heads,
     }
-    calls += [dispatch.Call(name, device, dtype, **per_head) for name in ("dense_prefill", "dense_prefill_backward")]
-    calls.append(dispatch.Call("merge_states", device, dtype, head_dim_v=config.v_head_dim))
+    calls += [
+        dispatch.CallSpec(name, device, dtype, **per_head) for name in ("dense_prefill", "dense_prefill_backward")
+    ]
+    calls.append(dispatch.CallSpec("merge_states", device, dtype, head_dim_v=config.v_head_dim))
     widest = max(config.kv_lora_rank, config.q_lora_rank or 0)
-    calls.append(dispatch.Call("latent_rows", device, dtype, head_dim=widest))
-    calls.append(dispatch.Call("rotate_heads", device, dtype, head_dim=config.qk_rope_head_dim))
+    calls.append(dispatch.CallSpec("latent_rows", device, dtype, head_dim=widest))
+    calls.append(dispatch.CallSpec("rotate_heads", device, dtype, head_dim=config.qk_rope_head_dim))
     for operation in ("cache_write", "cache_gather"):
         for name, width in widths.items():
-            calls.append(dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width))
-    calls.append(dispatch.Call("paged_attention", device, dtype, page_size=16, head_dim=128, head_dim_v=128))
+            calls.append(dispatch.CallSpec(operation, device, dtype, name, page_size=64, head_dim=width))
+    calls.append(dispatch.CallSpec("paged_attention", device, dtype, page_size=16, head_dim=128, head_dim_v=128))
     for operation in ("turboquant_store", "turboquant_decode", "turboquant_gather"):
-        calls.append(dispatch.Call(operation, device, dtype, page_size=16, head_dim=128, head_dim_v=128))
+        calls.append(dispatch.CallSpec(operation, device, dtype, page_size=16, head_dim=128, head_dim_v=128))
     for operation in ("index_logits", "paged_index_logits"):
         if config.indexer is None:
-            calls.append(dispatch.Call(operation, device, torch.float8_e4m3fn, page_size=64, head_dim=128))
+            calls.append(dispatch.CallSpec(operation, device, torch.float8_e4m3fn, page_size=64, head_dim=128))
         else:
             sizes: dict[str, Any] = {"head_dim": config.indexer.head_dim, "h_q": config.indexer.num_heads}
             for name, query in (("index_fp8", torch.float8_e4m3fn), ("index_bf16", torch.bfloat16)):
-                calls.append(dispatch.Call(operation, device, query, name, 64, **sizes))
+                calls.append(dispatch.CallSpec(operation, device, query, name, 64, **sizes))
     covered = {call.operation for call in calls}
-    calls += [dispatch.Call(name, device, dtype) for name in dispatch.operations() if name not in covered]
+    calls += [dispatch.CallSpec(name, device, dtype) for name in dispatch.operations() if name not in covered]
     return calls
 
 
-def v4_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V4Config]) -> list[dispatch.Call]:
+def v4_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V4Config]) -> list[dispatch.CallSpec]:
     """One call of every operation of DeepSeek-V4's layers and every cache format."""
     config, indexer = layers[0], next((layer.indexer for layer in layers if layer.indexer is not None), None)
     width, heads = config.head_dim, config.num_attention_heads
@@ -168,43 +170,43 @@ def v4_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V4Config
     formats = [plain, *_formats_of(width - config.rope_dim, config.rope_dim)]
     attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": heads, "h_kv": 1}
 
-    def over(operation: str, names: Sequence[str], **sizes: Any) -> list[dispatch.Call]:
-        return [dispatch.Call(operation, device, dtype, name, 64, **sizes) for name in names]
+    def over(operation: str, names: Sequence[str], **sizes: Any) -> list[dispatch.CallSpec]:
+        return [dispatch.CallSpec(operation, device, dtype, name, 64, **sizes) for name in names]
 
-    calls = [dispatch.Call("q_kv_norm", device, dtype, head_dim=max(width, config.q_lora_rank))]
+    calls = [dispatch.CallSpec("q_kv_norm", device, dtype, head_dim=max(width, config.q_lora_rank))]
     calls += over("rotate_and_cache", formats, head_dim=width, h_q=heads)
     calls += over("compress", formats, head_dim=width)
     if indexer is not None:
         index: dict[str, Any] = {"head_dim": indexer.head_dim, "h_q": indexer.num_heads}
         calls += over("compress", ("index_fp8", "index_bf16"), head_dim=indexer.head_dim)
-        calls.append(dispatch.Call("index_query", device, dtype, **index))
+        calls.append(dispatch.CallSpec("index_query", device, dtype, **index))
         for name, query in (("index_fp8", torch.float8_e4m3fn), ("index_bf16", torch.bfloat16)):
-            calls.append(dispatch.Call("paged_index_logits", device, query, name, 64, **index))
-        calls.append(dispatch.Call("topk", device, torch.float32))
-    calls.append(dispatch.Call("index_convert", device, torch.int32))
+            calls.append(dispatch.CallSpec("paged_index_logits", device, query, name, 64, **index))
+        calls.append(dispatch.CallSpec("topk", device, torch.float32))
+    calls.append(dispatch.CallSpec("index_convert", device, torch.int32))
     calls += over("sparse_decode", formats, **attention)
     calls += over("cache_gather", formats, head_dim=width)
-    calls.append(dispatch.Call("index_workspace", device, torch.int32))
-    calls.append(dispatch.Call("sparse_prefill", device, dtype, **attention))
-    calls.append(dispatch.Call("rotate_heads", device, dtype, head_dim=config.rope_dim, h_q=heads))
+    calls.append(dispatch.CallSpec("index_workspace", device, torch.int32))
+    calls.append(dispatch.CallSpec("sparse_prefill", device, dtype, **attention))
+    calls.append(dispatch.CallSpec("rotate_heads", device, dtype, head_dim=config.rope_dim, h_q=heads))
     return calls
 
 
-def v41_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.Call]:
+def v41_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.CallSpec]:
     """One call of every operation that reads or writes DeepSeek-V4.1's caches."""
     width = sum(V4_ROW)
     formats = [name for name in _formats_of(*V4_ROW) if get_format(name).block_scaling is not None]
     attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": V41_HEADS, "h_kv": 1}
-    calls = [dispatch.Call("sparse_decode", device, dtype, name, 64, **attention) for name in formats]
+    calls = [dispatch.CallSpec("sparse_decode", device, dtype, name, 64, **attention) for name in formats]
     for name in formats:
-        extra_format = get_format(name).beside(get_format(formats[-1]).record_width).name
-        if extra_format != name:
+        extra = get_format(name).second_format(get_format(formats[-1]).record_width).name
+        if extra != name:
             calls.append(
-                dispatch.Call("sparse_decode", device, dtype, name, 64, **attention, extra_cache_format=extra_format)
+                dispatch.CallSpec("sparse_decode", device, dtype, name, 64, **attention, extra_cache_format=extra)
             )
     for operation in ("cache_write", "cache_gather"):
-        calls += [dispatch.Call(operation, device, dtype, name, page_size=64, head_dim=width) for name in formats]
-    calls.append(dispatch.Call("sparse_index_logits", device, torch.bfloat16, "index_mxfp4", 64, head_dim=128))
+        calls += [dispatch.CallSpec(operation, device, dtype, name, page_size=64, head_dim=width) for name in formats]
+    calls.append(dispatch.CallSpec("sparse_index_logits", device, torch.bfloat16, "index_mxfp4", 64, head_dim=128))
     return calls
 
 
@@ -297,9 +299,9 @@ def _can_share_line(before: dict[str, Any], entry: dict[str, Any], by_reasons: b
     return len(before["operation"]) + len(", ") + len(entry["operation"]) < NAME_COLUMN_WIDTH - 1
 
 
-def _supported_on_hopper(calls: Sequence[dispatch.Call]) -> dict[str, list[str]]:
+def _supported_on_hopper(calls: Sequence[dispatch.CallSpec]) -> dict[str, list[str]]:
     """The operations that each backend would support on an H100."""
-    with machine.supposing(H100):
+    with machine.assuming(H100):
         choices = [(call.operation, choice) for call in calls for choice in dispatch.explain(call)]
     return {
         backend: list(dict.fromkeys(name for name, choice in choices if choice == dispatch.Choice(backend, None)))
@@ -319,7 +321,7 @@ def _describe_gpu_support(facts: dict[str, Any]) -> str:
     return textwrap.fill(f"{text}.", width=118)
 
 
-def _choices(call: dispatch.Call) -> dict[str, Any]:
+def _choices(call: dispatch.CallSpec) -> dict[str, Any]:
     choices = dispatch.explain(call)
     available = [choice.backend for choice in choices if choice.refusal is None]
     suffix = "" if call.extra_cache_format is None else f" with {call.extra_cache_format}"

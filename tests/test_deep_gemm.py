@@ -428,7 +428,7 @@ def test_errors(fp8):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"kv": (torch.zeros(N, 128), None)}, TypeError, r"^kv\[0\] must be float32 if q is, and only then"),
+        ({"kv": (torch.zeros(N, 128), None)}, TypeError, r"^kv\[0\] must be float32 if and only if q is"),
         ({"cu_seq_len_k_start": STARTS.float()}, TypeError, "^cu_seq_len_k_start must be int32 or int64, got float32$"),
         ({"cu_seq_len_k_end": ENDS[1:]}, ValueError, r"^cu_seq_len_k_end must have shape \["),
         ({"clean_logits": "no"}, TypeError, "^clean_logits must be True or False, got 'no'$"),

@@ -320,18 +320,18 @@ FP8_QUERY = DENSE.inputs()["q"].to(torch.float8_e4m3fn)
         (DENSE, {"cache_seqlens": None}, ValueError, "^cache_seqlens must be given for dense decode .* got None$"),
         (DENSE, {"is_fp8_kvcache": True}, ValueError, "^is_fp8_kvcache must .* is True, and k_cache is bfloat16$"),
         (DENSE, {"is_fp8_kvcache": 1}, TypeError, "^is_fp8_kvcache must be True or False, got 1$"),
-        (DENSE, {"descale_k": 1.0}, ValueError, "belongs to a float8_e4m3fn k_cache"),
+        (DENSE, {"descale_k": 1.0}, ValueError, "must be None unless k_cache is float8_e4m3fn"),
         (DENSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to a float8_e4m3fn q, and this one is bfloat16$"),
         (DENSE, {"q": None, "descale_q": 1.0}, ValueError, "^descale_q belongs to .*, and this one is NoneType$"),
         (DENSE, {"q": FP8_QUERY, "descale_q": -1.0}, ValueError, "^descale_q must be a finite number above 0, got -1"),
-        (DENSE, {"q": FP8_QUERY, "descale_q": SINK}, ValueError, r"^descale_q must hold one value, got shape \[4\]$"),
+        (DENSE, {"q": FP8_QUERY, "descale_q": SINK}, ValueError, r"^descale_q must have one element, got shape \[4\]$"),
         (SPARSE, {"causal": True}, ValueError, "^causal must be False in sparse decode .* got True$"),
         (SPARSE, {"causal": 0}, TypeError, "^causal must be True or False, got 0$"),
         (SPARSE, {"is_fp8_kvcache": False}, ValueError, "^is_fp8_kvcache must .* is False, and k_cache is uint8$"),
         (SPARSE, {"descale_k": 1.0}, ValueError, "^descale_k belongs to dense decode over an fp8 cache"),
         (SPARSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to dense decode over an fp8 cache"),
-        (SPARSE, {"extra_indices_in_kvcache": None}, ValueError, "needs extra_indices.* beside it, got None$"),
-        (SPARSE, {"extra_k_cache": None}, ValueError, "needs extra_k_cache beside it"),
+        (SPARSE, {"extra_indices_in_kvcache": None}, ValueError, "must be given if extra_k_cache.* is, got None$"),
+        (SPARSE, {"extra_k_cache": None}, ValueError, "must be None if extra_k_cache is None"),
         (SPARSE, {"num_splits": SINK}, ValueError, "^num_splits must be None"),
     ],
 )
@@ -368,7 +368,7 @@ def test_errors_use_flash_mlas_names():
     metadata, _ = flash_mla.get_mla_metadata()
     q, cache, indices = inputs["q"], inputs["k_cache"], inputs["indices"]
     sparse = (q, cache, None, None, 512, metadata)
-    with pytest.raises(ValueError, match=r"^extra_k_cache needs extra_indices_in_kvcache beside it, got None$"):
+    with pytest.raises(ValueError, match=r"^extra_indices_in_kvcache must be given if extra_k_cache is, got None$"):
         flash_mla.flash_mla_with_kvcache(*sparse, is_fp8_kvcache=True, indices=indices, extra_k_cache=cache)
     with pytest.raises(ValueError, match=r"^sm_scale must be a finite number above 0, got -1.0$"):
         flash_mla.flash_mla_sparse_fwd(q[0], torch.zeros(4, 1, 576, dtype=q.dtype), indices[0, :, None], -1.0)

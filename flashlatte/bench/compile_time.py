@@ -22,7 +22,7 @@ from flashlatte.bench import environment, workloads
 from flashlatte.bench.alternate import add_json_option
 from flashlatte.bench.cases import CASES
 from flashlatte.bench.results import append_line
-from flashlatte.runtime import ahead, machine
+from flashlatte.runtime import machine, precompile
 
 H100 = machine.GPU((9, 0), 132)
 BACKENDS = ("hopper", "portable")
@@ -33,14 +33,14 @@ def empty_kernel():
     pass
 
 
-def launched(operations: set[str], backends: set[str]) -> Iterator[tuple[str, str, ahead.Variant]]:
+def launched(operations: set[str], backends: set[str]) -> Iterator[tuple[str, str, precompile.Variant]]:
     """(case, backend, variant): each variant with the first case that launches it."""
     device = torch.device("cpu")
     for backend in BACKENDS:
         if backend not in backends:
             continue
         seen = 0
-        with ahead.collected() as found:
+        with precompile.collected() as found:
             for case in CASES:
                 problem = case.problem
                 if operations and problem.operation not in operations:
@@ -63,7 +63,7 @@ def processor_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def measure(variant: ahead.Variant) -> dict[str, Any]:
+def measure(variant: precompile.Variant) -> dict[str, Any]:
     """Compile a variant into an empty cache."""
     stages: dict[str, float] = {}
 
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    ahead.use(H100)
+    precompile.use(H100)
     variants = list(launched(set(options.op), set(options.backend or BACKENDS)))
     about = {"target": "sm_90"} | dataclasses.asdict(environment.describe(torch.device("cpu")))
     # Triton's initialization in a process belongs to no kernel.

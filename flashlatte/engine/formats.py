@@ -61,5 +61,5 @@ def window_format(config: V4Config, cache_format: Any, dtype: torch.dtype | None
 def _checked_format(cache_format: Any, accepted: list[str], head_dim: int, rows: str) -> CacheFormat:
     name = cache_format.name if isinstance(cache_format, CacheFormat) else cache_format
     if name not in accepted:
-        raise ValueError(f"cache_format must be {checks.either(accepted)} for {rows}, got {name!r}")
+        raise ValueError(f"cache_format must be {checks.join_or(accepted)} for {rows}, got {name!r}")
     return get_format(name, head_dim)

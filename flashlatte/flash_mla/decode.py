@@ -273,7 +273,7 @@ def _cache_format(k_cache: object, kv_format: object, use_legacy: object) -> str
     if use_legacy is False:
         return FLASH_MLA_FORMATS["V41"]
     names = {layout.name for layout in fitting}
-    accepted = checks.either(repr(name) for name, layout in FLASH_MLA_FORMATS.items() if layout in names)
+    accepted = checks.join_or(repr(name) for name, layout in FLASH_MLA_FORMATS.items() if layout in names)
     raise ValueError(
         f"k_cache is {fitting[0].record_width} bytes wide, which is ambiguous: kv_format must be given, {accepted} "
         "(use_legacy=False means 'V41')"

@@ -1,7 +1,7 @@
-"""Paged latent caches: named formats and allocation; what writes and reads them is found here too.
+"""Paged latent caches: formats, allocation, reading and writing.
 
 ``write``, ``rope_write``, ``gather``, ``gather_last``, ``gather_records``, ``copy_blocks``, ``swap_blocks`` and
-``to_cache_indices`` are operations of ``flashlatte.ops``.
+``to_cache_indices`` are defined in ``flashlatte.ops``.
 """
 
 from flashlatte.kv_cache.codec import allocate, dequantize, pack, quantize, unpack

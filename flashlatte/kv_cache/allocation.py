@@ -1,4 +1,4 @@
-"""Memory of caches."""
+"""Allocation of cache memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def zeros(
     """``torch.zeros`` for a cache in format ``name``.
 
     Raises:
-        torch.OutOfMemoryError: the device has no room; the message gives pages and GiB.
+        torch.OutOfMemoryError: the device has too little memory; the message gives pages and GiB.
     """
     try:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     except RuntimeError as error:
-        # The CPU's allocator raises a plain RuntimeError. On a GPU that may be another error.
+        # The CPU's allocator raises a plain RuntimeError; on a GPU a plain RuntimeError may be another error.
         on_cpu = (device or torch.get_default_device()).type == "cpu"
         if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
             raise

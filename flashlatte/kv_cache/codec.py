@@ -1,4 +1,4 @@
-"""Whole caches and single token records: allocate, quantise, dequantise."""
+"""Allocation of caches, and quantisation and dequantisation of whole caches and of token records."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ def allocate(
             or a ``CacheFormat``.
         num_pages: pages in the cache.
         page_size: tokens in a page, any number from 1.
-        head_dim: width of a row; 576 by default (512 for ``v32_no_rope``, ``model1``, ``v41`` and ``v41_fp4``), free
-            in the formats without scales of their own.
-        device: where; torch's default device if None.
+        head_dim: width of a row; 576 by default (512 for ``v32_no_rope``, ``model1``, ``v41`` and
+            ``v41_fp4``). Other widths only in formats that store no scales.
+        device: torch's default device if None.
 
     Returns:
         [num_pages, page_size, 1, width] in the format's dtype (uint8 for those with scales: ``v32`` is 656 wide,
         ``v32_no_rope`` 528, ``model1`` 584, ``v41`` 528, ``v41_fp4`` 288, ``nvfp4_ds_mla`` 352). Pages of ``model1``
-        are padded to a multiple of 576 bytes, so its page stride is wider than a page; their scales follow all rows, so
-        that a view of some tokens of each page (``cache[:, :n]``, or another page size) is not a cache.
+        are padded to a multiple of 576 bytes, so its page stride is larger than a page. Its scales follow all rows of
+        a page, so a view of a part of each page (``cache[:, :n]``, or another page size) is not a valid cache.
 
     Raises:
-        TypeError, ValueError: an unknown format, sizes below 1 or beyond 2^63 bytes, or a head_dim that the format
-            does not have; a device that is not there.
-        torch.OutOfMemoryError: the device has no room; the message gives pages and GiB.
+        TypeError, ValueError: an unknown format, a size below 1, a cache of 2^63 bytes or more, a head_dim that the
+            format does not support, or an unavailable device.
+        torch.OutOfMemoryError: the device has too little memory; the message gives pages and GiB.
     """
     layout = as_format(cache_format, None if head_dim is None else checks.positive_int("head_dim", head_dim))
     num_pages = checks.positive_int("num_pages", num_pages)
     page_size = checks.positive_int("page_size", page_size)
     page_stride = layout.page_bytes(page_size) // layout.record_dtype.itemsize
-    width, place = layout.record_width, checks.device("device", device)
+    width, device = layout.record_width, checks.device("device", device)
     if num_pages * page_stride * layout.record_dtype.itemsize >= 2**63:
         raise ValueError(f"num_pages must make a cache of less than 2^63 bytes, got {num_pages} of {page_size} tokens")
     shape = (num_pages * page_stride,)
-    storage = allocation.zeros(shape, layout.record_dtype, place, num_pages, page_size, layout.name)
+    storage = allocation.zeros(shape, layout.record_dtype, device, num_pages, page_size, layout.name)
     return storage.as_strided((num_pages, page_size, 1, width), (page_stride, width, width, 1))
 
 
@@ -61,21 +61,21 @@ def quantize(
     scale: float | torch.Tensor | None = None,
     scale_rounding: str = "power_of_two",
 ) -> torch.Tensor:
-    """Token records of rows: the bytes of each token, its planes one after the other.
+    """Quantise rows to token records: each record is the concatenation of the token's planes.
 
     Args:
         x: [..., head_dim] rows, or [..., latent_dim] latents if ``rope`` is given; bf16, fp16 or float32.
         cache_format: a format or its name.
-        rope: [..., 64] rotated dims, stored as bf16 bit for bit by ``v32`` and ``model1``.
-        scale: the one scale of format ``fp8`` (default 1); an error for the others.
-        scale_rounding: ``v32`` and ``v32_no_rope``: "power_of_two" rounds scales up as FlashMLA's quantiser does,
-            "exact" keeps amax / 448. The other formats round in one way.
+        rope: [..., 64] rotated dims, stored unchanged as bf16 by ``v32`` and ``model1``.
+        scale: the per-tensor scale of format ``fp8`` (default 1); an error for other formats.
+        scale_rounding: "power_of_two" rounds scales up as FlashMLA's quantiser does; "exact" keeps amax / 448, in
+            ``v32`` and ``v32_no_rope``. Other formats have a single rounding.
 
     Returns:
         [..., width] in the format's dtype.
 
     Raises:
-        TypeError, ValueError: an unknown format or rounding, or rows of a dtype or width that the format does not take.
+        TypeError, ValueError: an unknown format or rounding, or rows whose dtype or width the format does not accept.
     """
     layout = format_for_rows(cache_format, x, rope)
     check_scale_rounding(layout, scale_rounding)
@@ -91,15 +91,15 @@ def dequantize(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Rows [..., head_dim] of the token records [..., width] that ``quantize`` returns.
+    """Dequantise token records [..., width], the result of ``quantize``, to rows [..., head_dim].
 
     Args:
-        cache_format: of the records; inferred from their dtype and width if None.
-        scale: that ``quantize`` had, of format ``fp8``.
+        cache_format: the records' format; inferred from their dtype and width if None.
+        scale: the per-tensor scale of format ``fp8`` that ``quantize`` used.
         dtype: of the rows: bf16, fp16 or float32.
 
     Raises:
-        TypeError, ValueError: an unknown format, or records of another dtype or width than its own.
+        TypeError, ValueError: an unknown format, or records whose dtype or width differs from the format's.
     """
     layout = format_of_records(records, cache_format, "records")
     check_float_dtype(dtype)
@@ -114,7 +114,7 @@ def pack(
     scale: float | torch.Tensor | None = None,
     scale_rounding: str = "power_of_two",
 ) -> torch.Tensor:
-    """A new cache of rows that are laid out as it is, as ``allocate`` would make it.
+    """Quantise the rows of a whole cache to a new cache, allocated as by ``allocate``.
 
     Args:
         rows: [pages, page_size, 1, head_dim], bf16, fp16 or float32.
@@ -144,7 +144,7 @@ def unpack(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The rows of a whole cache, the inverse of ``pack``.
+    """Dequantise a whole cache; the inverse of ``pack``.
 
     Args:
         cache: [pages, page_size, 1, width] or [pages, page_size, width].
@@ -154,7 +154,7 @@ def unpack(
         [pages, page_size, 1, head_dim] in ``dtype``.
 
     Raises:
-        TypeError, ValueError: an unknown format, or a cache of another dtype, width or strides than its own.
+        TypeError, ValueError: an unknown format, or a cache whose dtype, width or strides do not fit the format.
     """
     cache, layout = as_cache(cache, cache_format)
     check_float_dtype(dtype)
@@ -175,24 +175,24 @@ def as_cache(
     checks.tensor(name, cache, ("pages", "page_size", 1, width), layout.accepted_dtypes)
     if not layout.plain and cache.shape[1] > 1 and cache.stride(1) != width:
         raise ValueError(
-            f"{name} of format {layout.name} must have {width} bytes from token to token, got stride {cache.stride(1)}"
+            f"{name} of format {layout.name} must have a token stride of {width} bytes, got {cache.stride(1)}"
         )
     if not layout.plain and cache.shape[0] > 1 and cache.stride(0) < width * cache.shape[1]:
         raise ValueError(
-            f"{name} of format {layout.name} must have at least {width * cache.shape[1]} bytes from page to page, "
-            f"got stride {cache.stride(0)}"
+            f"{name} of format {layout.name} must have a page stride of at least {width * cache.shape[1]} bytes, "
+            f"got {cache.stride(0)}"
         )
     return cache, layout
 
 
 def format_of_records(records: object, cache_format: str | CacheFormat | None, name: str) -> CacheFormat:
-    """The format given or inferred, checked against the width and dtype of records or of a cache."""
+    """The given or inferred format, checked against the width and dtype of records or of a cache."""
     if not isinstance(records, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(records).__name__}")
     if records.dim() == 0:
         raise ValueError(f"{name} must have at least one axis, got a scalar")
     if records.shape[-1] == 0:
-        raise ValueError(f"{name} must have rows of at least one number, got shape {list(records.shape)}")
+        raise ValueError(f"{name} must have rows of at least one element, got shape {list(records.shape)}")
     if cache_format is None:
         return infer_format(records, name)
     if isinstance(cache_format, str):
@@ -212,7 +212,7 @@ def format_of_records(records: object, cache_format: str | CacheFormat | None, n
 
 
 def format_for_rows(cache_format: str | CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) -> CacheFormat:
-    """The format that will hold these rows: formats without tiles take the rows' width."""
+    """The format for these rows; its width is the rows' width if it is plain."""
     for name, value in (("x", x), *([] if rope is None else [("rope", rope)])):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -229,12 +229,12 @@ def format_for_rows(cache_format: str | CacheFormat, x: torch.Tensor, rope: torc
 
 
 def split_rows(layout: CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent and rope parts, given whole rows or the two parts."""
+    """The latent and rope parts of whole rows, or of rows given in these two parts."""
     if rope is None:
         if x.shape[-1] != layout.head_dim:
             raise ValueError(
-                f"x must be {layout.head_dim} wide for format {layout.name} (or {layout.latent_dim} with rope= "
-                f"beside it), got {x.shape[-1]}"
+                f"x must be {layout.head_dim} wide for format {layout.name} (or {layout.latent_dim} if rope is given), "
+                f"got {x.shape[-1]}"
             )
         return x[..., : layout.latent_dim], x[..., layout.latent_dim :]
     if x.shape[:-1] != rope.shape[:-1] or x.device != rope.device:
@@ -252,7 +252,7 @@ def split_rows(layout: CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) 
 
 
 def check_float_dtype(dtype: object) -> None:
-    """What rows are read in."""
+    """Check the dtype that rows are dequantised to."""
     if dtype not in checks.FLOAT_DTYPES:
         raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
 
@@ -260,11 +260,11 @@ def check_float_dtype(dtype: object) -> None:
 def check_scale_rounding(layout: CacheFormat, scale_rounding: str) -> None:
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
     if scale_rounding == "exact" and not layout.has_exact_scales:
-        raise ValueError(f"scale_rounding='exact' cannot be had in format {layout.name}: its scales are rounded")
+        raise ValueError(f"scale_rounding must be 'power_of_two' for format {layout.name}, got 'exact'")
 
 
 def one_scale(layout: CacheFormat, value: float | torch.Tensor | None) -> float | torch.Tensor:
-    """The scale of a per-tensor format (1 if None); an error where the format has no such scale."""
+    """The scale of a per-tensor format (1 if None); an error if the format has no such scale."""
     if value is not None and not layout.takes_scale:
-        raise ValueError(f"scale belongs to format fp8; format {layout.name} has none, got {value!r}")
+        raise ValueError(f"scale must be None for format {layout.name} (only fp8 has one), got {value!r}")
     return scales.check("scale", value)

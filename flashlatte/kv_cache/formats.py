@@ -1,8 +1,8 @@
-"""Cache formats: how one token's latent and rope become bytes, and where in a page those bytes lie.
+"""Cache formats: the encoding of a token's latent and rope, and the layout of a page.
 
-A page is a sequence of *planes*. Plane p holds ``width`` elements for each token of the page, token after
-token; the planes follow each other. An interleaved format has one plane, so that a token's bytes lie together;
-``model1`` has two, first the data of all tokens, then the scales of all tokens.
+A page is a sequence of *planes*. Plane p holds ``width`` elements for each token of the page, in token order. An
+interleaved format has one plane, so a token's bytes are contiguous. ``model1`` has two: the data of all tokens, then
+the scales of all tokens.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ ROPE_DIM = 64
 
 @dataclass(frozen=True)
 class Plane:
-    """One plane of a page: ``width`` elements of ``dtype`` a token."""
+    """One plane of a page: ``width`` elements of ``dtype`` per token."""
 
     width: int
     dtype: torch.dtype
 
 
 class Tiling(NamedTuple):
-    """Where a token's bytes lie in a format whose e4m3 latent has a scale for each tile and whose rope is bf16.
+    """The layout of a token in a format with an e4m3 latent, a scale per tile, and a bf16 rope.
 
-    Kernels take it as one constant.
+    Kernels take it as a constant.
 
     Attributes:
         tile: latent values that share a scale.
-        tiles: scales of a token.
-        scale_places: ``tiles`` rounded up to a power of two: so many scales a token has room for.
-        row_bytes: from token to token in the plane that holds latent and rope.
-        rope_offset: of the rope's bytes in that row; ``row_bytes`` where a row has no rope.
-        e8m0: scales are E8M0 bytes in a plane of their own behind the page's tokens; else float32 behind the latent.
+        tiles: scales per token.
+        padded_tiles: scales that a token has room for: ``tiles`` rounded up to a power of two.
+        row_bytes: token stride, in bytes, of the plane that holds latent and rope.
+        rope_offset: byte offset of the rope in that row; ``row_bytes`` if a row has no rope.
+        e8m0: scales are E8M0 bytes in a separate plane after the tokens of a page; else float32 after the latent.
     """
 
     tile: int
     tiles: int
-    scale_places: int
+    padded_tiles: int
     row_bytes: int
     rope_offset: int
     e8m0: bool
 
 
 class BlockScaling(NamedTuple):
-    """Where a token's bytes lie in a format that keeps them together: numbers in blocks that share a one-byte scale.
+    """The layout of a token in a format with contiguous tokens and a one-byte scale per block of values.
 
-    The numbers of a row that have scales, ``block`` · ``blocks`` of them, stand first; what a row has beyond them is
-    e4m3 without a scale. Kernels take it as one constant.
+    The first ``block`` · ``blocks`` values of a row have scales; the values after them are e4m3 without a scale.
+    Kernels take it as a constant.
 
     Attributes:
-        fp4: numbers are e2m1, two a byte with the even one in the low half, and scales e4m3; else e4m3 and E8M0.
-        block: numbers that share a scale.
-        blocks: scales of a token.
-        scale_offset: of the scales' bytes in a token.
-        token_bytes: from token to token.
+        fp4: values are e2m1, two per byte with the even one in the low half, and scales e4m3; else e4m3 and E8M0.
+        block: values that share a scale.
+        blocks: scales per token.
+        scale_offset: byte offset of the scales in a token.
+        token_bytes: token stride in bytes.
         scale_lanes: the scale of block s is byte blocks / scale_lanes · (s % scale_lanes) + s // scale_lanes.
-        rounds_up: an e4m3 scale is no less than amax / 6, where there is one; else the nearest.
+        rounds_up: an e4m3 scale is amax / 6 rounded up; else rounded to nearest.
     """
 
     fp4: bool
@@ -75,21 +75,21 @@ class BlockScaling(NamedTuple):
 class CacheFormat(abc.ABC):
     """A cache format. Rows have ``head_dim`` = ``latent_dim`` + ``rope_dim`` values.
 
-    A new format is a subclass with ``planes``, ``encode`` and ``decode``, and its place in ``registry``: allocation
-    and the reference operations then serve it. Kernels look at ``plain``, ``tiling`` and ``block_scaling``, and refuse
-    a format that none of them describes.
+    A new format is a subclass that implements ``planes``, ``encode`` and ``decode``, with an entry in ``registry``.
+    That suffices for allocation and the reference operations. Kernels read ``plain``, ``tiling`` and ``block_scaling``,
+    and do not accept a format that has none of these.
 
     Attributes:
         name: the format's public name.
-        record_dtype: of a cache tensor's elements.
-        accepted_dtypes: dtypes of cache tensors that are taken for this format.
-        page_alignment: bytes of which the distance from page to page is a multiple, in a cache that is allocated.
-        row_alignment: bytes of which every token's address is a multiple, for kernels that copy many bytes at a time.
-        takes_scale: one float32 scale, given beside the cache, holds for all of it.
-        plain: a row is ``head_dim`` numbers of ``record_dtype``, as many as one likes.
-        tiling: where kernels find the parts of a token with a scale a tile; None for other formats.
-        block_scaling: where kernels find the parts of a token with a scale byte a block; None for other formats.
-        inferred_dtypes: of cache tensors whose width alone tells this format; None: all ``accepted_dtypes``.
+        record_dtype: element dtype of a cache tensor.
+        accepted_dtypes: dtypes of cache tensors that are accepted for this format.
+        page_alignment: alignment, in bytes, of the page stride of an allocated cache.
+        row_alignment: alignment, in bytes, of every token's address, for kernels that copy many bytes at a time.
+        takes_scale: a cache has one float32 scale, which is passed as an argument.
+        plain: a row is ``head_dim`` elements of ``record_dtype``, for any head_dim.
+        tiling: layout of a token with a scale per tile; None for other formats.
+        block_scaling: layout of a token with a scale byte per block; None for other formats.
+        inferred_dtypes: dtypes of cache tensors whose width alone identifies this format; None: ``accepted_dtypes``.
         has_exact_scales: scales need not be powers of two.
         head_dim: values in a token's key row (576 = 512 latent + 64 rope; 512 = 448 + 64 for ``model1``).
     """
@@ -110,7 +110,7 @@ class CacheFormat(abc.ABC):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether a row holds less than the 16- or 32-bit numbers that were written."""
+        """Whether rows are stored with less precision than 16 bits."""
         return self.takes_scale or not self.plain
 
     @property
@@ -120,7 +120,7 @@ class CacheFormat(abc.ABC):
 
     @property
     def value_dim(self) -> int:
-        """Leading values of the key row that are its value row."""
+        """The number of leading values of a key row that form the value row."""
         return self.latent_dim
 
     @property
@@ -130,7 +130,7 @@ class CacheFormat(abc.ABC):
     @property
     @abc.abstractmethod
     def planes(self) -> tuple[Plane, ...]:
-        """The planes of a page, in the order in which they lie."""
+        """The planes of a page, in memory order."""
 
     @property
     def record_width(self) -> int:
@@ -141,12 +141,12 @@ class CacheFormat(abc.ABC):
     def bytes_per_token(self) -> int:
         return self.record_width * self.record_dtype.itemsize
 
-    def beside(self, width: int) -> CacheFormat:
-        """The format of a second cache, ``width`` wide, that joins one of this format: this one, but for ``v41``."""
+    def second_format(self, width: int) -> CacheFormat:
+        """The format of a second cache, ``width`` wide, next to one of this format: the same, except for ``v41``."""
         return self
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes from one page to the next in a cache that ``allocate`` made."""
+        """Page stride, in bytes, of a cache from ``allocate``."""
         used = self.bytes_per_token * page_size
         return -(-used // self.page_alignment) * self.page_alignment
 

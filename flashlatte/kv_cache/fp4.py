@@ -1,6 +1,6 @@
-"""e2m1 values, two a byte, with a scale a block of a row.
+"""e2m1 values, two per byte, with a scale per block of a row.
 
-mxfp4 has an E8M0 scale for each 32 (OCP Microscaling 1.0), nvfp4 an e4m3 scale for each 16.
+mxfp4 has an E8M0 scale per 32 values (OCP Microscaling 1.0), nvfp4 an e4m3 scale per 16.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ NVFP4_BLOCK = 16
 E2M1_MAX = 6.0
 # Magnitudes by code; bit 3 is the sign.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# The nearest magnitude changes here, by code; of two as near the even code is taken.
+# The midpoints between magnitudes, by code; ties round to the even code.
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-# The smallest scale is a normal number, so that its reciprocal is one.
+# A normal number, so that its reciprocal is one.
 SMALLEST_SCALE = 2.0**-126
-# e4m3's smallest number above 0, and the byte of its largest.
+# The smallest positive e4m3 value, and the byte of the largest.
 SMALLEST_E4M3 = 2.0**-9
 _LARGEST_E4M3_BYTE = 0x7E
 
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Codes 0 to 15, uint8, of float32 x, saturating at 6. NaN has no code: it gives 0."""
+    """Codes 0 to 15, uint8, of float32 x, saturating at 6. e2m1 has no NaN: NaN becomes 0."""
     magnitude = x.abs()
     code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for index, midpoint in enumerate(_MIDPOINTS):
@@ -33,7 +33,7 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """float32 of codes 0 to 15."""
+    """float32 values of codes 0 to 15."""
     values = (*E2M1_MAGNITUDES, *(-magnitude for magnitude in E2M1_MAGNITUDES))
     return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.long()]
 
@@ -51,8 +51,8 @@ def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise [..., n · 32] to packed bytes [..., n · 16] and E8M0 bytes [..., n], both uint8.
 
-    The scale is amax / 6 rounded up to a power of two. A byte holds value 2i in its low half and 2i + 1 in its high
-    half. A tile with a NaN or an infinity has a NaN scale.
+    The scale is amax / 6 rounded up to a power of two. A byte has value 2i in its low half and 2i + 1 in its high half.
+    A tile with a NaN or an infinity gets a NaN scale.
     """
     tiles = x.float().unflatten(-1, (-1, TILE))
     amax = tiles.abs().amax(dim=-1)
@@ -80,7 +80,7 @@ def quantize_nvfp4(x: torch.Tensor, rounds_up: bool) -> tuple[torch.Tensor, torc
     wanted = divide(amax, E2M1_MAX).clamp(SMALLEST_E4M3, E4M3_MAX)
     scales = as_bytes(to_e4m3(wanted))
     if rounds_up:
-        # Bytes of positive e4m3 numbers are in order.
+        # The bytes of positive e4m3 values are in ascending order.
         scales = (scales + (from_bytes(scales, torch.float8_e4m3fn).float() < wanted)).clamp_max(_LARGEST_E4M3_BYTE)
     scales = torch.where(amax.isfinite(), scales, 0x7F)
     codes = to_e2m1(blocks / from_bytes(scales, torch.float8_e4m3fn).float().unsqueeze(-1)).flatten(-2)

@@ -1,4 +1,4 @@
-"""e4m3 values with one scale for each tile of a row."""
+"""e4m3 values with a scale per tile of a row."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def divide(x: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
-    """x / divisor, correctly rounded: by a Python number PyTorch multiplies with the reciprocal on a GPU."""
+    """x / divisor, correctly rounded: on a GPU, PyTorch divides by a Python number by multiplying by its reciprocal."""
     return x / (divisor if isinstance(divisor, torch.Tensor) else torch.full_like(x[..., :1], divisor))
 
 
 def round_up_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """2^ceil(log2 x) for positive float32 x, exactly; infinities and NaN are kept."""
+    """2^ceil(log2 x) for positive float32 x, exact; infinities and NaN are returned unchanged."""
     mantissa, exponent = torch.frexp(x)  # x = mantissa · 2^exponent, mantissa in [0.5, 1)
     rounded = torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
     return torch.where(x.isfinite(), rounded, x)
@@ -30,9 +30,8 @@ def round_up_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
 def quantize_tiles(x: torch.Tensor, tile: int, scale_rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise [..., n · tile] float values to e4m3 [..., n · tile] and float32 scales [..., n].
 
-    The scale is amax / 448 of the tile: rounded up to a power of two and at least 2^-13 ("power_of_two", as
-    FlashMLA's quantiser does), or as it is ("exact", as vLLM wrote it up to 0.26). A tile with a NaN has a NaN
-    scale.
+    The scale is the tile's amax / 448: rounded up to a power of two of at least 2^-13 ("power_of_two", as in FlashMLA's
+    quantiser), or not rounded ("exact", as in vLLM up to 0.26). A tile with a NaN gets a NaN scale.
     """
     tiles = x.float().unflatten(-1, (-1, tile))
     scales = divide(tiles.abs().amax(dim=-1), E4M3_MAX)
@@ -57,5 +56,5 @@ def from_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def raw_view(cache: torch.Tensor) -> torch.Tensor:
-    """A one-byte cache as uint8, other caches as they are: indexing float8 tensors is not served everywhere."""
+    """A one-byte cache as uint8, other caches unchanged: not every device supports indexing of float8 tensors."""
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache

@@ -1,4 +1,4 @@
-"""Sylvester's Hadamard matrix, which spreads what stands out in a row over all of its numbers."""
+"""Sylvester's Hadamard matrix, which spreads the outliers of a row over all of its elements."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 @functools.lru_cache(maxsize=32)
 def hadamard(dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """``signs`` times dim^-0.5: orthonormal, symmetric, its own inverse. Callers share it and leave it as it is."""
-    # A matrix made in inference mode could not serve outside of it.
+    """``signs`` times dim^-0.5: orthonormal, symmetric, its own inverse. Cached: callers must not modify it."""
+    # An inference tensor could not be used outside inference mode.
     with torch.inference_mode(False):
         return (signs(dim) * dim**-0.5).to(device, dtype)
 

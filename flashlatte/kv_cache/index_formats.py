@@ -1,14 +1,14 @@
-"""Caches of index keys: what the sparse-attention indexer scores queries against, one vector a token.
+"""Formats of index-key caches, one key per token, for the sparse-attention indexer.
 
-``index_fp8``, 132 bytes for 128 values (DeepGEMM's, vLLM's and SGLang's cache for DeepSeek-V3.2), a page of B tokens:
+``index_fp8``, 132 bytes for 128 values (the cache of DeepGEMM, vLLM and SGLang for DeepSeek-V3.2), a page of B tokens:
 
     bytes 0 to 128·B - 1        for each token 128 e4m3 values
     bytes 128·B to 132·B - 1    for each token a float32 scale
 
-``index_mxfp4``, 68 bytes (DeepSeek-V4's): 64 bytes of e2m1 pairs a token, then four E8M0 bytes a token, one for 32
-values. ``index_bf16`` and ``index_fp32``: the values as they are. Keys have no rope part: it is rotated and quantised
-with the rest. The cache tensor's row strides of 132 and 68 are nominal: a token's values and scales do not lie
-together.
+``index_mxfp4``, 68 bytes (DeepSeek-V4): first 64 bytes of e2m1 pairs per token, then four E8M0 bytes per token, one for
+32 values. ``index_bf16`` and ``index_fp32`` store the values unquantised. Keys have no separate rope part: all values
+are quantised alike. The cache tensor's row strides of 132 and 68 are nominal: a token's values and scales are not
+contiguous.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class IndexFormat(CacheFormat):
     """A cache of index keys of ``head_dim`` values.
 
     Attributes:
-        encoding: how a value is stored: "e4m3", "bf16", "fp32" or "e2m1".
-        value_bytes: of a token's values.
-        scale_bytes: of a token's scales, behind all values of its page.
+        encoding: of a value: "e4m3", "bf16", "fp32" or "e2m1".
+        value_bytes: bytes of a token's values.
+        scale_bytes: bytes of a token's scales, which follow all values of its page.
     """
 
     encoding: ClassVar[str]
@@ -59,7 +59,7 @@ class IndexFormat(CacheFormat):
 
 @dataclass(frozen=True)
 class IndexFp8Format(IndexFormat):
-    """e4m3 values with a float32 scale a token: head_dim + 4 bytes."""
+    """e4m3 values with a float32 scale per token: head_dim + 4 bytes."""
 
     name = "index_fp8"
     encoding = "e4m3"
@@ -105,7 +105,7 @@ class IndexBf16Format(IndexFormat):
 
 @dataclass(frozen=True)
 class IndexFp32Format(IndexFormat):
-    """The values in float32, without scales: for models in float32, and to compare others with."""
+    """The values in float32, without scales: for float32 models and comparisons."""
 
     name = "index_fp32"
     encoding = "fp32"
@@ -127,7 +127,7 @@ class IndexFp32Format(IndexFormat):
 
 @dataclass(frozen=True)
 class IndexMxfp4Format(IndexFormat):
-    """e2m1 values, two a byte, with an E8M0 scale for each 32: head_dim / 2 + head_dim / 32 bytes."""
+    """e2m1 values, two per byte, with an E8M0 scale per 32 values: head_dim / 2 + head_dim / 32 bytes."""
 
     name = "index_mxfp4"
     encoding = "e2m1"
@@ -151,8 +151,8 @@ INDEX_FORMATS: dict[str, type[IndexFormat]] = {
     cls.name: cls for cls in (IndexFp8Format, IndexBf16Format, IndexFp32Format, IndexMxfp4Format)
 }
 
-# What the dtype of keys that were gathered from a cache tells of it.
-FORMAT_OF_KEYS: dict[torch.dtype, str] = {
+# The format of the cache that keys were gathered from, by the keys' dtype.
+FORMAT_BY_KEY_DTYPE: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: IndexFp8Format.name,
     torch.bfloat16: IndexBf16Format.name,
     torch.float32: IndexFp32Format.name,
@@ -165,7 +165,7 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows [..., d] to e4m3 and float32 scales [...].
 
-    The scale is max(amax, smallest_amax) / 448: as it is ("exact") or rounded up to a power of two ("power_of_two").
+    The scale is max(amax, smallest_amax) / 448, not rounded ("exact") or rounded up to a power of two ("power_of_two").
     """
     x = x.float()
     scales = divide(x.abs().amax(dim=-1, keepdim=True).clamp_min(smallest_amax), E4M3_MAX)
@@ -175,7 +175,7 @@ def quantize_rows(
 
 
 def index_format(name: str, head_dim: int = 128) -> IndexFormat:
-    """The format of index keys of this name.
+    """The index-key format of this name.
 
     Raises:
         ValueError: an unknown name, or a head_dim other than 32, 64 and 128.
@@ -186,14 +186,14 @@ def index_format(name: str, head_dim: int = 128) -> IndexFormat:
 
 
 def index_format_beside(latents: CacheFormat) -> str:
-    """The name of the format of index keys that is as exact as latents in this format."""
+    """The name of the index-key format whose precision matches latents in this format."""
     if not latents.plain:
         return IndexFp8Format.name
     return IndexFp32Format.name if latents.record_dtype == torch.float32 else IndexBf16Format.name
 
 
 def index_format_of(cache: torch.Tensor, head_dim: int, name: str = "cache") -> IndexFormat:
-    """The format of index keys that a cache's dtype and last dimension tell, for keys of ``head_dim`` values."""
+    """The index-key format of a cache, identified by its dtype and last dimension, for keys of ``head_dim`` values."""
     for cls in INDEX_FORMATS.values():
         layout = cls(head_dim=head_dim)
         if cache.dtype in layout.accepted_dtypes and cache.shape[-1] == layout.record_width:
@@ -218,9 +218,9 @@ def as_index_cache(cache: object, head_dim: int, name: str = "cache") -> tuple[t
     layout = index_format_of(cache, head_dim, name)
     width = layout.record_width
     if cache.stride(3) != 1 or (cache.shape[1] > 1 and cache.stride(1) != width):
-        raise ValueError(f"{name} must have pages without gaps, token after token, got strides {cache.stride()}")
+        raise ValueError(f"{name} must have contiguous pages, got strides {cache.stride()}")
     if cache.shape[0] > 1 and cache.stride(0) < width * cache.shape[1]:
         raise ValueError(
-            f"{name} must have at least {width * cache.shape[1]} elements from page to page, got {cache.stride(0)}"
+            f"{name} must have a page stride of at least {width * cache.shape[1]} elements, got {cache.stride(0)}"
         )
     return cache, layout

@@ -1,4 +1,4 @@
-"""The codebooks of least mean square error for normally distributed numbers (Max, 1960; Lloyd, 1982)."""
+"""Codebooks of minimal mean square error for normally distributed values (Max, 1960; Lloyd, 1982)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SMALLEST_STEP = 1e-13
 
 @functools.cache
 def lloyd_max(bits: int) -> tuple[float, ...]:
-    """The 2^bits centroids for N(0, 1), rising; symmetric about 0.
+    """The 2^bits centroids for N(0, 1) in ascending order, symmetric about 0.
 
-    By Lloyd's iteration: a cell reaches half way to its neighbours' centroids, and its centroid is the mean of what
-    falls into it, (φ(a) - φ(b)) / (Φ(b) - Φ(a)) between a and b.
+    Lloyd's iteration: the boundaries of a cell are the midpoints to the adjacent centroids, and its centroid is the
+    mean of N(0, 1) in the cell, (φ(a) - φ(b)) / (Φ(b) - Φ(a)) between a and b.
     """
     count = 2**bits
     positive = [3.5 * (2 * index + 1) / count for index in range(count // 2)]
@@ -29,7 +29,7 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 
 @functools.cache
 def midpoints(bits: int) -> tuple[float, ...]:
-    """Where the cells of ``lloyd_max`` meet: a number is given the centroid above a midpoint that it reaches."""
+    """The boundaries between the cells of ``lloyd_max``; a value at a boundary belongs to the upper cell."""
     centroids = lloyd_max(bits)
     return tuple((a + b) / 2 for a, b in pairwise(centroids))
 

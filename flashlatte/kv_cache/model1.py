@@ -1,11 +1,11 @@
-"""``model1``: DeepSeek-V4's cache (vLLM's fp8_ds_mla of V4), 584 bytes a token in two planes.
+"""``model1``: DeepSeek-V4's cache (vLLM's fp8_ds_mla for V4), 584 bytes per token in two planes.
 
     a page of B tokens:
     bytes 0 to 576·B - 1      for each token 448 e4m3 latent values, then 64 bf16 rope values
     bytes 576·B to 584·B - 1  for each token seven E8M0 scales, one for 64 latent values, and a zero
     then padding up to a multiple of 576 bytes
 
-The cache tensor's row stride of 584 is nominal: a token's bytes do not lie together.
+The cache tensor's row stride of 584 is nominal: a token's bytes are not contiguous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCALE_BYTES = 8
 
 @dataclass(frozen=True)
 class Model1Format(CacheFormat):
-    """584 bytes a token, data and scales apart. Rows and values are both 512 wide: 448 latent, 64 rope."""
+    """584 bytes per token, data and scales in separate planes. Rows and values are 512 wide: 448 latent, 64 rope."""
 
     name = "model1"
     record_dtype = torch.uint8
@@ -36,7 +36,7 @@ class Model1Format(CacheFormat):
     tiling = Tiling(
         tile=TILE,
         tiles=SCALES,
-        scale_places=SCALE_BYTES,
+        padded_tiles=SCALE_BYTES,
         row_bytes=LATENT_BYTES + ROPE_BYTES,
         rope_offset=LATENT_BYTES,
         e8m0=True,

@@ -1,6 +1,6 @@
-"""``nvfp4_ds_mla``: vLLM's 352 bytes a token for the rows of DeepSeek-V3.
+"""``nvfp4_ds_mla``: vLLM's cache of 352 bytes per token for the rows of DeepSeek-V3.
 
-bytes 0 to 255    512 latent values, e2m1, two a byte, the even one in the low half
+bytes 0 to 255    512 latent values, e2m1, two per byte, the even one in the low half
 bytes 256 to 319  64 rope values, e4m3 without a scale, saturating at 448
 bytes 320 to 351  thirty-two e4m3 scales, one for 16 latent values; that of block s is byte 8 · (s % 4) + s // 4
 """
@@ -23,11 +23,11 @@ LANES = 4
 
 @dataclass(frozen=True)
 class Nvfp4Format(CacheFormat):
-    """352 bytes a token. Scales are e4m3's next number that is no less than amax / 6.
+    """352 bytes per token. The scale is amax / 6 rounded up to e4m3.
 
-    In a block whose largest value amax is from 6 · 2^-6 to 2,688, values are within 3/16 of amax: half of e2m1's
-    longest step, which is 1 of 6, of a scale that is an eighth too large at most. In a block of smaller values they are
-    within 2^-6. Values beyond 2,688 saturate. Rope values are within 2^-4 of themselves, or 2^-10, up to 448.
+    The error of a value is at most 3/16 of amax in a block with amax from 6 · 2^-6 to 2,688: half of e2m1's largest
+    step (2 of 6), with a scale up to 1/8 too large. It is at most 2^-6 in a block with a smaller amax. Values above
+    2,688 saturate. The relative error of a rope value is at most 2^-4, or the absolute error 2^-10, up to 448.
     """
 
     name = "nvfp4_ds_mla"

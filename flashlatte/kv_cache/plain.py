@@ -1,4 +1,4 @@
-"""Formats without tiles: the row as it is (bf16, fp16, fp32), or as e4m3 with one scale for the whole cache."""
+"""Formats without tiles: rows in bf16, fp16 or fp32, or in e4m3 with one scale for the whole cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlainFormat(CacheFormat):
         return (torch.cat((latent, rope), dim=-1).to(self.record_dtype),)
 
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
-        # A copy, in fp32 too: later writes to the cache must not change rows that were read from it.
+        # Copy in fp32 too: later writes to the cache must not change the result.
         return planes[0].to(torch.float32, copy=True)
 
 

@@ -1,4 +1,4 @@
-"""The formats by name, and the format that a tensor's dtype and width tell."""
+"""Lookup of formats by name, or by a tensor's dtype and width."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMATS: dict[str, type[CacheFormat]] = {
     )
 }
 FORMAT_NAMES = tuple(FORMATS)
-# The format of DeepSeek-V4's keys and groups, unless another is chosen.
+# The default format of DeepSeek-V4's keys and compressed groups.
 DEEPSEEK_V4_FORMAT = Model1Format.name
 # FlashMLA's names of its formats, the values of its argument kv_format. V4.1's pages are those of its release of
 # September 2026: before, all scales of a page followed all of its values.
@@ -47,15 +47,15 @@ _OF_FIXED_WIDTH = tuple(cls() for cls in FORMATS.values() if not cls.plain)
 
 
 def as_format(cache_format: str | CacheFormat, head_dim: int | None = None) -> CacheFormat:
-    """The format of this name; one that is a ``CacheFormat`` already, as it is.
+    """The format of this name; a ``CacheFormat`` is returned unchanged.
 
     Args:
         cache_format: a name of ``FORMAT_NAMES`` or of an index cache ("index_fp8", …), or a format.
-        head_dim: width of a row, free for bf16, fp16, fp32, fp8 and index keys, fixed for the others; None: the
+        head_dim: width of a row, variable in bf16, fp16, fp32, fp8 and index keys, fixed in other formats; None: the
             format's default.
 
     Raises:
-        ValueError: an unknown name, or a head_dim that the format does not have.
+        ValueError: an unknown name, or a head_dim that the format does not support.
     """
     if isinstance(cache_format, CacheFormat):
         if head_dim is not None and head_dim != cache_format.head_dim:
@@ -71,7 +71,7 @@ def format_of_rows(cache_format: str | CacheFormat, latent_dim: int, rope_dim: i
     """The format for a model's rows [latent | rope].
 
     Raises:
-        ValueError: an unknown format, or one of other rows; says which take these.
+        ValueError: an unknown format, or one for rows of other widths; the message lists the accepted formats.
     """
     layout = as_format(cache_format)
     if layout.plain:
@@ -88,7 +88,7 @@ def format_of_rows(cache_format: str | CacheFormat, latent_dim: int, rope_dim: i
 
 
 def format_class(name: str) -> type[CacheFormat]:
-    """The class of the format of this name, which knows all that does not depend on a head_dim."""
+    """The class of the format of this name, with the attributes that do not depend on a head_dim."""
     cls = FORMATS.get(name) or INDEX_FORMATS.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"cache_format must be one of {', '.join((*FORMATS, *INDEX_FORMATS))}, got {name!r}")
@@ -96,15 +96,15 @@ def format_class(name: str) -> type[CacheFormat]:
 
 
 def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
-    """The format that a cache tensor's dtype and last dimension tell.
+    """The format of a cache tensor, identified by its dtype and last dimension.
 
-    bf16, fp16 and float32 caches are of these formats, as wide as they are. One-byte caches are ``v32`` (656 wide),
-    ``model1`` (584), as uint8 or int8 ``v41_fp4`` (288) and ``nvfp4_ds_mla`` (352), or, as float8_e4m3fn of any other
-    width, ``fp8``. A width of 528 is ambiguous: ``v41`` or ``v32_no_rope``.
+    bf16, fp16 and float32 caches have the plain format of their dtype and width. One-byte caches are ``v32`` (656
+    wide), ``model1`` (584), in uint8 or int8 ``v41_fp4`` (288) and ``nvfp4_ds_mla`` (352), and in
+    float8_e4m3fn of any other width ``fp8``. A width of 528 is ambiguous: ``v41`` or ``v32_no_rope``.
 
     Args:
         cache: [..., width].
-        name: what an error calls the tensor.
+        name: the argument's name in an error.
 
     Raises:
         ValueError: no format has this dtype and width, or two have.
@@ -114,7 +114,7 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
     if len(layouts) > 1:
         raise ValueError(
             f"{name} is {width} bytes wide, which is ambiguous: cache_format must be given, "
-            f"{checks.either(repr(layout.name) for layout in layouts)}"
+            f"{checks.join_or(repr(layout.name) for layout in layouts)}"
         )
     if layouts:
         return layouts[0]
@@ -122,13 +122,13 @@ def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
         return plain_format(cache.dtype, width)
     raise ValueError(
         f"{name} must be a bfloat16, float16 or float32 cache, a float8_e4m3fn cache (fp8), or a one-byte cache "
-        f"{checks.either(f'{one.record_width} ({one.name})' for one in _OF_FIXED_WIDTH)} wide; "
+        f"{checks.join_or(f'{one.record_width} ({one.name})' for one in _OF_FIXED_WIDTH)} wide; "
         f"got {str(cache.dtype).removeprefix('torch.')} {width} wide"
     )
 
 
 def formats_of_width(cache: torch.Tensor) -> list[CacheFormat]:
-    """The formats of a cache's dtype and width; none where rows of plain numbers may be as wide."""
+    """The formats of a cache's dtype and width; none if a plain format may have that width."""
     return [
         layout
         for layout in _OF_FIXED_WIDTH
@@ -138,7 +138,7 @@ def formats_of_width(cache: torch.Tensor) -> list[CacheFormat]:
 
 
 def plain_format(dtype: torch.dtype, head_dim: int | None = None) -> CacheFormat:
-    """The format of rows that are numbers of this dtype, ``head_dim`` wide; 576 if None."""
+    """The plain format of this dtype for rows of ``head_dim`` elements; 576 if None."""
     if dtype not in _PLAIN_BY_DTYPE:
         raise ValueError(f"dtype must be {checks.dtype_names(_PLAIN_BY_DTYPE)}, got {checks.dtype_names([dtype])}")
     cls = _PLAIN_BY_DTYPE[dtype]
@@ -146,5 +146,5 @@ def plain_format(dtype: torch.dtype, head_dim: int | None = None) -> CacheFormat
 
 
 def names_of(accepts: Callable[[type[CacheFormat]], bool]) -> str:
-    """The names of the formats that ``accepts`` holds for, for messages: "bf16, fp16 or fp32"."""
-    return checks.either(name for name, cls in FORMATS.items() if accepts(cls))
+    """The names of the formats for which ``accepts`` is true, for messages: "bf16, fp16 or fp32"."""
+    return checks.join_or(name for name, cls in FORMATS.items() if accepts(cls))

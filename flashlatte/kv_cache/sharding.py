@@ -1,4 +1,4 @@
-"""Which tokens of a request lie on a rank of a context-parallel group, and where: the conventions of vLLM's DCP."""
+"""The sharding of a request's tokens over the ranks of a context-parallel group, by the convention of vLLM's DCP."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from flashlatte.runtime import checks
 
 
 class Sharding(NamedTuple):
-    """Token t lies on rank (t // interleave) % size, there as token (t // (size · interleave)) · interleave +
+    """Token t is on rank (t // interleave) % size, at local position (t // (size · interleave)) · interleave +
     t % interleave.
 
-    A page of the sharded cache, which is one number on all ranks, holds ``page_tokens`` tokens of a request, and of
-    these each rank holds page_tokens / size. So the ranks share one block table, and one that a page manager made
-    for pages of ``page_tokens`` tokens serves all of them. Everything here runs on the device of its tensors and waits
-    for nothing.
+    A page of the sharded cache has the same page number on all ranks. It holds ``page_tokens`` tokens of a request, and
+    each rank holds page_tokens / size of them. So all ranks use the same block table, which a page manager makes for
+    pages of ``page_tokens`` tokens. The methods run on the device of their tensors and do not synchronise.
     """
 
     rank: int = 0
@@ -24,40 +23,40 @@ class Sharding(NamedTuple):
     interleave: int = 1
 
     def owns(self, positions: torch.Tensor) -> torch.Tensor:
-        """Whether this rank holds each token of a request; false below 0."""
+        """Whether this rank holds the token at each position of a request; False for positions below 0."""
         return (positions >= 0) & (positions // self.interleave % self.size == self.rank)
 
     def local_positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """Tokens of a request as numbered on this rank; -1 for those of other ranks, and below 0."""
-        turn = self.size * self.interleave
-        local = positions // turn * self.interleave + positions % self.interleave
+        """Local positions of a request's tokens on this rank; -1 for tokens of other ranks and positions below 0."""
+        period = self.size * self.interleave
+        local = positions // period * self.interleave + positions % self.interleave
         return torch.where(self.owns(positions), local, -1)
 
     def global_positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """Tokens as numbered on this rank as tokens of the request; -1 below 0."""
-        turn = self.size * self.interleave
-        first = positions // self.interleave * turn + self.rank * self.interleave
+        """The request's positions of tokens at local positions on this rank; -1 for positions below 0."""
+        period = self.size * self.interleave
+        first = positions // self.interleave * period + self.rank * self.interleave
         return torch.where(positions >= 0, first + positions % self.interleave, -1)
 
     def local_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
-        """How many of a request's first ``lengths`` tokens this rank holds; 0 below 0."""
+        """How many of a request's first ``lengths`` tokens this rank holds; 0 for lengths below 0."""
         lengths = lengths.clamp_min(0)
-        turn = self.size * self.interleave
-        rest = lengths % turn - self.rank * self.interleave
-        return lengths // turn * self.interleave + rest.clamp(0, self.interleave)
+        period = self.size * self.interleave
+        rest = lengths % period - self.rank * self.interleave
+        return lengths // period * self.interleave + rest.clamp(0, self.interleave)
 
     def local_slots(self, slots: torch.Tensor, page_tokens: int) -> torch.Tensor:
-        """Slots of a cache with pages of ``page_tokens`` tokens as this rank's; -1 for other ranks', and below 0.
+        """This rank's slots for slots of the sharded cache; -1 for slots of other ranks and below 0.
 
         Args:
             slots: int32 or int64, any shape: page · page_tokens + offset.
             page_tokens: a multiple of size · interleave.
 
         Returns:
-            The same shape and dtype: page · (page_tokens / size) + the token's place among this rank's of the page.
+            The same shape and dtype: page · (page_tokens / size) + the token's local position in the page.
 
         Raises:
-            ValueError: pages in which the ranks' tokens would not be those of the request's.
+            ValueError: page_tokens is not a multiple of size · interleave.
         """
         self._check_page(page_tokens)
         page, offset = slots // page_tokens, slots % page_tokens
@@ -65,20 +64,19 @@ class Sharding(NamedTuple):
         return torch.where((slots >= 0) & (local >= 0), page * (page_tokens // self.size) + local, -1)
 
     def local_block_table(self, block_table: torch.Tensor, page_tokens: int, page_size: int) -> torch.Tensor:
-        """A table of pages of ``page_tokens`` tokens as one of this rank's pages of ``page_size``.
+        """Convert a table of sharded pages of ``page_tokens`` tokens to a table of this rank's pages of ``page_size``.
 
         Args:
             block_table: int32 or int64 [b, max_pages].
             page_tokens: a multiple of size · interleave.
-            page_size: tokens in a page as this rank's kernels see its cache; divides page_tokens / size.
+            page_size: tokens per page of the cache that this rank's kernels read; divides page_tokens / size.
 
         Returns:
-            [b, max_pages · n], a page of the table being n = page_tokens / size / page_size pages in a row; -1 for
-            pages below 0, and for those whose numbers here the dtype does not hold. With n = 1, which needs nothing
-            done, the table itself.
+            [b, max_pages · n]: each page becomes n = page_tokens / size / page_size consecutive pages, -1 for a page
+            below 0 or a page number that overflows the dtype. If n is 1, the table itself.
 
         Raises:
-            ValueError: pages that do not divide so.
+            ValueError: the sizes do not divide each other.
         """
         self._check_page(page_tokens)
         held = page_tokens // self.size
@@ -91,16 +89,16 @@ class Sharding(NamedTuple):
             return block_table
         inside = torch.arange(count, dtype=block_table.dtype, device=block_table.device)
         pages = block_table.unsqueeze(-1)
-        # What stands behind a request's last page may be anything, and must not wrap into a page that exists.
+        # Entries after a request's last page may have any value; an overflow must not yield an existing page.
         fits = (pages >= 0) & (pages < (torch.iinfo(block_table.dtype).max + 1) // count)
         return torch.where(fits, pages * count + inside, -1).flatten(1)
 
     def _check_page(self, page_tokens: int) -> None:
-        turn = self.size * self.interleave
-        if checks.positive_int("page_tokens", page_tokens) % turn:
+        period = self.size * self.interleave
+        if checks.positive_int("page_tokens", page_tokens) % period:
             raise ValueError(
-                f"page_tokens must be a multiple of the {turn} tokens after which {self.size} ranks with interleave "
-                f"{self.interleave} begin again, got {page_tokens}"
+                f"page_tokens must be a multiple of {period}, the number of ranks ({self.size}) times the interleave "
+                f"({self.interleave}), got {page_tokens}"
             )
 
 

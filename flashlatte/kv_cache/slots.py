@@ -1,4 +1,4 @@
-"""Tokens of a cache by slot, in plain PyTorch."""
+"""Reading and writing of tokens by slot, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def read(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The rows at ``slots``, dequantised: what is in a cache, to look at.
+    """The dequantised rows at ``slots``, to inspect a cache.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
-        slots: int32 or int64, any shape: page · page_size + offset. One below 0 or beyond the cache reads as zeros.
+        slots: int32 or int64, any shape: page · page_size + offset. A slot outside the cache reads as zeros.
         cache_format: inferred from the cache if None.
-        scale: the one scale of format ``fp8`` (default 1); an error for the others.
+        scale: the per-tensor scale of format ``fp8`` (default 1); an error for other formats.
         dtype: of the rows: bf16, fp16 or float32.
 
     Returns:
@@ -52,14 +52,14 @@ def read_slots(
 
 
 def in_cache(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Which of int32 or int64 ``slots``, of any shape, a cache [pages, page_size, …] has."""
-    # PyTorch compares an int32 with a number beyond int32 as if that had wrapped.
+    """Whether each of int32 or int64 ``slots``, of any shape, is in a cache [pages, page_size, …]."""
+    # When PyTorch compares int32 values with a larger number, that number wraps.
     slots = slots.long()
     return (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
 
 
 def stored_tokens(slot_mapping: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens whose slots a cache has, and those slots: int64 [n] each."""
+    """The indices of tokens whose slots are in a cache, and those slots: int64 [n] each."""
     (tokens,) = torch.where(in_cache(slot_mapping, cache))
     return tokens, slot_mapping[tokens].long()
 
@@ -67,7 +67,7 @@ def stored_tokens(slot_mapping: torch.Tensor, cache: torch.Tensor) -> tuple[torc
 def write_slots(
     cache: torch.Tensor, slots: torch.Tensor, planes: tuple[torch.Tensor, ...], layout: CacheFormat
 ) -> None:
-    """Put what ``CacheFormat.encode`` made of n tokens at ``slots`` [n] of a checked cache, all of which it has."""
+    """Write n tokens, encoded by ``CacheFormat.encode``, to ``slots`` [n], which must be in the cache."""
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
     for view, plane in zip(layout.page_views(cache), planes, strict=True):
         view[page, offset] = plane

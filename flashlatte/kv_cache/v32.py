@@ -1,8 +1,8 @@
-"""``v32``: DeepSeek-V3.2's 656 bytes a token, interleaved; ``v32_no_rope``: its first 528, for models without RoPE.
+"""``v32``: DeepSeek-V3.2's 656 bytes per token, interleaved; ``v32_no_rope``: its first 528, for models without RoPE.
 
 bytes 0 to 511    512 e4m3 latent values
 bytes 512 to 527  four float32 scales, one for 128 latent values
-bytes 528 to 655  64 bf16 rope values, not quantised
+bytes 528 to 655  64 bf16 rope values
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROPE_BYTES = 128
 
 @dataclass(frozen=True)
 class V32Format(CacheFormat):
-    """656 bytes a token. Any float32 scale is honoured by the reader; the page stride is free."""
+    """656 bytes per token. Readers accept any float32 scale and any page stride."""
 
     name = "v32"
     record_dtype = torch.uint8
@@ -32,7 +32,7 @@ class V32Format(CacheFormat):
     tiling = Tiling(
         tile=TILE,
         tiles=SCALES,
-        scale_places=SCALES,
+        padded_tiles=SCALES,
         row_bytes=LATENT_BYTES + SCALE_BYTES + ROPE_BYTES,
         rope_offset=LATENT_BYTES + SCALE_BYTES,
         e8m0=False,
@@ -70,7 +70,7 @@ class V32NoRopeFormat(CacheFormat):
     tiling = Tiling(
         tile=TILE,
         tiles=SCALES,
-        scale_places=SCALES,
+        padded_tiles=SCALES,
         row_bytes=LATENT_BYTES + SCALE_BYTES,
         rope_offset=LATENT_BYTES + SCALE_BYTES,
         e8m0=False,

@@ -1,18 +1,19 @@
-"""``v41`` and ``v41_fp4``: DeepSeek-V4.1's caches, all 512 values of a row quantised, the rotated ones too.
+"""``v41`` and ``v41_fp4``: DeepSeek-V4.1's caches, with all 512 values of a row quantised, including the rotated ones.
 
-``v41``, 528 bytes a token (mxfp8):
+``v41``, 528 bytes per token (mxfp8):
 
     bytes 0 to 511    448 latent values and 64 rotated ones, e4m3
     bytes 512 to 527  sixteen E8M0 scales, one for 32 values
 
-``v41_fp4``, 288 bytes a token (nvfp4 without a scale for the whole tensor), FlashMLA's second cache beside ``v41``:
+``v41_fp4``, 288 bytes per token (nvfp4 without a per-tensor scale), FlashMLA's format of a second cache next to
+``v41``:
 
-    bytes 0 to 255    the 512 values, e2m1, two a byte, the even one in the low half
+    bytes 0 to 255    the 512 values, e2m1, two per byte, the even one in the low half
     bytes 256 to 287  thirty-two e4m3 scales, one for 16 values
 
-A token's bytes lie together, as FlashMLA's tests/quant.py has them. Its first release for V4.1, and the vLLM and SGLang
-of that time, put all scales of a page behind all of its values instead: those pages are as long, and are not these.
-Tokens of ``v32_no_rope`` are as long as those of ``v41``, so that a cache's width tells neither.
+A token's bytes are contiguous, as in FlashMLA's tests/quant.py. FlashMLA's first release for V4.1, and vLLM and SGLang
+at that time, stored all scales of a page after all of its values. Those pages have the same size but are incompatible.
+Tokens of ``v32_no_rope`` are as long as those of ``v41``, so the width of a cache does not identify the format.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class V41Row(CacheFormat):
-    """What the two have in common: rows and values of 512 numbers, 448 latent and 64 rotated ones."""
+    """Common base: rows and values of 512 elements, 448 latent and 64 rotated."""
 
     record_dtype = torch.uint8
     accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
@@ -50,10 +51,10 @@ class V41Row(CacheFormat):
 
 @dataclass(frozen=True)
 class V41Format(V41Row):
-    """528 bytes a token: e4m3 with an E8M0 scale for each 32.
+    """528 bytes per token: e4m3 with an E8M0 scale per 32 values.
 
-    Within half a step of e4m3 at the block's scale: 2^-4 of a value, or 2^-10 of the scale where that is more. The
-    scale is less than amax / 224 (and no less than 2^-13).
+    The error is at most half a step of e4m3 at the block's scale: 2^-4 of the value or 2^-10 of the scale, whichever is
+    greater. The scale is less than amax / 224, and at least 2^-13.
     """
 
     name = "v41"
@@ -61,7 +62,7 @@ class V41Format(V41Row):
         fp4=False, block=BLOCK, blocks=ROW // BLOCK, scale_offset=ROW, token_bytes=ROW + ROW // BLOCK
     )
 
-    def beside(self, width: int) -> CacheFormat:
+    def second_format(self, width: int) -> CacheFormat:
         fp4 = V41Fp4Format()
         return fp4 if width == fp4.record_width else self
 
@@ -83,11 +84,11 @@ class V41Format(V41Row):
 
 @dataclass(frozen=True)
 class V41Fp4Format(V41Row):
-    """288 bytes a token: e2m1 with an e4m3 scale for each 16, the nearest to amax / 6.
+    """288 bytes per token: e2m1 with an e4m3 scale per 16 values, amax / 6 rounded to nearest.
 
-    In a block whose largest value amax is from 6 · 2^-6 to 2,688, values are within 17/96 of amax: half of e2m1's
-    longest step, which is 1 of 6, of a scale that is a sixteenth too large at most. In a block of smaller values they
-    are within 2^-6. Values beyond 2,688 saturate.
+    The error of a value is at most 17/96 of amax in a block with amax from 6 · 2^-6 to 2,688: half of e2m1's largest
+    step (2 of 6), with a scale up to 1/16 too large. It is at most 2^-6 in a block with a smaller amax. Values above
+    2,688 saturate.
     """
 
     name = "v41_fp4"

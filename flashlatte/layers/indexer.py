@@ -20,7 +20,7 @@ from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query
 from flashlatte.ops.index_select import index_select, paged_index_select
-from flashlatte.ops.index_weights import MOST_ROWS, index_weights
+from flashlatte.ops.index_weights import MAX_ROWS, index_weights
 from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime.side_stream import SideStream
@@ -102,7 +102,7 @@ class StepIndexer:
         """Head weights [T, H] of index queries, for hidden states [T, hidden_size]."""
         projection = self.module.weights_proj
         weight = plain_weight(projection)
-        if weight is not None and weight.dtype == torch.float32 and hidden.shape[0] <= MOST_ROWS:
+        if weight is not None and weight.dtype == torch.float32 and hidden.shape[0] <= MAX_ROWS:
             return index_weights(hidden, weight, backend=self.backend)
         return fused_linear(hidden, projection)[0]
 

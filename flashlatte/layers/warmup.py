@@ -45,7 +45,7 @@ def warmup_steps(
         page_size: tokens in a page.
         max_batch: maximum number of requests of a decode step.
         max_queries: maximum number of new tokens of a request in a decode step, including speculative tokens.
-        device: device to run on; "cpu" inside ``runtime.ahead.collected``, which needs no GPU.
+        device: device to run on; "cpu" inside ``runtime.precompile.collected``, which needs no GPU.
 
     Raises:
         ValueError: a format that does not fit the layer, or more heads than it has.

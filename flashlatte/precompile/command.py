@@ -22,7 +22,7 @@ from flashlatte.layers import MLAConfig, V4Config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.warmup import warmup_steps as warmup_steps_v4
 from flashlatte.layers.warmup import warmup_steps
-from flashlatte.runtime import ahead, machine
+from flashlatte.runtime import machine, precompile
 
 # SMs of the largest GPU of each compute capability, for --target without --sms.
 NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_numbers(arguments)
     say = (lambda _: None) if arguments.json else functools.partial(print, flush=True)
     fields, gpu = read_fields(arguments.model), _target(arguments.target, arguments.sms)
-    ahead.use(gpu)
+    precompile.use(gpu)
     variants = _variants(arguments, fields)
     missing = [variant for variant in variants if not variant.is_compiled()]
     target = "sm_{}{}".format(*gpu.capability)
@@ -79,14 +79,14 @@ def _target(name: str | None, sms: int | None) -> machine.GPU:
     return machine.GPU(divmod(capability, 10), sms or NUM_SMS[capability])
 
 
-def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[ahead.Variant]:
+def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[precompile.Variant]:
     is_v4 = fields.get("model_type") == V4_MODEL_TYPE
     formats = arguments.cache_format or [DEEPSEEK_V4_FORMAT if is_v4 else arguments.dtype]
     unknown = [name for name in formats if name not in FORMAT_NAMES]
     if unknown:
         raise ValueError(f"--cache-format must be one of {', '.join(FORMAT_NAMES)}, got {unknown[0]!r}")
     steps = (_v4_steps if is_v4 else _mla_steps)(fields, arguments.tensor_parallel)
-    with ahead.collected() as found:
+    with precompile.collected() as found:
         for cache_format in formats:
             for _ in steps(
                 cache_format=cache_format,
@@ -120,10 +120,10 @@ def _check_ranks(name: str, count: int, ranks: int) -> None:
         raise ValueError(f"--tensor-parallel must divide the model's {count} {name}, got {ranks}")
 
 
-_to_compile: list[ahead.Variant] = []
+_to_compile: list[precompile.Variant] = []
 
 
-def _compile(variants: list[ahead.Variant], jobs: int) -> Iterator[tuple[str, float, str | None]]:
+def _compile(variants: list[precompile.Variant], jobs: int) -> Iterator[tuple[str, float, str | None]]:
     """Yield name, seconds and error of each variant when it is done. Forked processes inherit the variants."""
     _to_compile[:] = variants
     with multiprocessing.get_context("fork").Pool(jobs) as pool:

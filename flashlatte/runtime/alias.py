@@ -1,4 +1,4 @@
-"""Opt-in packages by which programs that import another project's top-level name find a drop-in of this library."""
+"""Opt-in packages that map another project's top-level name to a drop-in replacement in this library."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def install(directory: Path, name: str, files: Mapping[str, str]) -> Path:
     """Write a package into a directory; returns its path.
 
     Args:
-        directory: where; made if it is not there.
-        name: the package's.
-        files: their texts by name, ``__init__.py`` among them.
+        directory: the parent of the package; created if it does not exist.
+        name: the package's name.
+        files: file contents by file name, including ``__init__.py``.
 
     Raises:
-        FileExistsError: another package of this name is there.
+        FileExistsError: the directory has another package of this name.
     """
     package = directory / name
     init = package / "__init__.py"

@@ -1,4 +1,4 @@
-"""A kernel's arguments, by name."""
+"""Kernel arguments by name."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def by_name(kernel: Any, *groups: Any, **values: Any) -> tuple[Any, ...]:
-    """The run-time arguments of ``kernel`` in its order: those before its constants, whose names are upper case.
+    """The run-time arguments of ``kernel`` in the order of its parameters, up to the first constant (in upper case).
 
     Args:
-        groups: named tuples of arguments that several kernels share; a kernel takes of each what it names.
-        values: further arguments, which precede those of groups.
+        groups: named tuples of arguments that several kernels share; fields without a parameter are ignored.
+        values: further arguments, which override fields of the same name.
 
     Raises:
-        KeyError: the name of an argument that is missing.
+        KeyError: the name of a missing argument.
     """
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for group in groups:
-        given |= group._asdict()
-    given |= values
-    return tuple(given[name] for name in itertools.takewhile(lambda name: not name.isupper(), kernel.arg_names))
+        arguments |= group._asdict()
+    arguments |= values
+    return tuple(arguments[name] for name in itertools.takewhile(lambda name: not name.isupper(), kernel.arg_names))

@@ -1,6 +1,6 @@
-"""Checks of arguments: each raises TypeError or ValueError with the argument, what came and what is accepted.
+"""Argument checks: each raises TypeError or ValueError with the argument's name, its value and the accepted values.
 
-None of them reads a device tensor's values, so none synchronises.
+No check reads the values of a device tensor, so none synchronises.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Kernels compute in it, and GPUs may take what is below the smallest normal number for 0.
+# Kernels compute in float32, and GPUs may flush subnormal numbers to 0.
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -23,7 +23,7 @@ def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def either(values: Iterable[object]) -> str:
+def join_or(values: Iterable[object]) -> str:
     """ "a, b or c"."""
     *first, last = map(str, values)
     return f"{', '.join(first)} or {last}" if first else last
@@ -41,8 +41,8 @@ def tensor(
 ) -> torch.Tensor:
     """Check that ``value`` is a tensor of this shape, one of these dtypes and on this device.
 
-    ``shape`` holds an int where the size is required and a name where it is free: at least 1, but for the first
-    ``may_be_empty`` axes.
+    ``shape`` holds an int for a required size and a name for a free size of at least 1. The first ``may_be_empty`` axes
+    may have size 0.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -61,8 +61,8 @@ def tensor(
     return value
 
 
-def agree_in_dtype(name: str, value: object, q: torch.Tensor, *others: torch.dtype) -> None:
-    """Check that keys have q's dtype or one of ``others``. Which of both is wrong is not known."""
+def same_dtype(name: str, value: object, q: torch.Tensor, *others: torch.dtype) -> None:
+    """Check that ``value`` has q's dtype or one of ``others``. The message names both: either may be the wrong one."""
     if isinstance(value, torch.Tensor) and value.dtype not in (q.dtype, *others):
         exception = f", or {name} {dtype_names(others)}" if others else ""
         got = f"q in {dtype_names([q.dtype])} and {name} in {dtype_names([value.dtype])}"
@@ -79,21 +79,21 @@ def output(
     unit_last_stride: bool = True,
     may_be_empty: int = 0,
 ) -> torch.Tensor:
-    """``tensor`` for what a call writes into, whose elements must each have a place of their own."""
+    """``tensor`` for a tensor that is written to: no two of its elements may share memory."""
     value = tensor(name, value, shape, dtypes, device, unit_last_stride=unit_last_stride, may_be_empty=may_be_empty)
     not_expanded(name, value)
     return value
 
 
 def given(name: str, value: object) -> torch.Tensor:
-    """A tensor, where None would mean one that is made: for interfaces that return nothing but write into theirs."""
+    """Check that an output is given, for interfaces that write to it and return nothing."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     return value
 
 
-def apart(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """What is written into does not begin where something that is read does."""
+def no_overlap(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Check that an output does not begin at the address of an input."""
     if torch.compiler.is_compiling() or value.numel() == 0:
         return
     address = _address(value)
@@ -103,17 +103,17 @@ def apart(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether the host can read a tensor's values now: it is on the CPU, not fake, and no part of a traced program."""
+    """Whether the host can read a tensor's values now: it is on the CPU, not fake, and not traced."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and (x.numel() == 0 or _address(x) != 0)
 
 
 def has_memory(x: torch.Tensor) -> bool:
-    """Whether a tensor has elements, and these have values: not one of a fake or meta tensor."""
+    """Whether a tensor has elements in memory, unlike a fake or meta tensor."""
     return x.numel() > 0 and _address(x) != 0
 
 
 def _address(x: torch.Tensor) -> int:
-    """Where x begins; 0 for a tensor without memory, as a fake one."""
+    """The address of x; 0 for a tensor without memory, such as a fake tensor."""
     if isinstance(x, FakeTensor):
         return 0
     try:
@@ -123,7 +123,7 @@ def _address(x: torch.Tensor) -> int:
 
 
 def not_expanded(name: str, value: torch.Tensor) -> None:
-    """What is written into has no two elements in one place."""
+    """Check that no two elements of an output share memory."""
     if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
         raise ValueError(f"{name} must not be an expanded tensor, got strides {value.stride()}")
 
@@ -149,7 +149,7 @@ def rows_aligned(x: torch.Tensor, alignment: int = 16) -> bool:
 def begins_at_multiple(x: torch.Tensor, alignment: int) -> bool:
     """Whether a tensor begins at a multiple of ``alignment`` bytes.
 
-    torch.compile traces neither addresses nor storage offsets. There the answer is True, and launches check again.
+    Under torch.compile, which traces neither addresses nor storage offsets, the result is True; launches check again.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -157,19 +157,19 @@ def begins_at_multiple(x: torch.Tensor, alignment: int) -> bool:
 
 
 def begins_aligned(backend: str, **tensors: torch.Tensor) -> None:
-    """Check in a launch what ``rows_aligned`` cannot see under torch.compile."""
+    """Check at a launch the alignment that ``rows_aligned`` cannot check under torch.compile."""
     for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} must begin at a multiple of 16 bytes for {backend=}, got {tensor.data_ptr():#x}")
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an int, NumPy's and PyTorch's symbolic ones too, and no truth value."""
+    """Whether a value is an int (also of NumPy, or symbolic) and not a bool."""
     return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
 
 
 def integer(name: str, value: object) -> int:
-    """An int. What stands for one while PyTorch traces sizes that it does not know stays what it is."""
+    """An int. A symbolic size of a traced program is returned unchanged."""
     if not is_integer(value):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if not isinstance(value, (int, torch.SymInt)):
@@ -181,9 +181,9 @@ def integer(name: str, value: object) -> int:
 
 def positive_int(name: str, value: object, *, or_zero: bool = False) -> int:
     value = integer(name, value)
-    least = 0 if or_zero else 1
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+    minimum = 0 if or_zero else 1
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return value
 
 
@@ -199,7 +199,7 @@ def number(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be a number that a float holds, got {value}") from None
+        raise ValueError(f"{name} must be a number in the range of float, got {value}") from None
 
 
 def positive_number(name: str, value: object) -> float:
@@ -210,10 +210,10 @@ def positive_number(name: str, value: object) -> float:
 
 
 def float32_factor(name: str, value: object) -> float:
-    """A number above 0 that stays one in kernels: times a factor of 0 or inf, scores of 0 and -inf would be NaN."""
+    """A factor above 0 that is a normal float32: as 0 or inf it would turn scores of -inf or 0 into NaN."""
     result = positive_number(name, value)
     if not _FLOAT32.tiny <= result <= _FLOAT32.max:
-        raise ValueError(f"{name} must be a number that float32 holds, got {value}")
+        raise ValueError(f"{name} must be a number that is a normal float32, got {value}")
     return result
 
 
@@ -225,7 +225,7 @@ def finite(name: str, value: object) -> float:
 
 
 def epsilon(name: str, value: object) -> float:
-    """What is added to a mean square before its root: NaN or less than 0 would be NaN in every number."""
+    """The epsilon of an RMS norm: finite and at least 0, since others can make a row NaN."""
     eps = number(name, value)
     if not 0 <= eps < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
@@ -233,34 +233,34 @@ def epsilon(name: str, value: object) -> float:
 
 
 def softmax_scale(value: float | None, head_dim: int, name: str = "softmax_scale") -> float:
-    """The given scale, or head_dim^-0.5. Zero and below are refused: the running maximum is kept unscaled."""
+    """The given scale, or head_dim^-0.5. It must be above 0, because kernels keep the running maximum unscaled."""
     return head_dim**-0.5 if value is None else float32_factor(name, value)
 
 
 def empty_lse(value: float) -> float:
-    """The lse given to rows that see no key: one of the two infinities."""
+    """The lse of rows without a visible key: +inf or -inf."""
     if number("empty_lse", value) not in (math.inf, -math.inf):
         raise ValueError(f"empty_lse must be float('inf') or float('-inf'), got {value}")
     return float(value)
 
 
 def device(name: str, value: object) -> torch.device | None:
-    """The device that a name, a number or a ``torch.device`` stands for, if there is one; None stays None."""
+    """The device of a name, an index or a ``torch.device``, which must be present; None is returned unchanged."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
         raise TypeError(f"{name} must be a torch.device or its name, got {type(value).__name__}")
     try:
-        place = torch.device(value)
+        result = torch.device(value)
     except RuntimeError as error:
-        raise ValueError(f"{name} must be a device that PyTorch knows, as 'cpu' or 'cuda:0', got {value!r}") from error
+        raise ValueError(f"{name} must be a PyTorch device such as 'cpu' or 'cuda:0', got {value!r}") from error
     try:
-        # Also where tensors are fake, which have any device.
-        torch.empty(0, device=place)
+        # Under FakeTensorMode this accepts every device.
+        torch.empty(0, device=result)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{name} must be a device that is there, got {value!r}: {reason}") from error
-    return place
+        raise ValueError(f"{name} must be an available device, got {value!r}: {reason}") from error
+    return result
 
 
 def instance(name: str, value: object, kind: type, *, or_none: bool = False) -> None:
@@ -274,9 +274,9 @@ def choice(name: str, value: object, accepted: Sequence[str]) -> None:
 
 
 class naming:
-    """Errors raised within call arguments by other names: keys are the checks' names, values those of an interface.
+    """Context manager that renames arguments in the messages of errors raised within.
 
-    Messages hold an argument's name as a word of its own.
+    Keys are the names that the checks use, values those of an interface. In messages, a name is a separate word.
     """
 
     def __init__(self, **names: str) -> None:

@@ -1,4 +1,4 @@
-"""The outputs that the decode operations share."""
+"""Outputs of the decode operations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def prepare(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check or allocate out [b, s_q, h_q, head_dim_v] and lse [b, h_q, s_q] (float32) for q [b, s_q, h_q, d].
 
-    A given out may not begin where q or one of ``caches``, by their arguments' names, does. A new lse is the transposed
-    view of [b, s_q, h_q], as FlashMLA returns it.
+    ``out`` must not begin at the address of q or of one of ``caches`` (keyed by argument name). A new lse is the
+    transposed view of [b, s_q, h_q], as in FlashMLA.
     """
     batch, s_q, h_q, _ = q.shape
     if out is None:
         out = q.new_empty(batch, s_q, h_q, head_dim_v)
     else:
         checks.output("out", out, (batch, s_q, h_q, head_dim_v), (q.dtype,), q.device)
-        checks.apart("out", out, q=q, **caches)
+        checks.no_overlap("out", out, q=q, **caches)
     if lse is None:
         strides = (s_q * h_q, 1, h_q)
         lse = torch.empty_strided((batch, h_q, s_q), strides, dtype=torch.float32, device=q.device)

@@ -1,21 +1,22 @@
-"""Which implementation serves an operation on this machine, and why the others do not.
+"""The choice of the implementation that runs a call, and the reasons why the others cannot.
 
-An operation ``define``s its implementations, best first, each with a function that tells why it cannot serve a call
-(``refusals`` has the common reasons). ``select`` takes the first that can, or the one that the caller named;
-``explain`` tells for each why it was passed over. An implementation's module is imported when it first runs, so that
-the reference needs neither Triton nor a GPU.
+Each operation ``define``s its implementations, best first. ``select`` returns the first that accepts the call, or the
+one that the caller named. ``explain`` returns the reason of each that does not accept it (``refusals`` has the common
+reasons). An implementation is imported when it first runs, so the reference needs neither Triton nor a GPU.
 
-Anybody can ``register`` one more for an operation that exists; it comes before the operation's own:
+``register`` adds an implementation to an existing operation, ahead of the operation's own:
 
+>>> def load():
+...     from my_package.decode import run
+...     return run
 >>> def refuses(call):
 ...     return None if call.page_size == 16 else f"takes pages of 16 tokens, not {call.page_size}"
->>> register("dense_decode", Implementation("mine", "my_package.decode:run", refuses))
+>>> register("dense_decode", Implementation("mine", load, refuses))
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,22 @@ from flashlatte.runtime import repeat
 
 BACKENDS = ("hopper", "portable", "reference")
 
+Function = Callable[..., Any]
+
 
 @dataclass(frozen=True)
-class Call:
-    """What the choice of an implementation depends on. Facts that an operation has no use for stay None."""
+class CallSpec:
+    """The properties of a call that the choice of an implementation depends on. None: the operation has no such one.
+
+    Attributes:
+        rows, columns, k: of a selection: its rows, their columns, and the number selected from each row.
+        rows_aligned: the rows of all operands that are copied many bytes at a time (as by TMA) are aligned for it.
+        pages_reachable: each page is contiguous, in memory that the device can address.
+        extra_cache_format: of a second cache.
+        slots: tokens of the larger cache.
+        stride_bytes: of the larger cache: the greater of its page stride and token stride.
+        optional_features: requested features that some implementation lacks, in words.
+    """
 
     operation: str
     device: torch.device
@@ -40,25 +53,19 @@ class Call:
     head_dim_v: int | None = None
     h_q: int | None = None
     h_kv: int | None = None
-    # Of a selection: rows, their columns, and how many of those are chosen.
     rows: int | None = None
     columns: int | None = None
     k: int | None = None
-    # Whether the rows of every operand that is copied many bytes at a time, as by TMA, are aligned for that.
     rows_aligned: bool = True
-    # Whether pages that are copied whole lie in one piece each, in memory that the device can address.
     pages_reachable: bool = True
-    # Of a second cache beside the first.
     extra_cache_format: str | None = None
-    # Of the larger of both caches: its tokens, and the most bytes from page to page or from token to token.
     slots: int | None = None
     stride_bytes: int | None = None
-    # What the call asks for that not every implementation has, in words.
-    asks_for: str | None = None
+    optional_features: str | None = None
 
 
-def serves_all(call: Call) -> str | None:
-    """The ``refuses`` of an implementation that takes every call."""
+def accepts_all(call: CallSpec) -> str | None:
+    """The ``refuses`` of an implementation that accepts every call."""
     return None
 
 
@@ -67,27 +74,26 @@ class Implementation:
     """One way to run an operation.
 
     Attributes:
-        backend: its name: one of ``BACKENDS``, or one of its own.
-        target: "module:function", imported when first run. The function takes what the operation's other
-            implementations take.
-        refuses: why it cannot serve a call, in words that follow "it ", or None if it can.
+        backend: its name: one of ``BACKENDS``, or another identifier.
+        load: imports and returns the function, which has the parameters of the operation's other implementations.
+            Called once, when the implementation first runs.
+        refuses: returns why the implementation cannot run a call, in words that follow "it ", or None if it can.
     """
 
     backend: str
-    target: str
-    refuses: Callable[[Call], str | None] = serves_all
+    load: Callable[[], Function]
+    refuses: Callable[[CallSpec], str | None] = accepts_all
 
     def __post_init__(self) -> None:
         if not self.backend.isidentifier():
             raise ValueError(f"backend must be a name of letters, digits and underscores, got {self.backend!r}")
-        module, _, function = self.target.partition(":")
-        if not module or not function:
-            raise ValueError(f"target must be 'module:function', got {self.target!r}")
+        if not callable(self.load):
+            raise TypeError(f"load must be a function that returns the implementation, got {self.load!r}")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation considered for a call. ``refusal`` is None if it can serve the call."""
+    """An implementation considered for a call. ``refusal`` is None if it accepts the call."""
 
     backend: str
     refusal: str | None
@@ -97,16 +103,16 @@ _REGISTRY: dict[str, dict[str, Implementation]] = {}
 
 
 def define(operation: str, *implementations: Implementation) -> None:
-    """State an operation and its implementations, best first."""
+    """Define an operation by its implementations, best first."""
     _REGISTRY[operation] = {known.backend: known for known in implementations}
-    _forget()
+    _clear_caches()
 
 
 def register(operation: str, *implementations: Implementation) -> None:
-    """Add implementations, the best first, before those there are. One of a known name takes the other's place.
+    """Add implementations, best first, ahead of the present ones. One with the name of a present one replaces it.
 
     Raises:
-        ValueError: an operation that does not exist, or whose module is not imported.
+        ValueError: the operation does not exist, or its module is not imported.
     """
     if operation not in _REGISTRY:
         names = ", ".join(operations()) or "none yet"
@@ -115,7 +121,7 @@ def register(operation: str, *implementations: Implementation) -> None:
     new = {added.backend: added for added in implementations}
     ahead = {name: added for name, added in new.items() if name not in known}
     _REGISTRY[operation] = ahead | {name: new.get(name, old) for name, old in known.items()}
-    _forget()
+    _clear_caches()
 
 
 def operations() -> tuple[str, ...]:
@@ -124,17 +130,17 @@ def operations() -> tuple[str, ...]:
 
 
 def backends() -> tuple[str, ...]:
-    """The names of ``BACKENDS`` and of all that others registered."""
+    """``BACKENDS`` and the names of all registered backends."""
     others = (name for known in _REGISTRY.values() for name in known)
     return tuple(dict.fromkeys((*BACKENDS, *others)))
 
 
-def select(call: Call, backend: str | None = None) -> str:
-    """The backend that runs ``call``: the named one, or the best that can.
+def select(call: CallSpec, backend: str | None = None) -> str:
+    """The backend that runs ``call``: the given one, or the best that accepts the call.
 
     Raises:
-        ValueError: the named backend does not exist or cannot serve the call (with its reason), or, without a
-            name, none can.
+        ValueError: the given backend does not exist or does not accept the call (with its reason); or, if none is
+            given, no backend accepts it.
     """
     known = _REGISTRY[call.operation]
     if backend is None:
@@ -151,30 +157,29 @@ def select(call: Call, backend: str | None = None) -> str:
     return backend
 
 
-def explain(call: Call) -> list[Choice]:
-    """For every backend, best first, whether it can serve the call and if not, why."""
+def explain(call: CallSpec) -> list[Choice]:
+    """Every backend, best first, with the reason why it does not accept the call."""
     return [Choice(name, _refusal(call, name)) for name in _names(call.operation)]
 
 
 @functools.cache
-def implementation(operation: str, backend: str) -> Callable[..., Any]:
-    """The function that runs an operation on a backend that ``select`` returned."""
-    module, _, function = _REGISTRY[operation][backend].target.partition(":")
-    return getattr(importlib.import_module(module), function)
+def implementation(operation: str, backend: str) -> Function:
+    """The function of an operation for a backend that ``select`` returned."""
+    return _REGISTRY[operation][backend].load()
 
 
 def _names(operation: str) -> tuple[str, ...]:
-    """The operation's backends and those of ``BACKENDS`` that it lacks, best first."""
+    """The operation's backends and the remaining ``BACKENDS``, best first."""
     own = tuple(name for name in _REGISTRY[operation] if name not in BACKENDS)
     return own + BACKENDS
 
 
-def _refusal(call: Call, backend: str) -> str | None:
+def _refusal(call: CallSpec, backend: str) -> str | None:
     candidate = _REGISTRY[call.operation].get(backend)
     return f"has no {call.operation} in this version" if candidate is None else candidate.refuses(call)
 
 
-def _forget() -> None:
-    """What was chosen or launched before might be chosen otherwise now."""
+def _clear_caches() -> None:
+    """Forget loaded implementations and recorded launches: another implementation may run now."""
     implementation.cache_clear()
     repeat.forget()

@@ -1,7 +1,7 @@
-"""The Gluon names that moved between Triton 3.6 and 3.9, under one name each.
+"""Gluon functions whose names differ between Triton 3.6 and 3.9, under one name each.
 
-Kernels import them from here, as plain names: Gluon resolves every attribute that a kernel mentions, also in a branch
-that is not taken.
+Kernels import these names directly: Gluon resolves every attribute access in a kernel, even in a branch that is not
+taken.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
-# TMA reads and writes shared memory at multiples of so many bytes. At other addresses it faults ("misaligned address"),
-# and other processes on the GPU can fail with it.
+# Alignment, in bytes, of TMA's shared-memory addresses. Others fault ("misaligned address"), which can also make other
+# processes on the GPU fail.
 _TMA_ALIGNMENT = 128
 
 _async_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 def check_tma_tile(tile) -> None:
-    """Raise unless every tile of a ring of such tiles begins where TMA can read and write it."""
+    """Raise unless the tiles of a ring of such tiles are aligned for TMA."""
     tile_bytes = math.prod(tile.shape) * tile.dtype.primitive_bitwidth // 8
     if tile_bytes % _TMA_ALIGNMENT:
         raise ValueError(
-            f"a tile for TMA must have a multiple of {_TMA_ALIGNMENT} bytes, got {tile_bytes}: {tile.shape}"
+            f"the size of a TMA tile must be a multiple of {_TMA_ALIGNMENT} bytes, got {tile_bytes}: {tile.shape}"
         )
 
 
@@ -53,11 +53,11 @@ def tma_add(descriptor, coordinates, tile, _semantic=None):
     _tma_add(descriptor, coordinates, tile, _semantic=_semantic)
 
 
-# Copy of 16-byte pieces from global to shared memory by the threads: (tile, pointers, mask).
+# cp.async: copies from global to shared memory by threads, (tile, pointers, mask).
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-# The same shared memory as another tile: (tile, dtype, shape, layout).
+# A view of the same shared memory as another tile: (tile, dtype, shape, layout).
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-# Barrier of the warps of a partition (of the program, outside warp specialization).
+# Barrier for the warps of a partition (of the CTA, outside warp specialization).
 cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier

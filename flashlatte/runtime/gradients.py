@@ -1,4 +1,4 @@
-"""Operations and layers without a backward warn where a gradient is expected of them."""
+"""Warnings of operations and layers without a backward pass whose inputs require a gradient."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-# A call of a module passes through PyTorch's frames.
+# PyTorch's frames are between a module's forward and its caller.
 _NOT_CALLERS = (__name__.split(".")[0], "torch")
 _warned: set[str] = set()
 
 
 def warn_if_dropped(operation: str, *inputs: torch.Tensor | None) -> None:
-    """Warn, once for each operation, where gradients are recorded and one of its inputs requires one.
+    """Warn, once per operation, if gradients are enabled and one of the inputs requires one.
 
-    A warning and not an error: queries made of parameters require a gradient whenever a model is served without
-    ``torch.no_grad()``, and nothing is wrong with their attention.
+    This is not an error: when a model is served without ``torch.no_grad()``, queries computed from parameters require a
+    gradient although no backward pass follows.
     """
     refuse_tangents(operation, *inputs)
     if torch.is_grad_enabled():
-        for given in inputs:
-            if given is not None and given.requires_grad:
+        for tensor in inputs:
+            if tensor is not None and tensor.requires_grad:
                 _warn(operation)
                 return
 
 
 def warn_if_layer_drops(name: str, layer: nn.Module, hidden: torch.Tensor) -> None:
-    """``warn_if_dropped`` for a layer whose input ``hidden``, or one of whose parameters, may require a gradient.
+    """``warn_if_dropped`` for a layer's input ``hidden`` and its parameters.
 
-    Parameters are only looked at where gradients are recorded: there are a dozen of them in each layer.
+    Parameters (a dozen in each layer) are read only if gradients are enabled.
     """
     warn_if_dropped(name, hidden, *(layer.parameters() if torch.is_grad_enabled() else ()))
 
 
 def refuse_tangents(operation: str, *inputs: torch.Tensor | None) -> None:
-    """Refuse inputs of forward-mode differentiation, which PyTorch would take for constants without a word.
+    """Refuse inputs with forward-mode tangents, which PyTorch would silently treat as constants.
 
     Raises:
-        RuntimeError: one of them has a tangent.
+        RuntimeError: an input has a tangent.
     """
     if not torch.compiler.is_compiling() and has_tangents():
-        for given in inputs:
-            if given is not None and forward_ad.unpack_dual(given).tangent is not None:
+        for tensor in inputs:
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise RuntimeError(f"{operation} has no forward-mode derivative, and one of its inputs has a tangent")
 
 
 def has_tangents() -> bool:
-    """Whether there may be tensors with tangents: within ``forward_ad.dual_level`` or ``torch.func.jvp``."""
+    """Whether tensors may have tangents: inside ``forward_ad.dual_level`` or ``torch.func.jvp``."""
     return forward_ad._current_level >= 0
 
 
@@ -57,20 +57,20 @@ def _warn(operation: str) -> None:
     if operation not in _warned:
         _warned.add(operation)
         warnings.warn(
-            f"{operation} has no backward: no gradient flows to its inputs, and one of them requires it. Call it under "
+            f"{operation} has no backward: no gradient flows to its inputs, but one of them requires it. Call it under "
             "torch.no_grad() or torch.inference_mode(), or detach its inputs.",
             stacklevel=_level_of_caller(),
         )
 
 
 def _level_of_caller() -> int:
-    """``stacklevel`` of the first function outside of the library and PyTorch, counted from the caller of this one."""
+    """``stacklevel`` of the first frame outside the library and PyTorch, from this function's caller."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:
         frame, level = frame.f_back, level + 1
     return level
 
 
-# What torch.compiler.assume_constant_result sets: the warning comes while a graph is traced. Calling it imports
-# torch._dynamo, which takes as long as torch.
+# Set as torch.compiler.assume_constant_result does, so that the warning is given while a graph is traced. The function
+# itself would import torch._dynamo, which takes as long as importing torch.
 _warn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, with numbers of the annotated type."""
+"""Kernels in Triton's interpreter, whose integer arguments have the annotated type."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from triton.runtime.interpreter import TensorHandle
 class InterpretedKernel:
     """Passes each ``tl.int64`` parameter as an int64.
 
-    The interpreter ignores the annotation and makes int32 of a number that fits, so that the product of an int32 index
-    and a stride wraps at 2^31, where the compiled kernel has 64 bits. This relies on the interpreter's leaving
-    arguments as they are that are no Python numbers, no tensors and no tuples.
+    The interpreter ignores the annotation and converts an int that fits to int32. The product of an int32 index and a
+    stride then wraps at 2^31, whereas the compiled kernel computes in 64 bits. This class assumes that the interpreter
+    leaves arguments unchanged that are not Python numbers, tensors or tuples.
 
     Attributes:
         jitted: Triton's ``InterpretedFunction``.

@@ -1,4 +1,4 @@
-"""Public names of packages that are imported when first asked for, so that importing the library costs nothing."""
+"""Public names of packages, imported at first access, so that importing the library is fast."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _targets: dict[str, dict[str, str]] = {}
 
 
 def declare(package: str, names: Mapping[str, str]) -> None:
-    """Let ``package``, which has ``attach``ed itself, have ``names`` too: "module:name", or a module, for each."""
+    """Add lazy names to a package that calls ``attach``: each maps to "module:name", or to a module."""
     _targets.setdefault(package, {}).update(names)
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package: its ``__all__`` and the names declared for it, nothing private."""
+    """``__getattr__`` and ``__dir__`` of a package, for its declared names; ``__dir__`` also lists its ``__all__``."""
 
     def get(name: str) -> Any:
         target = _targets.get(package, {}).get(name)

@@ -1,4 +1,4 @@
-"""What kernels run on: a GPU's compute capability and size, or Triton's interpreter."""
+"""The machine that kernels run on: a GPU's compute capability and SM count, or Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true",
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter: settled by TRITON_INTERPRET when the kernels are imported."""
+    """Whether Triton kernels run in Triton's interpreter: TRITON_INTERPRET at the time of import decides."""
     return _INTERPRETING
 
 
 class GPU(NamedTuple):
-    """What calls are settled by: compute capability, (9, 0) for 9.0, and number of SMs."""
+    """The properties of a GPU that launches depend on: compute capability, (9, 0) for 9.0, and number of SMs."""
 
     capability: tuple[int, int]
     num_sms: int
@@ -29,43 +29,43 @@ _assumed: GPU | None = None
 
 
 def assume(gpu: GPU) -> None:
-    """From now on, calls with tensors on the CPU are settled in this process as if these were on ``gpu``.
+    """From now on, treat CPU tensors in this process as tensors on ``gpu``.
 
-    For a process that looks at what would be launched (``runtime.ahead``), before its first call.
+    For a process that only collects launches (``runtime.precompile``), before its first call.
     """
     global _assumed
     _assumed = gpu
 
 
 @contextlib.contextmanager
-def supposing(gpu: GPU) -> Iterator[None]:
-    """``assume``, within: for who asks which implementations would serve there, and launches nothing."""
+def assuming(gpu: GPU) -> Iterator[None]:
+    """Context manager form of ``assume``, for queries that launch nothing."""
     global _assumed
     before, _assumed = _assumed, gpu
-    _forget()
+    _clear_caches()
     try:
         yield
     finally:
         _assumed = before
-        _forget()
+        _clear_caches()
 
 
-def _forget() -> None:
+def _clear_caches() -> None:
     _compute_capability.cache_clear()
     num_sms.cache_clear()
 
 
 def device_type(device: torch.device) -> str:
-    """Of the device that kernels for tensors on ``device`` are for."""
+    """The type of the device that kernels for tensors on ``device`` run on."""
     return device.type if _assumed is None else "cuda"
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """(0, 0) where there is no GPU, as with fake tensors of one."""
+    """The compute capability of a GPU; (0, 0) without a GPU, as for fake tensors."""
     return _compute_capability(device)
 
 
-# What torch.compiler.assume_constant_result sets; calling it imports torch._dynamo, which takes as long as torch.
+# Set as torch.compiler.assume_constant_result does; that imports torch._dynamo, which takes as long as importing torch.
 compute_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -78,7 +78,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """SMs of a GPU; on the CPU, where Triton's interpreter runs one program after the other, a few."""
+    """SMs of a GPU; 4 on the CPU, where Triton's interpreter runs programs one after another."""
     if _assumed is not None:
         return _assumed.num_sms
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,7 +1,7 @@
-"""What a call does: which kernels it launches, what it allocates, and whether it does anything else.
+"""Record a call: the kernels that it launches, the tensors that it allocates, and whether it does anything else.
 
-A call is recorded while it runs, for ``repeat``. Kernels tell of their launches (``note_launch``), operations let their
-tensor operations be watched (``watched``); what neither sees, as a kernel of somebody else's, Triton tells of.
+``repeat`` records a call while it runs. Kernels report their launches (``record_launch``) and operations their tensor
+operations (``watched``). Triton's launch hook counts all launches, including those of other projects' kernels.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Of this package's operations in PyTorch: torch.ops.flashlatte.
+# The namespace of this package's operations in torch.ops.
 NAMESPACE = "flashlatte"
 
 
 @dataclass(eq=False)
 class Recording:
-    """What a call did.
+    """The effects of a call.
 
     Attributes:
-        launches: compiled kernel, grid and arguments of the launches that were noted.
-        launched: how many Triton knows of, those of kernels that are not this package's too.
-        scratch: tensors that were allocated, and whether with zeros.
-        written: tensors that were written into.
-        only_launches: whether nothing else touched a tensor.
+        launches: compiled kernel, grid and arguments of each recorded launch.
+        launched: number of launches that Triton's hook counted, including those of other projects' kernels.
+        scratch: allocated tensors, each with whether it was zeroed.
+        written: tensors that were written to.
+        only_launches: whether no other tensor operation ran.
     """
 
     launches: list[tuple[Any, tuple[int, ...], Sequence[Any]]] = field(default_factory=list)
@@ -55,37 +55,37 @@ def record(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    telling_of_launches: Callable[[Callable[[object], None]], AbstractContextManager[None]],
+    counting_launches: Callable[[Callable[[object], None]], AbstractContextManager[None]],
 ) -> tuple[Any, Recording]:
-    """The results of a call, and what it did. ``telling_of_launches``: that of ``triton_internals``."""
+    """The results of a call, and its recording. ``counting_launches`` is that of ``triton_internals``."""
     recording = _thread.recording = Recording()
     try:
-        with telling_of_launches(recording.count), _Watch(recording):
+        with counting_launches(recording.count), _Watch(recording):
             return function(*args, **kwargs), recording
     finally:
         _thread.recording = None
 
 
 def is_recording() -> bool:
-    """Whether launches are to be noted."""
+    """Whether a call is being recorded on this thread."""
     return _thread.recording is not None
 
 
-def note_launch(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-    """Tell the recording, if there is one, of a launch with all its arguments, constants too."""
+def record_launch(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+    """Add a launch with all its arguments, including constants, to the recording, if any."""
     if _thread.recording is not None:
         _thread.recording.launches.append((compiled, grid, arguments))
 
 
-def note_written(tensors: list[torch.Tensor]) -> None:
-    """Tell PyTorch, whose backward pass refuses a kept tensor that was written into since, and the recording."""
+def record_writes(tensors: list[torch.Tensor]) -> None:
+    """Increment the versions of written tensors, which a backward pass checks, and add them to the recording."""
     increment_version(tensors)
     if _thread.recording is not None:
         _thread.recording.written += tensors
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, with what it does beside launches told to the recording, if there is one."""
+    """``function``, with its tensor operations added to the recording, if any."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the tensor operations of a call: what it allocates, views, and anything else."""
+    """Records the tensor operations of a call: allocations, views, and others."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace == NAMESPACE:  # an operation of this package is ``watched`` itself
+        if func.namespace == NAMESPACE:  # ``watched`` records inside it.
             return result
         if func in _ALLOCATIONS:
             self._recording.scratch.append((result, _ALLOCATIONS[func]))
@@ -117,7 +117,7 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-# What allocates, and whether it writes zeros.
+# Operations that allocate, and whether they zero the memory.
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format: False,
     torch.ops.aten.empty_strided.default: False,

@@ -1,12 +1,12 @@
-"""Repeat the launches of an earlier call.
+"""Cache the launches of a call, and repeat them for later calls with similar arguments.
 
-All that an operation settles on the host (checks, the choice of an implementation, its plan, the strides of its
-arguments) depends on the shapes, strides, dtypes, devices and alignment of its tensors and on its other arguments.
-These are the key under which a call's launches are stored. The next call with the same key allocates its outputs and
-launches again: with a decode kernel of 15 µs, Python would otherwise take most of the time.
+The host part of an operation (checks, choice of the implementation, launch configuration, strides) depends only on the
+shapes, strides, dtypes, devices and alignment of its tensors and on its other arguments. These form the key under which
+a call's launches are stored. A later call with the same key allocates its outputs and launches. Without this cache the
+Python code would take longer than a decode kernel of 15 µs.
 
-A plan object that the caller makes and runs would save the key, 3 µs of 10, but would have to look at the same
-properties of its tensors to be safe. FlashMLA's callers, who have no such plan, would still need this.
+A launch plan held by the caller would save computing the key (3 of 10 µs), but for safety it would have to compare the
+same properties. FlashMLA's interface has no such plan, so its callers would need this cache anyway.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from flashlatte.runtime import value_checks
 from flashlatte.runtime.gradients import has_tangents
 from flashlatte.runtime.recording import Recording, is_recording, record
 
-# Entries of all operations together, of 14 KB each.
+# Entries of all operations together; an entry has about 14 KB.
 _MAX_ENTRIES = 8192
-# The tensors whose launches are repeated, and PyTorch's number for the first device; the CPU has -1.
+# Launches are repeated for tensors of this type of device. Tensor.get_device() of the first one; of the CPU it is -1.
 _DEVICE_TYPE, _FIRST_DEVICE = "cuda", 0
-# The allocation of torch.compile's programs, (shape, stride, dtype): a third of the time of torch.empty_strided.
+# The allocator of torch.compile's programs, (shape, stride, dtype), takes a third of the time of torch.empty_strided.
 _allocate = getattr(guards, "_empty_strided_cuda", None)
 _PLAIN_VALUES = frozenset({bool, int, float, str})
-# Other subclasses may mean something else by an operation.
+# Other subclasses may redefine operations.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -50,9 +50,9 @@ class _NotRepeatable(Exception):
 def repeats_launches(function: _Function) -> _Function:
     """Decorate an operation that launches kernels and returns their outputs: a tensor, a tuple of tensors, or None.
 
-    ``function`` itself runs at every call under torch.compile, a tracing mode or a transform, on the CPU, where a
-    gradient is recorded, and where it does more than launch. Modes of torch functions do not see a repeat, which would
-    take twice as long under ``torch.set_default_device``.
+    ``function`` itself runs at every call under torch.compile, a tracing mode or a transform, on the CPU, if a gradient
+    is recorded, and if it does more than launch. A repeated call bypasses torch-function modes; with them it would take
+    twice as long under ``torch.set_default_device``.
     """
     if value_checks.ENABLED:
         return function
@@ -63,15 +63,15 @@ def repeats_launches(function: _Function) -> _Function:
             return function(*args, **kwargs)
         key: list[Any] = [function, *kwargs]
         tensors: list[torch.Tensor] = []
-        # Reading an attribute of a tensor would pass through a mode, too.
+        # Torch-function modes intercept attribute reads too.
         with DisableTorchFunction():
             try:
                 addresses = _append(key, tensors, (*args, *kwargs.values()))
-                # Which tensors begin where others do: an operation may refuse that, or depend on it.
+                # Which tensors share an address: an operation may refuse that, or depend on it.
                 key.append(len(set(addresses)) == len(addresses) or tuple(map(addresses.index, addresses)))
                 entry = _entries.get(tuple(key))
             except (_NotRepeatable, TypeError, RuntimeError):
-                # TypeError: an argument without a hash; RuntimeError: a tensor without strides or an address.
+                # TypeError: an unhashable argument; RuntimeError: a tensor without strides or an address.
                 entry = False
             if entry and not entry.binds(addresses):
                 entry = None
@@ -87,7 +87,7 @@ def repeats_launches(function: _Function) -> _Function:
 
 
 def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) -> list[int]:
-    """Append to ``key`` what launches depend on, and the tensors to ``tensors``. Returns their addresses."""
+    """Append what launches depend on to ``key``, and tensors to ``tensors``. Returns the tensors' addresses."""
     addresses: list[int] = []
     records_gradient = torch.is_grad_enabled()
     for value in values:
@@ -99,7 +99,7 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
             device, dtype, address = value.get_device(), value.dtype, value.data_ptr()
             if device < _FIRST_DEVICE or (records_gradient and value.requires_grad):
                 raise _NotRepeatable
-            # A part of complex numbers may be stored with the other sign.
+            # The imaginary part of a conjugate view is stored negated.
             if dtype is torch.float32 and value.is_neg():
                 raise _NotRepeatable
             tensors.append(value)
@@ -109,7 +109,7 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
             # With the type: 1, 1.0 and True are equal.
             key += (kind, value)
         elif isinstance(value, (list, tuple)):
-            # Also a named tuple: as a plain value it would keep its tensors alive and differ from others like it.
+            # Also a named tuple: in the key it would keep its tensors alive and compare unequal to similar ones.
             key += (kind, len(value))
             addresses += _append(key, tensors, value)
         elif isinstance(value, torch.Tensor):
@@ -120,7 +120,7 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
 
 
 def _store(key: tuple[Any, ...], entry: _Repeat | Literal[False]) -> None:
-    """Add an entry, in place of the oldest one where there are ``_MAX_ENTRIES``."""
+    """Add an entry; if there are ``_MAX_ENTRIES``, it replaces the oldest."""
     with _entries_lock:
         _entries.pop(key, None)
         if len(_entries) >= _MAX_ENTRIES:
@@ -129,18 +129,18 @@ def _store(key: tuple[Any, ...], entry: _Repeat | Literal[False]) -> None:
 
 
 def forget() -> None:
-    """Remove all entries, as when an implementation is registered that might have been chosen."""
+    """Remove all entries, because another implementation may be chosen from now on."""
     with _entries_lock:
         _entries.clear()
 
 
 class _Repeat:
-    """The launches of a call, for other tensors like the call's.
+    """The launches of a recorded call, to repeat with other tensors.
 
-    A launch's argument is bound to the tensor of the call that it is. A view or a TMA descriptor is bound to the tensor
-    that begins at its address. Where another tensor of the call extends over that address, the view may as well be one
-    from the middle of that tensor. Both are at one address again if the two tensors are as far apart as in the recorded
-    call, and only such a call is repeated (``binds``).
+    Each launch argument is bound to a tensor of the call: by identity, or, for a view or a TMA descriptor, to the
+    tensor that begins at its address. If another tensor extends over that address, the view may belong to either. The
+    call is repeated only if the distance between these two tensors is the recorded one (``binds``): the view then has
+    the same address in both cases.
     """
 
     def __init__(
@@ -150,62 +150,63 @@ class _Repeat:
         results: torch.Tensor | Sequence[torch.Tensor],
         recording: Recording,
     ) -> None:
-        """Raises _NotRepeatable if the noted launches are not all there is to the call."""
+        """Raises _NotRepeatable if the call did more than the recorded launches."""
         self._is_single = isinstance(results, torch.Tensor)
         if isinstance(results, torch.Tensor):
             results = (results,)
         if not recording.only_launches or not 0 < recording.launched == len(recording.launches):
             raise _NotRepeatable("more than launches")
         if not tensors or tensors[0].device.type != _DEVICE_TYPE:
-            raise _NotRepeatable("another device than one of torch.cuda")
-        given = {id(tensor): number for number, tensor in enumerate(tensors)}
+            raise _NotRepeatable("not a device of torch.cuda")
+        arguments_by_id = {id(tensor): number for number, tensor in enumerate(tensors)}
         by_address: dict[int, int] = {}
         for number, tensor in enumerate(tensors):
             by_address.setdefault(tensor.data_ptr(), number)
-        made = {tensor.data_ptr(): tensor for tensor, _ in recording.scratch}
+        allocated = {tensor.data_ptr(): tensor for tensor, _ in recording.scratch}
         zeroed = {tensor.data_ptr() for tensor, is_zero in recording.scratch if is_zero}
-        # A result may be a view of all of what was allocated.
-        made |= {tensor.data_ptr(): tensor for tensor in results if id(tensor) not in given}
-        every = [*tensors, *made.values()]
-        if not made.keys().isdisjoint(by_address) or not all(map(_is_whole, made.values())):
+        # A result may be a view of a whole allocation.
+        allocated |= {tensor.data_ptr(): tensor for tensor in results if id(tensor) not in arguments_by_id}
+        every = [*tensors, *allocated.values()]
+        if not allocated.keys().isdisjoint(by_address) or not all(map(_is_whole, allocated.values())):
             raise _NotRepeatable("tensors that share memory")
-        by_address |= {address: number for number, address in enumerate(made, len(tensors))}
+        by_address |= {address: number for number, address in enumerate(allocated, len(tensors))}
 
         of_views: set[int] = set()
 
-        def numbered(tensor: Any) -> int:
-            number = given.get(id(tensor))
+        def number_of(tensor: Any) -> int:
+            number = arguments_by_id.get(id(tensor))
             if number is None:
                 number = by_address.get(tensor.data_ptr())
                 if number is None:
-                    raise _NotRepeatable("a tensor that is neither given, nor scratch, nor a result")
+                    raise _NotRepeatable("a tensor that is neither an argument, nor scratch, nor a result")
                 of_views.add(number)
             return number
 
         def without_tensors(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor):
-                return internals.Pointer(numbered(argument))
+                return internals.Pointer(number_of(argument))
             if isinstance(argument, tuple) and any(isinstance(item, torch.Tensor) for item in argument):
                 return tuple(without_tensors(item) for item in argument)
             if not internals.is_descriptor(argument):
                 return argument
             descriptor: Any = argument
-            return internals.Descriptor(numbered(descriptor.base), internals.without_memory(descriptor))
+            return internals.Descriptor(number_of(descriptor.base), internals.without_memory(descriptor))
 
         self._hooked = internals.hooked
         self._launches = [
             internals.RepeatableLaunch(compiled, grid, [without_tensors(argument) for argument in arguments])
             for compiled, grid, arguments in recording.launches
         ]
-        self._made = [
-            (tuple(tensor.shape), tensor.stride(), tensor.dtype, address in zeroed) for address, tensor in made.items()
+        self._allocations = [
+            (tuple(tensor.shape), tensor.stride(), tensor.dtype, address in zeroed)
+            for address, tensor in allocated.items()
         ]
         self._results = [next(n for n, tensor in enumerate(every) if tensor is result) for result in results]
-        # Of what was made, nobody has kept an earlier version.
+        # Fresh allocations need no version increment.
         written = {tensor.untyped_storage().data_ptr() for tensor in recording.written}
         self._written = [n for n, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() in written]
         self._device = tensors[0].device
-        # (tensor, another one that extends over its beginning, bytes between their beginnings)
+        # (tensor, another tensor that extends over its address, bytes between their addresses)
         self._distances = [
             (number, other, tensors[number].data_ptr() - tensor.data_ptr())
             for number in of_views
@@ -215,21 +216,21 @@ class _Repeat:
         ]
 
     def binds(self, addresses: Sequence[int]) -> bool:
-        """Whether each argument of the launches is at the address of its tensor, for tensors at ``addresses``."""
+        """Whether every launch argument would be at the address of its tensor, for tensors at ``addresses``."""
         return not self._distances or all(
             addresses[number] - addresses[other] == distance for number, other, distance in self._distances
         )
 
     def can_run(self) -> bool:
-        """Whether the current device is the recorded one, and nobody (a profiler) wants to be told of launches."""
+        """Whether the current device is the recorded one, and no launch hook (of a profiler) is installed."""
         return _current_device() == self._device.index and not self._hooked()
 
     def __call__(
         self, tensors: list[torch.Tensor], addresses: list[int]
     ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-        """Run with ``tensors`` at ``addresses``; both lists are extended by what is allocated."""
+        """Run with ``tensors`` at ``addresses``; allocated tensors are appended to both lists."""
         device = self._device
-        for shape, stride, dtype, zeroed in self._made:
+        for shape, stride, dtype, zeroed in self._allocations:
             tensor = (
                 torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 if _allocate is None
@@ -243,7 +244,7 @@ class _Repeat:
         for launch in self._launches:
             launch(stream, addresses)
         if self._written:
-            # A backward pass that has kept one of them has to know.
+            # A backward pass that saved one of them checks its version.
             increment_version([tensors[number] for number in self._written])
         if self._is_single:
             return tensors[self._results[0]]
@@ -253,11 +254,11 @@ class _Repeat:
 def _recorded(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, _Repeat | Literal[False]]:
-    """The results of a call, and what repeats it, if that is possible."""
+    """The results of a call, and its cache entry: False if it cannot be repeated."""
     internals = _internals()
     if internals is None:
         return function(*args, **kwargs), False
-    results, recording = record(function, args, kwargs, internals.telling_of_launches)
+    results, recording = record(function, args, kwargs, internals.counting_launches)
     try:
         with DisableTorchFunction():
             return results, _Repeat(internals, tensors, () if results is None else results, recording)
@@ -267,7 +268,7 @@ def _recorded(
 
 @functools.cache
 def _internals() -> ModuleType | None:
-    """``triton_internals``, which only operations that launch need; None where Triton is not installed."""
+    """``triton_internals``, imported at the first launch; None if Triton is not installed."""
     try:
         from flashlatte.runtime import triton_internals
     except ImportError:
@@ -276,7 +277,7 @@ def _internals() -> ModuleType | None:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its memory, so that an allocation like it has room for it."""
+    """Whether a tensor covers its whole storage, so that an allocation of its shape and strides can replace it."""
     return tensor.storage_offset() == 0 and _extent(tensor) >= tensor.untyped_storage().nbytes()
 
 
@@ -287,13 +288,13 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _eager() -> bool:
-    """Whether a call runs here and now, and is not part of a recording already."""
+    """Whether a call executes eagerly, and is not already inside a recording."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and peek_interpreter_stack() is None
         and not has_tangents()
         and not is_recording()
-        # torch.jit.trace sees what passes through PyTorch, and takes any other result for a constant.
+        # torch.jit.trace treats results that PyTorch did not compute as constants.
         and torch._C._get_tracing_state() is None
     )
 

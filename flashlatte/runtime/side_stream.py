@@ -1,4 +1,4 @@
-"""Work beside the current stream's: two chains of short kernels in a CUDA graph take the time of the longer one."""
+"""A second stream during CUDA-graph capture: two chains of short kernels then take the time of the longer one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class SideStream:
-    """Where a CUDA graph is being captured, work of a stream of its own; elsewhere all runs in the current stream, in
-    order, since to fork and to join would take the host longer than the GPU gains.
+    """Runs work on a second stream while a CUDA graph is captured, and on the current stream otherwise.
 
-    What the work reads must be kept by the caller until ``join``, and what it makes must not be looked at before.
+    Outside a graph, forking and joining would take the host longer than the GPU gains. The caller must keep the tensors
+    that the work reads until ``join``, and must not use its results before.
 
     Args:
-        device: of the work.
-        wanted: whether to fork at all.
+        device: the device of the work.
+        wanted: whether to use a second stream at all.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True) -> None:
@@ -26,10 +26,10 @@ class SideStream:
             and not torch.compiler.is_compiling()
             and torch.cuda.is_current_stream_capturing()
         )
-        self._stream = _stream_beside(device) if capturing else None
+        self._stream = _side_stream(device) if capturing else None
 
     def run(self, work: Callable[[], None]) -> None:
-        """What ``work`` launches comes after all that the current stream and this one were given before."""
+        """Launch ``work`` after all earlier work of the current stream and of the side stream."""
         if self._stream is None:
             work()
             return
@@ -38,12 +38,12 @@ class SideStream:
             work()
 
     def join(self) -> None:
-        """What the current stream is given from here on comes after all of the work."""
+        """Make the current stream wait for all of the work."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 @functools.cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One of each device: PyTorch keeps a workspace of 32 MiB for the matrix products of each stream."""
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One per device: PyTorch keeps a matmul workspace of 32 MiB for each stream."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""Strides as launches hand them to kernels: of an axis with one entry they say nothing, and PyTorch's are arbitrary."""
+"""Strides as kernels receive them: 0 for an axis of size 1, whose stride in PyTorch is arbitrary."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import torch
 
 
 def stride_in_use(tensor: torch.Tensor, axis: int) -> int:
-    """The stride, or 0 where the axis has one entry and its stride says nothing."""
+    """The stride of an axis, or 0 if its size is 1."""
     return tensor.stride(axis) if tensor.shape[axis] > 1 else 0
 
 
 def strides_in_use(tensor: torch.Tensor) -> tuple[int, ...]:
-    """``stride_in_use`` of all axes but the last."""
+    """``stride_in_use`` for all axes except the last."""
     strides, sizes = tensor.stride(), tensor.shape
     return tuple([strides[axis] if sizes[axis] > 1 else 0 for axis in range(len(sizes) - 1)])
 
 
-def row_align(tensor: torch.Tensor, numbers: int = 8) -> int:
-    """``numbers`` (of two bytes each, 16 bytes) if every row begins at a multiple of so many, else 1.
+def row_align(tensor: torch.Tensor, elements: int = 8) -> int:
+    """``elements`` if every row begins at a multiple of that many elements, else 1. The default: 16 bytes of bf16.
 
-    Strides are passed in this unit, for which the kernel is compiled: so the compiler knows that loads and stores of 16
-    bytes may be used, without a variant for each stride.
+    Kernels take strides divided by this number, which is a constant of theirs. The compiler can then use 16-byte loads
+    and stores without a variant for each stride.
     """
-    begins = tensor.data_ptr() % (numbers * tensor.element_size()) == 0
-    return numbers if begins and all(stride % numbers == 0 for stride in strides_in_use(tensor)) else 1
+    begins = tensor.data_ptr() % (elements * tensor.element_size()) == 0
+    return elements if begins and all(stride % elements == 0 for stride in strides_in_use(tensor)) else 1

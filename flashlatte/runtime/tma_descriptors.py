@@ -1,4 +1,4 @@
-"""TMA descriptors made on the host, of tensors of two-byte numbers."""
+"""TMA descriptors, created on the host, of tensors with two-byte elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 @dataclass(frozen=True)
 class Address:
-    """What a descriptor needs of a tensor. It holds no memory: a descriptor may outlive what it was made for."""
+    """Replaces a descriptor's tensor, so that the descriptor does not keep the tensor's memory alive."""
 
     address: int
     dtype: torch.dtype
@@ -26,15 +26,17 @@ class Address:
 def describe(
     base: torch.Tensor | Address, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int = 128
 ) -> Any:
-    """Of boxes whose rows are swizzled in shared memory by ``swizzle`` bytes, or all of a row that is narrower.
+    """A descriptor of boxes with a swizzle of ``swizzle`` bytes in shared memory, or of a box's row if that is shorter.
 
     Args:
-        strides: of all axes but the last, in numbers; 0 for an axis of one entry (``strides.strides_in_use``).
-        box: numbers of a box along each axis.
+        strides: of all axes except the last, in elements; 0 for an axis of size 1 (``strides.strides_in_use``).
+        box: elements of a box along each axis.
     """
-    # An axis of 1 has no stride that matters, but the hardware wants one above 0.
-    wide = [stride or shape[-1] for stride in strides]
-    return TensorDescriptor(base, list(shape), [*wide, 1], list(box), _layout(len(shape), min(2 * box[-1], swizzle)))
+    # The hardware requires strides above 0, also for an axis of size 1.
+    positive = [stride or shape[-1] for stride in strides]
+    return TensorDescriptor(
+        base, list(shape), [*positive, 1], list(box), _layout(len(shape), min(2 * box[-1], swizzle))
+    )
 
 
 @functools.cache

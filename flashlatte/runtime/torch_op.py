@@ -1,4 +1,4 @@
-"""Registration of operations with PyTorch, so that torch.compile and CUDA graphs see them as one call."""
+"""Registration of operations with PyTorch, so that torch.compile treats each as one call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.runtime.recording import NAMESPACE, note_written, watched
+from flashlatte.runtime.recording import NAMESPACE, record_writes, watched
 from flashlatte.runtime.repeat import repeats_launches
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -21,18 +21,18 @@ _AUTOCAST = ("cpu", "cuda", "xpu")
 def register_op(
     name: str, *, mutates: Sequence[str], record: type[tuple[Any, ...]] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function that only writes into its arguments the operation ``torch.ops.flashlatte.<name>``.
+    """Register a function that returns nothing and writes to its arguments as ``torch.ops.flashlatte.<name>``.
 
-    The schema comes from the function's annotations; ``mutates`` names the tensors it writes. It returns nothing. With
-    ``record``, a named tuple, the function takes one of these first, and the operation its fields.
+    The schema is inferred from the function's annotations. ``mutates`` names the tensors that it writes. With
+    ``record``, the function's first parameter is such a named tuple, and the operation takes its fields instead.
 
-    This is what ``torch.library.custom_op`` does, less its Python wrapper: that costs 80 µs a call on two
-    mutated arguments, more than a whole decode kernel, and this 6 µs.
+    A call costs 6 µs. ``torch.library.custom_op`` has a Python wrapper, with which a call that mutates two arguments
+    costs 80 µs, more than a decode kernel takes.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        of_fields = function if record is None else _of_fields(function, record)
-        return _define(name, of_fields, mutates, _writing(_places(of_fields, mutates)))
+        flat = function if record is None else _with_fields(function, record)
+        return _define(name, flat, mutates, _mutating_fake(_positions(flat, mutates)))
 
     return register
 
@@ -44,13 +44,13 @@ def register_differentiable_op(
     backward: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function that writes into none of its arguments an operation through which gradients flow.
+    """Register a function that writes to none of its arguments as a differentiable operation.
 
     Args:
-        fake: same arguments; returns empty tensors of the results' shapes, dtypes and strides.
-        backward: (ctx, *gradients of the results), with None for a result that has no gradient; returns one for each
-            argument.
-        setup_context: (ctx, inputs, output), to keep what ``backward`` needs.
+        fake: takes the same arguments; returns empty tensors of the results' shapes, dtypes and strides.
+        backward: takes (ctx, *gradients of the results), None for a result without a gradient; returns a gradient or
+            None for each argument.
+        setup_context: takes (ctx, inputs, output), and saves the tensors that ``backward`` needs.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -67,7 +67,7 @@ def register_differentiable_op(
 
 
 def records_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether a result computed from these tensors takes part in a backward pass."""
+    """Whether autograd records operations on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -75,20 +75,20 @@ def _define(
     name: str, function: Callable[..., Any], mutates: Sequence[str], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
-    # Compiled programs come by here, and not by the operation's public function, which may repeat launches itself.
-    run = repeats_launches(watched(_by_itself(function, mutates)))
+    # Compiled programs call this, not the public function, which may repeat launches itself.
+    run = repeats_launches(watched(_isolated(function, mutates)))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _by_itself(function: Callable[..., Any], mutates: Sequence[str]) -> Callable[..., Any]:
-    """``function``, whatever mode its caller is in, and its writes known to PyTorch, which sees none of a kernel.
+def _isolated(function: Callable[..., Any], mutates: Sequence[str]) -> Callable[..., Any]:
+    """``function`` without autocast and autograd, and with the versions of its outputs incremented.
 
-    Autocast would take the reference's float32 from it. And its gradient is the operation's, if that has one: recorded
-    within, one would flow through the reference and through no kernel.
+    Autocast would lower the reference's float32 precision. Autograd would record the reference's operations but no
+    kernel; a differentiable operation has its own backward. PyTorch does not see the writes of kernels.
     """
-    places = _places(function, mutates)
+    positions = _positions(function, mutates)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,47 +99,47 @@ def _by_itself(function: Callable[..., Any], mutates: Sequence[str]) -> Callable
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
             result = function(*args, **kwargs)
-        if places:
-            note_written(_tensors_at(places, args))
+        if positions:
+            record_writes(_tensors_at(positions, args))
         return result
 
     return run
 
 
-def _writing(places: Sequence[int]) -> Callable[..., None]:
-    """The fake of a function that only writes: where it writes becomes a number that a compiled program is made for.
+def _mutating_fake(positions: Sequence[int]) -> Callable[..., None]:
+    """The fake of a function that writes to the arguments at ``positions``: specialises on their storage offsets.
 
-    Inductor forgets an offset that stands for any number, and the program writes to the first row, cache or layer
-    whichever it is given (PyTorch's issue 198068).
+    Inductor drops a symbolic storage offset, so the compiled program would write to the first row, cache or layer
+    instead of the given one (PyTorch issue 198068).
     """
 
     def fake(*args: Any) -> None:
-        for tensor in _tensors_at(places, args):
+        for tensor in _tensors_at(positions, args):
             offset: Any = tensor.storage_offset()
             if isinstance(offset, torch.SymInt) and not offset.node.is_constant():
-                # A product of sizes is no number before each of them is.
+                # A product of sizes becomes constant when each of its sizes does.
                 for symbol in offset.node.expr.free_symbols:
                     offset.node.shape_env.evaluate_expr(symbol)
 
     return fake
 
 
-def _places(function: Callable[..., Any], mutates: Sequence[str]) -> list[int]:
+def _positions(function: Callable[..., Any], mutates: Sequence[str]) -> list[int]:
     names = list(inspect.signature(function).parameters)
     return [names.index(name) for name in mutates]
 
 
-def _tensors_at(places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
-    # PyTorch leaves out what has its default.
-    return [tensor for place in places if place < len(args) for tensor in _tensors(args[place])]
+def _tensors_at(positions: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
+    # PyTorch omits trailing arguments that have their default values.
+    return [tensor for position in positions if position < len(args) for tensor in _tensors(args[position])]
 
 
 def _tensors(value: torch.Tensor | Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
     return (value,) if isinstance(value, torch.Tensor) else value or ()
 
 
-def _of_fields(function: Callable[..., None], record: Any) -> Callable[..., None]:
-    """``function`` with the fields of ``record`` as arguments instead of its first one."""
+def _with_fields(function: Callable[..., None], record: Any) -> Callable[..., None]:
+    """``function`` with the fields of ``record`` as parameters instead of its first parameter."""
     fields = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
         for name, annotation in typing.get_type_hints(record).items()

@@ -1,4 +1,4 @@
-"""Numbers from the host to a device that goes on with what it is doing."""
+"""Asynchronous copies of host values to a device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 def to_device(
     values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Numbers of the host on a device, which is not waited for.
+    """Copy host values to a device without synchronising.
 
-    A copy from ordinary memory waits until the GPU has done all that was launched before. This one is from pinned
-    memory, which PyTorch keeps until the copy is done; so ``values`` may change as soon as the call returns. What is
-    on a device already is converted there.
+    A copy from pageable memory waits for all earlier work of the GPU. This one goes through pinned memory, which
+    PyTorch keeps until the copy is complete, so ``values`` may be changed after the call. A tensor that is already on a
+    device is converted there.
     """
     if isinstance(values, torch.Tensor) and values.device.type != "cpu":
         return values.to(device, dtype)

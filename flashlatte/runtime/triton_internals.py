@@ -1,7 +1,7 @@
-"""All that this package assumes of Triton beyond what it documents.
+"""The code that depends on undocumented behaviour of Triton.
 
-``tests/runtime/test_triton_internals.py`` holds each assumption against every supported Triton, without a GPU. Where
-one fails nothing goes wrong: launches go through Triton's own launcher, and there are no clusters.
+``tests/runtime/test_triton_internals.py`` checks each assumption with every supported Triton, without a GPU. If an
+assumption does not hold, launches go through Triton's own launcher, and no clusters are used.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from triton import knobs
 from flashlatte.runtime import machine
 from flashlatte.runtime.tma_descriptors import Address
 
-# Argument lists that a launch remembers: one for each address of a TMA descriptor, as of the caches of all layers.
-_REMEMBERED = 1024
-# Where Triton's launchers take the stream.
+# Argument lists cached for each launch: one per address of a TMA descriptor, such as those of all layers' caches.
+_MAX_CACHED_ARGUMENTS = 1024
+# The position of the stream among the arguments of Triton's launchers.
 _STREAM = 3
-# What a CTA may have of an SM's shared memory.
+# The maximum shared memory of a CTA on SM90.
 _SHARED_BYTES = 232_448
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """Stands for a tensor among a launch's arguments: the tensor's number in a call."""
+    """A placeholder for a tensor among a launch's arguments: the tensor's number in the call."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """Stands for a TMA descriptor of tensor ``number``; ``like`` is the one of another tensor that it resembles."""
+    """A placeholder for a TMA descriptor of tensor ``number``; ``like`` is a descriptor with another address."""
 
     number: int
     like: Any
 
 
 class RepeatableLaunch:
-    """A launch with everything worked out but the stream and the addresses of tensors.
+    """A prepared launch, which takes the stream and the addresses of tensors.
 
-    For a kernel with TMA descriptors Triton makes a Python function around the driver module's ``launch``, which
-    encodes every descriptor anew at every launch: longer than the launch itself takes. Here Triton's launcher runs once
-    for each set of descriptors, with a function in ``launch``'s place that notes its arguments.
+    For a kernel with TMA descriptors, Triton wraps the driver module's ``launch`` in a Python function that encodes
+    every descriptor at every launch, which takes longer than the launch. This class runs Triton's launcher once for
+    each set of descriptors, with ``launch`` replaced by a function that records its arguments.
 
-    It assumes of ``CompiledKernel`` that ``run(x, y, z, stream, function, packed_metadata, launch_metadata,
-    enter_hook, exit_hook, *arguments)`` launches it, which is how ``JITFunction.run`` does it; that pointers may be
-    integers; and, of NVIDIA's launcher, what ``_innermost`` says.
+    Assumptions: ``CompiledKernel.run(x, y, z, stream, function, packed_metadata, launch_metadata, enter_hook,
+    exit_hook, *arguments)`` launches, as in ``JITFunction.run``; pointers may be integers; and those of ``_innermost``
+    about NVIDIA's launcher.
     """
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """``arguments``: all of them in order, constants too; ``Pointer`` and ``Descriptor`` where tensors come in."""
+        """``arguments``: all of them in order, including constants, with ``Pointer`` and ``Descriptor`` for tensors."""
         self._compiled, self._arguments = compiled, arguments
         self._grid = (*grid, 1, 1)[:3]
         self._innermost = _innermost(compiled.run)
@@ -66,7 +66,7 @@ class RepeatableLaunch:
         # Since 3.7 the driver module takes a kernel's arguments as one list, the last argument.
         self._in_list = self._innermost is not None and hasattr(compiled.run, "kernel_signature")
         self._described = [argument.number for argument in arguments if isinstance(argument, Descriptor)]
-        self._passed = functools.lru_cache(_REMEMBERED)(self._passed_with)
+        self._passed = functools.lru_cache(_MAX_CACHED_ARGUMENTS)(self._passed_with)
 
         passed = self._passed(*(item.like.base.data_ptr() for item in arguments if isinstance(item, Descriptor)))
         passed = passed[-1] if self._in_list else passed
@@ -74,7 +74,7 @@ class RepeatableLaunch:
         self._tuples = [(index, item) for index, item in enumerate(passed) if _has_pointers(item)]
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch with tensor ``number`` at ``addresses[number]``, of the alignment that the first launch's had."""
+        """Launch with tensor ``number`` at ``addresses[number]``, which has the alignment of the recorded one."""
         passed = self._passed(*[addresses[number] for number in self._described]).copy()
         passed[_STREAM] = stream
         arguments = passed
@@ -87,7 +87,7 @@ class RepeatableLaunch:
         self._launch(*passed)
 
     def _passed_with(self, *described: int) -> list[Any]:
-        """What ``_launch`` takes, with descriptors of memory at these addresses."""
+        """The arguments of ``_launch``, with descriptors of memory at these addresses."""
         addresses = iter(described)
         compiled = self._compiled
         arguments = [
@@ -99,37 +99,37 @@ class RepeatableLaunch:
         passed = [*self._grid, None, compiled.function, compiled.packed_metadata, None, None, None, *arguments]
         if self._innermost is None:
             return passed
-        noted: list[Any] = []
+        recorded: list[Any] = []
         metadata = getattr(compiled.metadata, "tensordesc_meta", None)
         wrap = inspect.getmodule(type(compiled.run)).wrap_handle_tensordesc  # type: ignore[union-attr]
         twin = copy.copy(compiled.run)
-        twin.launch = wrap(lambda *all_arguments: noted.extend(all_arguments), compiled.src.signature, metadata)
+        twin.launch = wrap(lambda *all_arguments: recorded.extend(all_arguments), compiled.src.signature, metadata)
         twin(*passed)
         if self._in_list:
-            noted[-1] = list(noted[-1])
-        return noted
+            recorded[-1] = list(recorded[-1])
+        return recorded
 
 
 def is_descriptor(argument: Any) -> bool:
-    """Whether an argument of a kernel is a TMA descriptor made on the host."""
+    """Whether an argument of a kernel is a TMA descriptor created on the host."""
     return hasattr(argument, "block_shape")
 
 
 def without_memory(descriptor: Any) -> Any:
-    """The same descriptor, which keeps nothing of the tensor alive."""
+    """The same descriptor without a reference to its tensor's memory."""
     base = descriptor.base
     return replace(descriptor, base=Address(base.data_ptr(), base.dtype))
 
 
 def hooked() -> bool:
-    """Whether somebody (a profiler) wants to be called at launches."""
+    """Whether a launch hook (of a profiler) is installed."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool((enter and getattr(enter, "calls", True)) or (leave and getattr(leave, "calls", True)))
 
 
 @contextlib.contextmanager
-def telling_of_launches(count: Callable[[object], None]) -> Iterator[None]:
-    """Calls ``count`` at each launch, by whatever kernel; at none if Triton has no list of hooks."""
+def counting_launches(count: Callable[[object], None]) -> Iterator[None]:
+    """Call ``count`` at each launch of any Triton kernel; never, if Triton has no list of hooks."""
     chain: Any = knobs.runtime.launch_enter_hook
     if not hasattr(chain, "add"):
         yield
@@ -142,10 +142,11 @@ def telling_of_launches(count: Callable[[object], None]) -> Iterator[None]:
 
 
 def _innermost(run: Any) -> Any:
-    """What NVIDIA's launcher ``run`` calls last, or None for another launcher, or one that does more than launch.
+    """The driver module's launch function behind NVIDIA's launcher ``run``; None if ``run`` is another launcher, or
+    does more than launch.
 
-    It assumes that the launcher's attribute ``launch`` is the driver module's function, or, for a kernel with TMA
-    descriptors, what the module's ``wrap_handle_tensordesc(launcher, signature, metadata)`` made of it.
+    Assumes that the launcher's attribute ``launch`` is the driver module's function, or, for a kernel with TMA
+    descriptors, the result of the module's ``wrap_handle_tensordesc(launcher, signature, metadata)``.
     """
     module = inspect.getmodule(type(run))
     if getattr(module, "__name__", None) != "triton.backends.nvidia.driver" or not hasattr(run, "launch"):
@@ -167,25 +168,25 @@ def _filled(items: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]
     return tuple([addresses[item.number] if isinstance(item, Pointer) else item for item in items])
 
 
-class Cluster(NamedTuple):
-    """CTAs on neighbouring SMs with access to each other's shared memory.
+class ClusterLaunch(NamedTuple):
+    """How to launch a kernel in clusters, whose CTAs can access each other's shared memory.
 
-    What Triton compiles for several CTAs a program has layouts that span them. Here each CTA of a cluster is compiled
-    by itself, as ever, and only the launch says that they belong together; what they exchange is inline PTX.
+    Triton's own programs of several CTAs have layouts that span them. Here each CTA is compiled as a program of one,
+    the launch groups them in clusters, and they communicate by inline PTX.
 
     Attributes:
-        size: CTAs of a cluster, neighbours in the grid, which then counts clusters.
-        tail_bytes: of shared memory behind what Triton allocates; it ends where ``%dynamic_smem_size`` says.
+        size: CTAs in a cluster, adjacent in the grid; the launch's grid counts clusters.
+        tail_bytes: extra shared memory after Triton's allocation, up to ``%dynamic_smem_size``.
     """
 
     size: int
     tail_bytes: int
 
 
-def join(compiled: Any, cluster: Cluster) -> None:
-    """Change what the launcher is told of a compiled kernel, once.
+def join(compiled: Any, cluster: ClusterLaunch) -> None:
+    """Make the launcher launch a compiled kernel in clusters. Later calls for the kernel change nothing.
 
-    It assumes that ``packed_metadata`` is (warps, CTAs of a cluster, bytes of shared memory) and that the launcher
+    Assumes that ``packed_metadata`` is (warps, CTAs per cluster, bytes of shared memory), and that the launcher
     multiplies the grid by the second.
     """
     warps, ctas, shared = compiled.packed_metadata
@@ -194,26 +195,26 @@ def join(compiled: Any, cluster: Cluster) -> None:
 
 
 def clusters_fill(device: torch.device, size: int) -> bool:
-    """Whether clusters of CTAs that take an SM each can be launched, and fill all SMs of a GPU."""
+    """Whether clusters of ``size`` CTAs, each with a whole SM, can be launched and fill all SMs of a GPU."""
     return machine.device_type(device) == "cuda" and _clusters_fill(device, size)
 
 
 @functools.cache
 def _clusters_fill(device: torch.device, size: int) -> bool:
-    if device.type != "cuda":  # a GPU that is not here, taken for one whose SMs all work
+    if device.type != "cuda":  # An assumed GPU: all of its SMs are available to clusters.
         return machine.compute_capability(device) == (9, 0)
     with torch.cuda.device(device):
         compiled = _nothing.warmup(grid=(1,))
         if not packs_clusters(triton.compiler.make_backend(compiled.metadata.target)):
             return False
-        _ = compiled.run  # which loads it
+        _ = compiled.run  # loads the kernel
         utils = triton.runtime.driver.active.utils  # type: ignore[attr-defined]
         clusters = utils.cuOccupancyMaxActiveClusters(compiled.function, _SHARED_BYTES, size)
     return clusters * size >= torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def packs_clusters(backend: Any) -> bool:
-    """Whether what ``join`` assumes of packed metadata is so."""
+    """Whether the assumption of ``join`` about packed metadata holds."""
     return backend.pack_metadata(SimpleNamespace(num_warps=4, num_ctas=1, shared=96)) == (4, 1, 96)
 
 

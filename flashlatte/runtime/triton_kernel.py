@@ -11,31 +11,30 @@ from typing import Any
 import torch
 import triton
 
-from flashlatte.runtime.recording import is_recording, note_launch
-from flashlatte.runtime.triton_internals import Cluster, join
+from flashlatte.runtime.recording import is_recording, record_launch
+from flashlatte.runtime.triton_internals import ClusterLaunch, join
 
-_RUN_TIME_NUMBERS = ("int32", "int64", "float32")
+_SCALAR_TYPES = ("int32", "int64", "float32")
 
 
 def kernel(
-    function: Callable[..., None] | None = None, *, by_element: Sequence[str] = (), cluster: Cluster | None = None
+    function: Callable[..., None] | None = None, *, by_element: Sequence[str] = (), cluster: ClusterLaunch | None = None
 ) -> Any:
-    """``triton.jit`` for a kernel whose numbers are all run-time values of the annotated type.
+    """``triton.jit`` for a kernel whose scalar arguments are run-time values of the annotated type.
 
-    Left alone, Triton compiles a kernel again for a number that is 1, that is divisible by 16, or that no longer
-    fits 32 bits, so a new batch size or stride could cost a user seconds. What the generated code must know is a
-    ``tl.constexpr``, passed by name.
+    By default Triton compiles separate variants for scalars that are 1, divisible by 16, or beyond 32 bits, so a new
+    batch size or stride could cost seconds. Compile-time values are ``tl.constexpr`` parameters, passed by name.
 
     Args:
-        by_element: pointers that may begin anywhere, as lengths that are a part of a buffer, and are read and written
-            by the element: their alignment would only make more variants.
-        cluster: CTAs that are launched together, if any are.
+        by_element: pointers of any alignment (such as lengths in the middle of a buffer) that are accessed element by
+            element; specialising on their alignment would only add variants.
+        cluster: the cluster that CTAs are launched in, if any.
     """
     return _compiled_by(triton.jit, function, by_element, cluster)
 
 
 def gluon_kernel(
-    function: Callable[..., None] | None = None, *, by_element: Sequence[str] = (), cluster: Cluster | None = None
+    function: Callable[..., None] | None = None, *, by_element: Sequence[str] = (), cluster: ClusterLaunch | None = None
 ) -> Any:
     """``kernel`` for Gluon."""
     from triton.experimental import gluon
@@ -44,14 +43,15 @@ def gluon_kernel(
 
 
 def _compiled_by(
-    jit: Callable[..., Any], function: Callable[..., None] | None, by_element: Sequence[str], cluster: Cluster | None
+    jit: Callable[..., Any],
+    function: Callable[..., None] | None,
+    by_element: Sequence[str],
+    cluster: ClusterLaunch | None,
 ) -> Any:
-    """A ``Kernel``, or an ``InterpretedKernel`` in Triton's interpreter; without ``function`` what decorates one."""
+    """A ``Kernel``, or an ``InterpretedKernel`` in Triton's interpreter; without ``function`` a decorator."""
     if function is None:
-        return lambda given: _compiled_by(jit, given, by_element, cluster)
-    jitted = jit(
-        function, do_not_specialize=_run_time_numbers(function), do_not_specialize_on_alignment=list(by_element)
-    )
+        return lambda decorated: _compiled_by(jit, decorated, by_element, cluster)
+    jitted = jit(function, do_not_specialize=_scalars(function), do_not_specialize_on_alignment=list(by_element))
     if isinstance(jitted, triton.JITFunction):
         return Kernel(jitted, cluster)
     # Imported here: the interpreter's module needs NumPy.
@@ -65,7 +65,7 @@ _instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
 
 @contextlib.contextmanager
 def launching(instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Inside, nothing is compiled or launched: ``instead`` is called with the JITFunction and its arguments."""
+    """Inside, launches call ``instead`` with the JITFunction and its arguments; nothing is compiled or launched."""
     global _instead
     before, _instead = _instead, instead
     try:
@@ -75,20 +75,20 @@ def launching(instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -
 
 
 class Kernel:
-    """A kernel of Triton's or Gluon's: ``kernel[grid](q, CONSTANT=4)`` compiles it if need be, and launches it.
+    """A Triton or Gluon kernel: ``kernel[grid](q, CONSTANT=4)`` compiles it if necessary, and launches it.
 
-    Triton finds the compiled kernel of a launch by all of its arguments, which takes it 50 µs. Operations that must
-    take less time repeat what an earlier call launched (``repeat``), and so come by here once for a shape.
+    Triton's lookup of the compiled kernel by all arguments takes 50 µs. Faster operations repeat the launches of an
+    earlier call (``repeat``), and use this path once per shape.
 
-    Triton launches on the current device, whichever its arguments are on; this makes theirs the current one.
+    Triton launches on the current device; this class makes the device of the arguments current.
 
     Attributes:
         jitted: Triton's ``JITFunction``.
-        cluster: CTAs that are launched together.
-        arg_names: the kernel's parameters, constants too.
+        cluster: the cluster that CTAs are launched in, or None.
+        arg_names: the kernel's parameters, including constants.
     """
 
-    def __init__(self, jitted: Any, cluster: Cluster | None = None) -> None:
+    def __init__(self, jitted: Any, cluster: ClusterLaunch | None = None) -> None:
         self.jitted = jitted
         self.cluster = cluster
         self.arg_names = jitted.arg_names
@@ -98,7 +98,7 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         jitted, cluster = self.jitted, self.cluster
-        # Triton's default until 3.9, which says with a warning that 3.10 has another: results would have other bits.
+        # Triton's default up to 3.9. Triton 3.10 changes it (3.9 warns), which would change results bitwise.
         kwargs.setdefault("enable_fp_fusion", True)
         if _instead is not None:
             return _instead(jitted, args, kwargs)
@@ -107,22 +107,22 @@ class Kernel:
             if cluster is None and not is_recording():
                 return
             options = kwargs.keys() - set(jitted.arg_names)
-            given = {name: value for name, value in kwargs.items() if name not in options}
-            arguments = list(jitted.signature.bind(*args, **given).arguments.values())
+            named = {name: value for name, value in kwargs.items() if name not in options}
+            arguments = list(jitted.signature.bind(*args, **named).arguments.values())
             if cluster is not None:
                 join(compiled, cluster)
                 compiled[(*grid, 1, 1)[:3]](*arguments)
-        note_launch(compiled, grid, arguments)
+        record_launch(compiled, grid, arguments)
 
 
-def _run_time_numbers(function: Callable[..., None]) -> list[str]:
-    """The parameters that are annotated as ``tl.int32``, ``gl.int64`` and the like."""
+def _scalars(function: Callable[..., None]) -> list[str]:
+    """The parameters annotated as scalars, such as ``tl.int32`` or ``gl.int64``."""
     parameters = inspect.signature(function).parameters.values()
-    return [item.name for item in parameters if str(item.annotation).rpartition(".")[2] in _RUN_TIME_NUMBERS]
+    return [item.name for item in parameters if str(item.annotation).rpartition(".")[2] in _SCALAR_TYPES]
 
 
 def _device_of(arguments: Iterable[Any]) -> torch.device | None:
-    """The GPU that a kernel's tensors, also those in tuples, are on; some may be the host's memory, pinned."""
+    """The GPU of a kernel's tensors, including those in tuples. Some of them may be in pinned host memory."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             device = argument.device if argument.device.type == "cuda" else None
@@ -134,7 +134,7 @@ def _device_of(arguments: Iterable[Any]) -> torch.device | None:
 
 
 def _current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``device`` the current one where it is not."""
+    """A context in which ``device`` is current."""
     if device is None or torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()
     return torch.cuda.device(device)

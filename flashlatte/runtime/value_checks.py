@@ -1,8 +1,8 @@
-"""Checks of what index tensors hold. They run where the environment variable FLASHLATTE_CHECK is set to 1.
+"""Checks of the values of index tensors, enabled by the environment variable FLASHLATTE_CHECK=1.
 
-Kernels treat a page, slot, index or length that does not exist as absent, which hides the error of a page manager.
-These checks read the values back and raise instead. Each of them waits for the device. A call inside torch.compile, on
-fake tensors, or during the capture of a CUDA graph is not checked: its values are not known.
+Kernels treat a page, slot, index or length that is out of range as absent, which can hide an error of a page manager.
+These checks read the values and raise an error; each synchronises with the device. A call inside torch.compile, on
+fake tensors, or during CUDA-graph capture is not checked, because the values are not available.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ ENABLED = os.environ.get("FLASHLATTE_CHECK", "0") not in ("", "0")
 
 
 def entries(name: str, values: torch.Tensor, bound: int, used: torch.Tensor | None = None) -> None:
-    """Check that entries lie between 0 and ``bound`` - 1, or are -1, which stands for none.
+    """Check that entries are between 0 and ``bound`` - 1, or -1 for none.
 
-    ``used`` is a mask of the entries that the operation reads; all of them if None.
+    ``used`` is a mask of the entries that the operation reads; None means all.
     """
     if readable(values):
         _refuse(name, values, values.long(), -1, bound - 1, used, ", or -1 for none")
 
 
-def lengths(name: str, values: torch.Tensor, most: int) -> None:
-    """Check that lengths lie between 0 and ``most``."""
+def lengths(name: str, values: torch.Tensor, maximum: int) -> None:
+    """Check that lengths are between 0 and ``maximum``."""
     if readable(values):
-        _refuse(name, values, values.long(), 0, most)
+        _refuse(name, values, values.long(), 0, maximum)
 
 
 def selections(name: str, indices: torch.Tensor, length_name: str, topk_length: torch.Tensor, bound: int) -> None:
-    """Check indices [..., topk], of which the first ``topk_length`` count: [b], or a number for each row of them."""
+    """Check the first ``topk_length`` of indices [..., topk]; topk_length is [b], or has an entry for each row."""
     topk = indices.shape[-1]
     lengths(length_name, topk_length, topk)
     if ENABLED:
@@ -49,12 +49,12 @@ def pages(
     name: str = "cache_seqlens",
     starts: torch.Tensor | None = None,
 ) -> None:
-    """Check the lengths ``ends`` [b] of requests against a block table, and the pages of tokens ``starts`` to ``ends``.
+    """Check that lengths ``ends`` [b] fit a block table, and that the pages of tokens ``starts`` to ``ends`` exist.
 
     Args:
-        block_table: [b, max_pages]; other entries of it may hold anything.
+        block_table: [b, max_pages]; only the entries of these pages are checked.
         num_pages, page_size: of the cache.
-        name: the argument that an error about ``ends`` names.
+        name: the argument's name in an error about ``ends``.
         starts: [b], the first token of each request that the operation reads; 0 if None.
     """
     if not readable(block_table):
@@ -81,15 +81,15 @@ def _refuse(
     name: str,
     values: torch.Tensor,
     as_int64: torch.Tensor,
-    least: int,
-    most: int,
+    minimum: int,
+    maximum: int,
     used: torch.Tensor | None = None,
     exception: str = "",
 ) -> None:
-    wrong = (as_int64 < least) | (as_int64 > most)
+    wrong = (as_int64 < minimum) | (as_int64 > maximum)
     if used is not None:
         wrong &= used
     if wrong.any():
-        place = wrong.nonzero()[0].tolist()
-        got = int(values[tuple(place)])
-        raise ValueError(f"{name} must hold numbers from 0 to {most}{exception}, got {got} at {place}")
+        position = wrong.nonzero()[0].tolist()
+        got = int(values[tuple(position)])
+        raise ValueError(f"{name} must hold values from 0 to {maximum}{exception}, got {got} at {position}")

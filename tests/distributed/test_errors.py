@@ -35,7 +35,7 @@ def test_arguments(context):
         ContextParallel(form="ring")
     with pytest.raises(ValueError, match="sharding's interleave must be at least 1, got 0"):
         ContextParallel(interleave=0)
-    with pytest.raises(ValueError, match="page_tokens must be a multiple of the 4 tokens"):
+    with pytest.raises(ValueError, match="page_tokens must be a multiple of 4, the number of ranks"):
         context.plan(TABLE, LENGTHS, page_tokens=6)
     with pytest.raises(TypeError, match="cache_seqlens must be int32 or int64"):
         context.plan(TABLE, LENGTHS.float(), page_tokens=8)

@@ -72,7 +72,7 @@ def hopper(monkeypatch):
 def refusal(operation: str, **facts: Any) -> str | None:
     """Why Hopper's kernel does not take a call."""
     dtype = torch.float8_e4m3fn if "index_logits" in operation else torch.bfloat16
-    call = dispatch.Call(operation, torch.device("cuda", 0), **{"dtype": dtype, **facts})
+    call = dispatch.CallSpec(operation, torch.device("cuda", 0), **{"dtype": dtype, **facts})
     return next(choice.refusal for choice in dispatch.explain(call) if choice.backend == "hopper")
 
 

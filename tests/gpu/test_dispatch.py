@@ -14,19 +14,19 @@ from flashlatte.runtime import dispatch
 pytestmark = pytest.mark.gpu
 
 CALLS = (
-    dispatch.Call("dense_decode", DEVICE, torch.bfloat16, "bf16", 64, 576, 512, h_q=128, h_kv=1),
-    dispatch.Call("sparse_decode", DEVICE, torch.bfloat16, "v32", 64, 576, 512, h_q=128, h_kv=1),
-    dispatch.Call("sparse_decode", DEVICE, torch.bfloat16, "model1", 256, 512, 512, h_q=64, h_kv=1),
-    dispatch.Call("sparse_prefill", DEVICE, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128, h_kv=1),
-    dispatch.Call("sparse_prefill", DEVICE, torch.bfloat16, head_dim=512, head_dim_v=512, h_q=64, h_kv=1),
-    dispatch.Call("merge_states", DEVICE, torch.bfloat16, head_dim_v=512),
-    dispatch.Call("cache_write", DEVICE, torch.bfloat16, "v32", 64, 576),
-    dispatch.Call("cache_gather", DEVICE, torch.bfloat16, "v32", 64, 576),
+    dispatch.CallSpec("dense_decode", DEVICE, torch.bfloat16, "bf16", 64, 576, 512, h_q=128, h_kv=1),
+    dispatch.CallSpec("sparse_decode", DEVICE, torch.bfloat16, "v32", 64, 576, 512, h_q=128, h_kv=1),
+    dispatch.CallSpec("sparse_decode", DEVICE, torch.bfloat16, "model1", 256, 512, 512, h_q=64, h_kv=1),
+    dispatch.CallSpec("sparse_prefill", DEVICE, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128, h_kv=1),
+    dispatch.CallSpec("sparse_prefill", DEVICE, torch.bfloat16, head_dim=512, head_dim_v=512, h_q=64, h_kv=1),
+    dispatch.CallSpec("merge_states", DEVICE, torch.bfloat16, head_dim_v=512),
+    dispatch.CallSpec("cache_write", DEVICE, torch.bfloat16, "v32", 64, 576),
+    dispatch.CallSpec("cache_gather", DEVICE, torch.bfloat16, "v32", 64, 576),
 )
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.operation}-{call.cache_format}-{call.head_dim}")
-def test_backends_that_are_built_serve_what_they_are_built_for(call: dispatch.Call) -> None:
+def test_backends_that_are_built_serve_what_they_are_built_for(call: dispatch.CallSpec) -> None:
     ops.load()
     call = replace(call, device=torch.device(DEVICE.type, torch.cuda.current_device()))
     refusals = {choice.backend: choice.refusal for choice in dispatch.explain(call)}

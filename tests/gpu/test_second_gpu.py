@@ -15,7 +15,7 @@ pytestmark = [
 @pytest.mark.parametrize("number", range(len(CALLS)))
 def test_kernels_run_where_tensors_are(number):
     launched_on: list[int] = []
-    noting = triton_internals.telling_of_launches(lambda _: launched_on.append(torch.cuda.current_device()))
+    noting = triton_internals.counting_launches(lambda _: launched_on.append(torch.cuda.current_device()))
     with noting, torch.device("cuda:1"):
         CALLS[number]()
     torch.cuda.synchronize(1)

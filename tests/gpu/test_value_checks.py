@@ -28,9 +28,9 @@ def refusal():
 
 assert refusal() is None and refusal() is None
 table[0, 1] = 4
-assert refusal() == "block_table must hold numbers from 0 to 3, or -1 for none, got 4 at [0, 1]", refusal()
+assert refusal() == "block_table must hold values from 0 to 3, or -1 for none, got 4 at [0, 1]", refusal()
 lengths[0] = 129
-assert refusal() == "cache_seqlens must hold numbers from 0 to 128, got 129 at [0]", refusal()
+assert refusal() == "cache_seqlens must hold values from 0 to 128, got 129 at [0]", refusal()
 table[0, 1], lengths[0] = -1, 128
 assert refusal() is None
 graph = torch.cuda.CUDAGraph()
@@ -42,7 +42,7 @@ pages = torch.tensor([9])
 try:
     kv_cache.copy_blocks(cache, pages, torch.tensor([0]))
 except ValueError as error:
-    assert str(error) == "src_pages must hold numbers from 0 to 3, or -1 for none, got 9 at [0]", error
+    assert str(error) == "src_pages must hold values from 0 to 3, or -1 for none, got 9 at [0]", error
 else:
     raise AssertionError("a page that does not exist was copied")
 """

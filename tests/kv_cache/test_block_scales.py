@@ -141,13 +141,13 @@ def test_bounds_of_mxfp8(seed, exponent):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_have_one_rounding(name):
-    with pytest.raises(ValueError, match=f"^scale_rounding='exact' cannot be had in format {name}: .*$"):
+    with pytest.raises(ValueError, match=f"^scale_rounding must be 'power_of_two' for format {name}, got 'exact'$"):
         kv_cache.quantize(torch.zeros(kv_cache.get_format(name).head_dim), name, scale_rounding="exact")
 
 
 def test_only_v41_has_another_format_beside_it():
     v41 = kv_cache.get_format("v41")
-    assert v41.beside(288).name == "v41_fp4"
-    assert v41.beside(528) is v41
-    assert v41.beside(584) is v41
-    assert kv_cache.get_format("model1").beside(288).name == "model1"
+    assert v41.second_format(288).name == "v41_fp4"
+    assert v41.second_format(528) is v41
+    assert v41.second_format(584) is v41
+    assert kv_cache.get_format("model1").second_format(288).name == "model1"

@@ -86,7 +86,7 @@ def test_pages_that_are_garbage_become_none_that_exist(dtype):
 
 def test_errors():
     sharding = Sharding(0, 2, 8)
-    with pytest.raises(ValueError, match=r"page_tokens must be a multiple of the 16 tokens .* got 24"):
+    with pytest.raises(ValueError, match=r"page_tokens must be a multiple of 16, .* got 24"):
         sharding.local_slots(torch.zeros(1, dtype=torch.int32), 24)
     with pytest.raises(ValueError, match=r"page_size must divide the 32 tokens that a rank holds .* got 5"):
         sharding.local_block_table(torch.zeros(1, 1, dtype=torch.int32), 64, 5)

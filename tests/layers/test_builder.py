@@ -339,9 +339,9 @@ def test_no_metadata():
     ids=["builder", "layer", "cache", "TurboQuant cache"],
 )
 def test_an_unknown_or_missing_device_is_named(make):
-    with pytest.raises(ValueError, match=r"^device must be a device that is there, got 'cuda:99': "):
+    with pytest.raises(ValueError, match=r"^device must be an available device, got 'cuda:99': "):
         make("cuda:99")
-    with pytest.raises(ValueError, match=r"^device must be a device that PyTorch knows, .* got 'nope'$"):
+    with pytest.raises(ValueError, match=r"^device must be a PyTorch device such as .* got 'nope'$"):
         make("nope")
     with pytest.raises(TypeError, match=r"^device must be a torch\.device or its name, got list$"):
         make([])

@@ -288,13 +288,13 @@ def test_arguments_of_an_empty_selection_are_checked():
     q, k, weights = torch.ones(0, 4, 32, dtype=BF16), torch.ones(9, 32, dtype=BF16), torch.ones(0, 4)
     with pytest.raises(TypeError, match=r"^weights must be float32, got bfloat16$"):
         index_select(q, k, weights.bfloat16(), ints(0), ints(0), 5)
-    with pytest.raises(TypeError, match=r"^k must be float32 if q is, and only then, got float32$"):
+    with pytest.raises(TypeError, match=r"^k must be float32 if and only if q is, got float32$"):
         index_select(q, k.float(), weights, ints(0), ints(0), 5)
     with pytest.raises(ValueError, match=r"^k must be at most 4096, got 5000$"):
         index_select(q, k, weights, ints(0), ints(0), 5000)
     with pytest.raises(TypeError, match=r"^key_end must be int32 or int64, got float32$"):
         index_select(q.new_ones(3, 4, 32), k[:0], torch.ones(3, 4), ints(3), torch.ones(3), 5)
-    with pytest.raises(TypeError, match=r"^q must be float32 over index keys in float32, and only there"):
+    with pytest.raises(TypeError, match=r"^q must be float32 if and only if the index keys are"):
         paged_index_select(torch.ones(0, 2, 4, 32), index_cache(), weights, ints(0), ints(0, 3), 5)
     with pytest.raises(TypeError, match=r"^slot_mapping must be int32 or int64, got float32$"):
         index_quantize(index_cache(), torch.ones(0), torch.ones(4, 32))

@@ -113,7 +113,7 @@ def test_what_is_compiled_is_found_in_the_cache(compile_ahead, target, cache_for
 
 
 def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flashlatte.runtime.ahead.use", lambda gpu: None)
+    monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
     (tmp_path / "config.json").write_text(json.dumps(V4_CONFIG))
     arguments = ["compile", "--model", str(tmp_path), "--target", "sm_90", "--tensor-parallel", "8"]
     assert cli.main(arguments) == cli.USER_ERROR
@@ -132,7 +132,7 @@ def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_mistakes_are_named(arguments, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flashlatte.runtime.ahead.use", lambda gpu: None)
+    monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert cli.main(["compile", "--model", str(tmp_path), *arguments]) == cli.USER_ERROR
     error = capsys.readouterr().err

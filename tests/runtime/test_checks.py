@@ -85,9 +85,9 @@ def test_softmax_scale_refuses(value):
 @pytest.mark.parametrize(
     ("check", "value", "message"),
     [
-        (checks.softmax_scale, 1e39, r"^scale must be a number that float32 holds, got 1e\+39$"),
-        (checks.float32_factor, 1e-39, "^scale must be a number that float32 holds, got 1e-39$"),
-        (checks.number, 10**400, "^scale must be a number that a float holds, got 1000"),
+        (checks.softmax_scale, 1e39, r"^scale must be a number that is a normal float32, got 1e\+39$"),
+        (checks.float32_factor, 1e-39, "^scale must be a number that is a normal float32, got 1e-39$"),
+        (checks.number, 10**400, "^scale must be a number in the range of float, got 1000"),
         (checks.positive_int, 2**63, "^scale must fit 64 bits, got 9223372036854775808$"),
     ],
 )

@@ -51,6 +51,6 @@ def test_tiles_that_tma_can_write_compile():
 def test_slots_that_are_not_multiples_of_128_bytes_do_not_compile(count):
     with pytest.raises(CompilationError) as error:
         compile_ring(count)
-    assert f"a tile for TMA must have a multiple of 128 bytes, got {4 * count}" in str(
+    assert f"the size of a TMA tile must be a multiple of 128 bytes, got {4 * count}" in str(
         error.value.__cause__ or error.value
     )

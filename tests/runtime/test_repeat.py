@@ -13,7 +13,7 @@ from triton import knobs
 
 from flashlatte.runtime import recording, repeat
 from flashlatte.runtime.torch_op import register_op
-from flashlatte.runtime.triton_internals import telling_of_launches
+from flashlatte.runtime.triton_internals import counting_launches
 
 STREAM = 77
 
@@ -61,7 +61,7 @@ def launch(compiled: Add, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, n
         3, 1, 1, STREAM, "function", "metadata", None, None, None, *(x.data_ptr() for x in (out, a, b)), number
     )
     knobs.runtime.launch_enter_hook(None)  # as Triton's launcher does
-    recording.note_launch(compiled, (3,), (out, a, b, number))
+    recording.record_launch(compiled, (3,), (out, a, b, number))
 
 
 def operation(compiled: Add, implementation: Callable[..., None] | None = None) -> tuple[Any, list[int]]:
@@ -425,7 +425,7 @@ def test_a_profiler_sees_every_launch(add: Add) -> None:
     call, ran = operation(add)
     a, b = numbers(add, 4), numbers(add, 4)
     call(a, b)
-    with telling_of_launches(print):
+    with counting_launches(print):
         call(a, b)
     assert len(ran) == 2
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.runtime import machine, triton_internals
 from flashlatte.runtime.tma_descriptors import describe
-from flashlatte.runtime.triton_internals import Cluster, Descriptor, Pointer, RepeatableLaunch
+from flashlatte.runtime.triton_internals import ClusterLaunch, Descriptor, Pointer, RepeatableLaunch
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
@@ -131,9 +131,9 @@ def test_triton_tells_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks go to the launcher that compiled code gets, by either way of launching."""
     told: list[Any] = []
     no_gpu.use_without_compiling(monkeypatch)
-    kernels = [gluon_kernel(_plain), gluon_kernel(_plain, cluster=Cluster(2, 64))]
+    kernels = [gluon_kernel(_plain), gluon_kernel(_plain, cluster=ClusterLaunch(2, 64))]
     for kernel in kernels:
-        with triton_internals.telling_of_launches(told.append):
+        with triton_internals.counting_launches(told.append):
             assert triton_internals.hooked()
             kernel[(2,)](*_plain_arguments(_tensors(4))[:-1], SIZE=64)
     assert not triton_internals.hooked()
@@ -142,7 +142,7 @@ def test_triton_tells_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_the_launch_knows_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = no_gpu.use_without_compiling(monkeypatch)
-    kernel = gluon_kernel(_plain, cluster=Cluster(2, 64))
+    kernel = gluon_kernel(_plain, cluster=ClusterLaunch(2, 64))
     arguments = _plain_arguments(_tensors(4))
     for _ in range(2):
         kernel[(3,)](*arguments[:-1], SIZE=64)

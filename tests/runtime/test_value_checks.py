@@ -79,9 +79,9 @@ def test_pages_and_lengths(enabled, operation):
     call(ints([1, 99]), ints(4))  # beyond the length
     call(ints([1, 2]), ints(0))
     for table, length, message in (
-        (ints([0, 3]), 8, r"^block_table must hold numbers from 0 to 2, or -1 for none, got 3 at \[0, 1\]$"),
+        (ints([0, 3]), 8, r"^block_table must hold values from 0 to 2, or -1 for none, got 3 at \[0, 1\]$"),
         (ints([-7, 1], dtype=torch.int64), 5, r"^block_table must hold .* got -7 at \[0, 0\]$"),
-        (ints([0, 1]), 9, rf"^{name} must hold numbers from 0 to 8, got 9 at \[0\]$"),
+        (ints([0, 1]), 9, rf"^{name} must hold values from 0 to 8, got 9 at \[0\]$"),
     ):
         if enabled:
             with pytest.raises(ValueError, match=message):
@@ -138,7 +138,7 @@ def test_slots_and_indices(enabled, operation, dtype):
     for slot in (SLOTS, -2):
         if enabled:
             with pytest.raises(
-                ValueError, match=rf"^{name} must hold numbers from 0 to 11, or -1 for none, got {slot} "
+                ValueError, match=rf"^{name} must hold values from 0 to 11, or -1 for none, got {slot} "
             ):
                 call(ints(slot, dtype=dtype))
         else:
@@ -153,7 +153,7 @@ def test_indices_beyond_topk_length_may_be_anything(monkeypatch):
     flashlatte.sparse_prefill(q[0], keys(SLOTS, 1, 576), indices.view(2, 1, 2), topk_length=ints(1, 2))
     with pytest.raises(ValueError, match=r"^indices must .* got 99 at \[0, 0, 1\]$"):
         flashlatte.sparse_decode(q, cache(), indices, topk_length=ints([2, 2]))
-    with pytest.raises(ValueError, match=r"^topk_length must hold numbers from 0 to 2, got 3 at \[0\]$"):
+    with pytest.raises(ValueError, match=r"^topk_length must hold values from 0 to 2, got 3 at \[0\]$"):
         flashlatte.sparse_decode(q, cache(), indices, topk_length=ints(3))
 
 
@@ -162,8 +162,8 @@ def test_indices_beyond_topk_length_may_be_anything(monkeypatch):
     [
         ((99, 0), (0, 0), ([[0, 1]]), None),  # the first token finishes no group
         ((0, SLOTS), (0, 0), ([[0, 1]]), r"^slot_mapping must .* got 12 at \[1\]$"),
-        ((0, 0), (0, 1), ([[0, 1]]), r"^request_ids must hold numbers from 0 to 0, or -1 for none, got 1 at \[1\]$"),
-        ((0, 0), (0, 0), ([[3, 1]]), r"^state_table must hold numbers from 0 to 2, or -1 for none, got 3 at \[0\]$"),
+        ((0, 0), (0, 1), ([[0, 1]]), r"^request_ids must hold values from 0 to 0, or -1 for none, got 1 at \[1\]$"),
+        ((0, 0), (0, 0), ([[3, 1]]), r"^state_table must hold values from 0 to 2, or -1 for none, got 3 at \[0\]$"),
         ((0, SLOTS), (0, -1), ([[0, 1]]), None),  # padding
     ],
 )

@@ -11,7 +11,7 @@ from support.recording import Recorded, Recording
 from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
-from flashlatte.ops.paged_attention.problem import Problem
+from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 
 BF16 = torch.bfloat16
 UNLIMITED = 2**31 - 1
@@ -99,7 +99,7 @@ def paged_attention(
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         k_cache = k_cache.unsqueeze(3)
     scale = torch.empty(pages, page_size, kv_heads) if per_token else None
-    problem = Problem(
+    problem = PagedAttentionArgs(
         q=torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
         k_cache=k_cache,
         v_cache=v_cache,

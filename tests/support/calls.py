@@ -18,7 +18,7 @@ from support.recording import Recorded, Recording
 from support.turboquant_calls import turboquant_decode, turboquant_gather, turboquant_store
 
 from flashlatte import kv_cache
-from flashlatte.ops.compress.problem import Problem as CompressProblem
+from flashlatte.ops.compress.arguments import CompressArgs
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 
@@ -195,7 +195,7 @@ def compress(
     head_dim = 128 if form.startswith("index") else 512
     width = head_dim * (2 if ratio == 4 else 1)
     layout = kv_cache.get_format(form, head_dim)
-    problem = CompressProblem(
+    problem = CompressArgs(
         kv=torch.zeros(tokens, 2 * width, dtype=dtype)[:, :width],
         score=torch.zeros(tokens, 2 * width, dtype=dtype)[:, width:],
         ape=torch.zeros(ratio, width),

@@ -32,7 +32,7 @@ class Workload(abc.ABC):
         repeats: whether results of repeated calls are bitwise equal.
     """
 
-    call: dispatch.Call
+    call: dispatch.CallSpec
     flops: int | None
     bytes_moved: int
     tolerances: dict[str, Tolerance]

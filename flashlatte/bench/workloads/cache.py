@@ -32,7 +32,7 @@ class CacheWriteWorkload(Workload):
         self.flops = None
         self.bytes_moved = problem.tokens * (layout.head_dim * ROW_BYTES + layout.bytes_per_token)
         self.tolerances = {"cache": EQUAL}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.rows.dtype, layout.name, problem.page_size, layout.head_dim
         )
 
@@ -69,7 +69,7 @@ class CacheGatherWorkload(Workload):
         self.bytes_moved = self.total_tokens * (layout.head_dim * ROW_BYTES + layout.bytes_per_token)
         self.head_dim = layout.head_dim
         self.tolerances = {"out": EQUAL}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, torch.bfloat16, layout.name, problem.page_size, layout.head_dim
         )
 

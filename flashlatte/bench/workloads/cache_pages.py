@@ -30,7 +30,7 @@ class CacheCopyWorkload(Workload):
         self.target = target + pages
         self.bytes_moved = nbytes(self.cache)
         self.tolerances = {"copied": EQUAL}
-        self.call = dispatch.Call(problem.operation, device, self.cache.dtype, page_size=problem.page_size)
+        self.call = dispatch.CallSpec(problem.operation, device, self.cache.dtype, page_size=problem.page_size)
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         kv_cache.copy_blocks(self.cache, self.source, self.target, backend=backend)
@@ -81,7 +81,7 @@ class ReshapeAndCacheWorkload(Workload):
         self.written = self._empty()
         self.bytes_moved = nbytes(self.key, self.value, *self.written.values())
         self.tolerances = dict.fromkeys(self.written, EQUAL)
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, BF16, None, page_size, HEAD_DIM, HEAD_DIM, h_kv=problem.heads
         )
 

@@ -62,7 +62,7 @@ class CompressWorkload(Workload):
         if problem.requests:
             self.bytes_moved += len(ids) * 2 * width * 4
         self.tolerances = {"rows": TOLERANCES[problem.cache_format]}
-        self.call = dispatch.Call(problem.operation, device, dtype, self.layout.name, PAGE_SIZE, head_dim)
+        self.call = dispatch.CallSpec(problem.operation, device, dtype, self.layout.name, PAGE_SIZE, head_dim)
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         return self._compress(self.cache, self.states, backend)

@@ -47,7 +47,7 @@ class DenseDecodeWorkload(Workload):
         self.bytes_moved = dtype.itemsize * rows * (head_dim + HEAD_DIM_V) + cache_bytes
         self.requests_compared = spread(batch, KEYS_COMPARED // problem.keys, device)
         self.tolerances = {"out": compare.DENSE_DECODE_OUT, "lse": compare.DECODE_LSE}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation,
             device,
             dtype,

@@ -35,7 +35,7 @@ class DensePrefillWorkload(Workload):
         self.bytes_moved = self._passes * 2 * 2 * total * h_q * (head_dim + HEAD_DIM_V)
         self.heads_compared = spread(h_q, HEADS_COMPARED, device)
         self.tolerances = {"out": compare.DENSE_PREFILL_OUT, "lse": compare.DENSE_PREFILL_LSE}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation,
             device,
             self.q.dtype,

@@ -31,7 +31,7 @@ class IndexQuantizeWorkload(Workload):
         self.slots = torch.randperm(pages * page_size, generator=rng, device=device)[:tokens]
         self.bytes_moved = nbytes(self.k) + tokens * self.layout.bytes_per_token
         self.tolerances = {"keys": KEYS}
-        self.call = dispatch.Call(problem.operation, device, BF16, self.layout.name, page_size, HEAD_DIM)
+        self.call = dispatch.CallSpec(problem.operation, device, BF16, self.layout.name, page_size, HEAD_DIM)
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         return self._quantize(self.cache, backend)
@@ -68,7 +68,7 @@ class IndexGatherWorkload(Workload):
         self.total = requests * problem.tokens
         self.bytes_moved = 2 * self.total * as_format(problem.cache_format, HEAD_DIM).bytes_per_token
         self.tolerances = {"values": EQUAL, "scales": EQUAL}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.cache.dtype, problem.cache_format, page_size, HEAD_DIM
         )
 
@@ -103,7 +103,7 @@ class IndexConvertWorkload(Workload):
         self.indices = draw.integers(low, problem.keys, batch * problem.topk, rng).view(shape)
         self.bytes_moved = 2 * nbytes(self.indices) + 4 * batch
         self.tolerances = {"slots": EQUAL, "counts": EQUAL}
-        self.call = dispatch.Call(problem.operation, device, torch.int32)
+        self.call = dispatch.CallSpec(problem.operation, device, torch.int32)
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         options = {"compact": self.compact, "return_counts": True, "backend": backend, **(outputs or {})}
@@ -133,7 +133,7 @@ class IndexWorkspaceWorkload(Workload):
         self.sizes["workspace_rows"] = groups + tokens
         self.bytes_moved = 2 * nbytes(self.indices) + 4 * tokens * (problem.window + 1)
         self.tolerances = {"rows": EQUAL, "counts": EQUAL}
-        self.call = dispatch.Call(problem.operation, device, torch.int32)
+        self.call = dispatch.CallSpec(problem.operation, device, torch.int32)
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         options = {**self.sizes, "backend": backend}

@@ -43,7 +43,7 @@ class IndexLogitsWorkload(Workload):
         self.flops = 2 * heads * head_dim * pairs
         self.bytes_moved = self.q.numel() + keys * (head_dim + SCALE_BYTES) + self.dtype.itemsize * pairs
         self.tolerances = {"logits": TOLERANCES[problem.dtype]}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.q.dtype, CACHE_FORMAT, head_dim=head_dim, h_q=problem.heads
         )
 
@@ -93,7 +93,7 @@ class PagedIndexLogitsWorkload(Workload):
         key_bytes = int(self.lengths.amax(1).sum()) * (head_dim + SCALE_BYTES)
         self.bytes_moved = self.q.numel() + key_bytes + self.dtype.itemsize * pairs
         self.tolerances = {"logits": TOLERANCES[problem.dtype]}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.q.dtype, CACHE_FORMAT, problem.page_size, head_dim, h_q=heads
         )
 
@@ -142,7 +142,7 @@ class TopKWorkload(Workload):
         self.flops = None
         self.bytes_moved = 4 * problem.rows * (problem.width + problem.k)
         self.tolerances = {"indices": EQUAL}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.logits.dtype, rows=problem.rows, columns=problem.width, k=problem.k
         )
 

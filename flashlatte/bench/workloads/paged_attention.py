@@ -46,7 +46,7 @@ class PagedAttentionWorkload(Workload):
         self.flops = 4 * problem.h_q * HEAD_DIM * pairs if problem.queries else None
         self.bytes_moved = 2 * nbytes(self.q) + 2 * requests * keys * problem.h_kv * HEAD_DIM * k_cache.element_size()
         self.tolerances = {"out": ROUNDED, "lse": ROUNDED}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation,
             device,
             BF16,

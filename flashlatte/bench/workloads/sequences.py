@@ -48,7 +48,7 @@ class PackSeqWorkload(Workload):
         self.packed_shape = (batch, problem.tokens, problem.heads, HEAD_DIM)
         self.bytes_moved = nbytes(self.rows) + 2 * batch * problem.tokens * problem.heads * HEAD_DIM
         self.tolerances = {"out": EQUAL}
-        self.call = dispatch.Call(problem.operation, device, BF16)
+        self.call = dispatch.CallSpec(problem.operation, device, BF16)
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
         options = {"pad_value": 0.0, "backend": backend, **(outputs or {})}

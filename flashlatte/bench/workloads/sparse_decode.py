@@ -70,7 +70,7 @@ class SparseDecodeWorkload(Workload):
         keys_each = s_q * (problem.topk + problem.extra_topk)
         self.requests_compared = spread(batch, KEYS_COMPARED // keys_each, device)
         self.tolerances = {"out": compare.SPARSE_DECODE_OUT, "lse": compare.DECODE_LSE}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation,
             device,
             self.q.dtype,

@@ -40,7 +40,7 @@ class SparseIndexLogitsWorkload(Workload):
         distinct = int(self.first_key.unique().numel()) * self.block_size
         self.bytes_moved = 2 * self.q.numel() + distinct * bytes_per_key + self.dtype.itemsize * rows * columns
         self.tolerances = {"logits": TOLERANCES[problem.dtype]}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.q.dtype, CACHE_FORMAT, page_size, head_dim=head_dim, h_q=heads
         )
 

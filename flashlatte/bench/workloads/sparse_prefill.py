@@ -33,7 +33,7 @@ class SparsePrefillWorkload(Workload):
             "max_logits": compare.SPARSE_PREFILL_LSE,
             "lse": compare.SPARSE_PREFILL_LSE,
         }
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.q.dtype, head_dim=head_dim, head_dim_v=HEAD_DIM_V, h_q=h_q, h_kv=1
         )
 

@@ -33,7 +33,7 @@ class TokensWorkload(Workload):
     flops = None
 
     def __init__(self, problem: Problem, device: torch.device, dtype: torch.dtype, tokens: int, **facts: Any) -> None:
-        self.call = dispatch.Call(problem.operation, device, dtype, **facts)
+        self.call = dispatch.CallSpec(problem.operation, device, dtype, **facts)
         self.chosen = spread(tokens, COMPARED_TOKENS, device)
         self._result_bytes: Sequence[int] = ()
 

@@ -48,7 +48,7 @@ class TurboQuantDecodeWorkload(Workload):
         self.bytes_moved = 2 * NUMBER_BYTES * batch * h_q * HEAD_DIM + records
         self.requests_compared = spread(batch, KEYS_COMPARED // problem.keys, device)
         self.tolerances = {"out": DECODE_OUT, "lse": DECODE_LSE}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.q.dtype, layout.name, problem.page_size, HEAD_DIM, HEAD_DIM, h_q, h_kv
         )
 
@@ -89,7 +89,7 @@ class TurboQuantStoreWorkload(Workload):
         self.flops = None
         self.bytes_moved = problem.tokens * problem.h_kv * (2 * HEAD_DIM * NUMBER_BYTES + self.layout.record_bytes)
         self.tolerances = {"records": STORED}
-        self.call = dispatch.Call(
+        self.call = dispatch.CallSpec(
             problem.operation, device, self.key.dtype, self.layout.name, problem.page_size, HEAD_DIM, HEAD_DIM
         )
 

@@ -144,7 +144,7 @@ def check_backend(model: Any, latents: PagedLatents) -> None:
         return
     cache = LatentCache(torch.empty(0, device=model.device), latents.layout, latents.latent_dim)
     operation = "dense_decode" if latents.layout.plain and latents.indexer is None else "sparse_decode"
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         operation,
         model.device,
         cache.query_dtype(model.dtype, reference=latents.backend == "reference"),

@@ -124,7 +124,7 @@ def _refuses(
 ) -> str | None:
     """Why no kernel serves the operation over a cache of these numbers, or in this format."""
     try:
-        call = dispatch.Call(
+        call = dispatch.CallSpec(
             operation,
             torch.device(device_type),
             dtype,

@@ -82,8 +82,8 @@ def store_row(
         tile = tl.arange(0, D // TILING.tile)[None, :]
         # The scales of a token are padded with zero bytes.
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + slot.page_size * TILING.row_bytes + slot.offset * TILING.scale_places
-        tl.store(scale_row + tile, exponents, mask=slot.valid & (tile < TILING.scale_places))
+        scale_row = page_start + slot.page_size * TILING.row_bytes + slot.offset * TILING.padded_tiles
+        tl.store(scale_row + tile, exponents, mask=slot.valid & (tile < TILING.padded_tiles))
     elif FORMAT.encoding == "e4m3":
         values, scales = scale_rows(x, _SMALLEST_AMAX, FORMAT.power_of_two)  # [1, D], [1]
         tl.store(page_start + slot.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)

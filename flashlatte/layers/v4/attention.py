@@ -221,7 +221,7 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
                 f"cache.{name} must have cache.{other}'s {others.shape[0]} pages of {others.shape[1]}, got "
                 f"{pages.shape[0]} of {pages.shape[1]}"
             )
-    # When kernels are only collected for a GPU (``runtime.ahead``), slots are not computed.
+    # When kernels are only collected for a GPU (``runtime.precompile``), slots are not computed.
     if machine.device_type(step.slots.device) == "cpu" and not torch.compiler.is_compiling():
         _check_slots("window", step.slots, cache.window)
         if cache.groups is not None:

@@ -1,4 +1,4 @@
-"""Whole pages: copied within a cache, and moved between caches, on a GPU or in host memory."""
+"""Copies of whole pages within a cache and between caches, on a GPU or in host memory."""
 
 from flashlatte.ops.cache_copy.api import copy_blocks, swap_blocks
 

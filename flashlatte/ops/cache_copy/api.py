@@ -1,4 +1,4 @@
-"""``copy_blocks`` and ``swap_blocks``: their arguments, their checks, and the choice of implementation."""
+"""``copy_blocks`` and ``swap_blocks``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -13,18 +13,30 @@ OPERATION = "cache_copy"
 Pages = Sequence[int] | torch.Tensor
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.triton(call):
         return reason
     if call.pages_reachable:
         return None
-    return "takes caches on one GPU or in pinned host memory, whose pages lie in one piece each"
+    return "takes caches on one GPU or in pinned host memory, with contiguous pages"
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.cache_copy.portable import copy_pages
+
+    return copy_pages
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.cache_copy.reference import copy_pages
+
+    return copy_pages
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.cache_copy.portable:copy_pages", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.cache_copy.reference:copy_pages"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -35,20 +47,20 @@ def copy_blocks(
     *,
     backend: str | None = None,
 ) -> None:
-    """Copy pages within each cache (one a layer, say): page dst_pages[i] becomes what src_pages[i] was.
+    """Copy pages within each cache (such as one per layer): page src_pages[i] to page dst_pages[i].
 
-    Every source is read before any page is written, so a list may exchange pages.
+    All source pages are read before any page is written, so a list may exchange pages.
 
     Args:
         caches: [pages, page_size, …] of any format, one or several.
         src_pages, dst_pages: lists of ints, or int32 or int64 tensors [n]. Lists and tensors on the CPU are checked.
-            Tensors on a GPU stay there and are not read back: a pair with a page that is not in the cache is skipped,
-            and pages in ``dst_pages`` must differ from each other. They may change between replays of a CUDA graph.
-        backend: "portable" or "reference"; None chooses.
+            Tensors on a GPU are not read by the host: a pair with a page outside the cache is skipped, and
+            ``dst_pages`` must be distinct. Their values may change between replays of a CUDA graph.
+        backend: "portable" or "reference"; None selects one.
 
     Raises:
-        TypeError, ValueError: page numbers that are no integers, not in the cache, unequal in number, or a page
-            written twice.
+        TypeError, ValueError: page numbers that are not integers or not in the cache, lists of different lengths, or a
+            page written twice.
     """
     if not isinstance(caches, Iterable):
         raise TypeError(f"caches must be a tensor or several tensors, got {type(caches).__name__}")
@@ -56,7 +68,8 @@ def copy_blocks(
     for cache in every:
         _check_paged("caches", cache)
         checks.not_expanded("caches", cache)
-    # Nothing is written before all is known to be right; and an iterator gives its pages once.
+    # All pairs are checked before any page is written. Iterators are converted to lists first, because each cache reads
+    # them.
     src_pages, dst_pages = _as_list(src_pages), _as_list(dst_pages)
     pairs = [_page_pairs(src_pages, dst_pages, cache.shape[0], cache.shape[0]) for cache in every]
     for cache, (source, target) in zip(every, pairs, strict=True):
@@ -74,17 +87,18 @@ def swap_blocks(
     *,
     backend: str | None = None,
 ) -> None:
-    """Copy page src_pages[i] of one cache to page dst_pages[i] of another, on the same device or another.
+    """Copy page src_pages[i] of one cache to page dst_pages[i] of another, on the same or another device.
 
-    Between a GPU and pinned host memory this is one launch, on the current stream, that the host does not wait for:
-    host memory may be read or given away when the stream is through. Unpinned host memory is waited for.
+    Between a GPU and pinned host memory this is one asynchronous launch on the current stream. Read or free the host
+    memory only after synchronising with that stream. With unpinned host memory the call synchronises.
 
     Args:
-        src_cache, dst_cache: [pages, page_size, …] of any format, alike in dtype and page shape; they share no memory.
+        src_cache, dst_cache: [pages, page_size, …] of any format, with the same dtype and page shape; they must not
+            share memory.
         src_pages, dst_pages, backend: as for ``copy_blocks``.
 
     Raises:
-        TypeError, ValueError: as ``copy_blocks``; caches of different dtypes or page shapes, or that begin at one
+        TypeError, ValueError: as ``copy_blocks``; caches with different dtypes or page shapes, or with the same
             address.
     """
     _check_paged("src_cache", src_cache)
@@ -99,9 +113,12 @@ def swap_blocks(
         raise ValueError(
             f"dst_cache must have src_cache's page shape {list(src_cache.shape[1:])}, got {list(dst_cache.shape[1:])}"
         )
-    checks.apart("dst_cache", dst_cache, src_cache=src_cache)
+    checks.no_overlap("dst_cache", dst_cache, src_cache=src_cache)
     if (src_cache.device.type == "meta") != (dst_cache.device.type == "meta"):
-        raise ValueError(f"dst_cache must have memory as src_cache has, got {dst_cache.device} and {src_cache.device}")
+        raise ValueError(
+            f"dst_cache must be a meta tensor if src_cache is, and only then, "
+            f"got {dst_cache.device} and {src_cache.device}"
+        )
     source, target = _page_pairs(src_pages, dst_pages, src_cache.shape[0], dst_cache.shape[0])
     call = _call(src_cache, dst_cache)
     backend = dispatch.select(call, backend)
@@ -119,26 +136,28 @@ def _copy_pages(
     disjoint: bool,
     backend: str,
 ) -> None:
-    """``src_cache`` None: the same cache. ``disjoint``: nothing that is read is written."""
+    """``src_cache``: None if it is ``dst_cache``. ``disjoint``: no page is both read and written."""
     dispatch.implementation(OPERATION, backend)(src_cache, dst_cache, src_pages, dst_pages, disjoint)
 
 
-def _call(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> dispatch.Call:
+def _call(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> dispatch.CallSpec:
     device = dst_cache.device if src_cache.device.type == "cpu" else src_cache.device
     reachable = _same_dense_pages(src_cache, dst_cache) and all(
         cache.device == device or (cache.device.type == "cpu" and cache.is_pinned()) for cache in (src_cache, dst_cache)
     )
-    return dispatch.Call(OPERATION, device, dst_cache.dtype, page_size=dst_cache.shape[1], pages_reachable=reachable)
+    return dispatch.CallSpec(
+        OPERATION, device, dst_cache.dtype, page_size=dst_cache.shape[1], pages_reachable=reachable
+    )
 
 
 def _same_dense_pages(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> bool:
-    """Whether the numbers of a page fill one piece of memory, in the same order in both caches."""
+    """Whether pages are contiguous, with the same order of elements in both caches."""
     axes = [axis for axis in range(1, dst_cache.dim()) if dst_cache.shape[axis] > 1]
     if any(src_cache.stride(axis) != dst_cache.stride(axis) for axis in axes):
         return False
     size = 1
     while axes:
-        # Not by sorting strides, which torch.compile cannot where they are symbols.
+        # torch.compile cannot sort symbolic strides.
         inner = next((axis for axis in axes if dst_cache.stride(axis) == size), None)
         if inner is None:
             return False
@@ -153,7 +172,7 @@ def _check_paged(name: str, cache: object) -> None:
     if cache.dim() < 2:
         raise ValueError(f"{name} must have shape [pages, page_size, …], got {list(cache.shape)}")
     if cache.dtype.is_complex:
-        raise TypeError(f"{name} must hold real numbers or bytes, got {checks.dtype_names([cache.dtype])}")
+        raise TypeError(f"{name} must have a real dtype, got {checks.dtype_names([cache.dtype])}")
 
 
 def _page_pairs(
@@ -162,7 +181,7 @@ def _page_pairs(
     source = _checked_pages("src_pages", src_pages, src_count)
     target = _checked_pages("dst_pages", dst_pages, dst_count)
     if len(source) != len(target):
-        raise ValueError(f"dst_pages must be as many as src_pages ({len(source)}), got {len(target)}")
+        raise ValueError(f"dst_pages must have src_pages' length {len(source)}, got {len(target)}")
     if isinstance(target, list) and len(set(target)) != len(target):
         raise ValueError(f"dst_pages must differ from each other, got {target}")
     return source, target
@@ -173,7 +192,7 @@ def _as_list(pages: Pages) -> Pages:
 
 
 def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[int]:
-    """A tensor on a GPU, or in a compiled program, as it is; anything else as a list of pages that exist."""
+    """A tensor on a GPU or in a compiled program unchanged; others as a checked list of page numbers."""
     if isinstance(pages, torch.Tensor):
         if pages.dtype not in checks.INDEX_DTYPES or pages.dim() != 1:
             raise TypeError(
@@ -202,5 +221,5 @@ def _on_device(pages: torch.Tensor | list[int], device: torch.device) -> torch.T
 
 
 def _are_disjoint(source: torch.Tensor | list[int], target: torch.Tensor | list[int]) -> bool:
-    """Whether it is known that no page is both read and written."""
+    """Whether the host can tell that no page is both read and written."""
     return isinstance(source, list) and isinstance(target, list) and set(source).isdisjoint(target)

@@ -1,4 +1,4 @@
-"""Pages copied in Triton: bytes of any format, in one launch, between whatever memories the GPU can address."""
+"""Page copies in Triton: bytes of any format, in one launch, between memories that the GPU can address."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BLOCK_BYTES = 8192
 NUM_WARPS = 4
 
 
-class Pages(NamedTuple):
-    """Pages in memory: bytes from one to the next, and how many of them there are."""
+class PageMemory(NamedTuple):
+    """Pages in memory, with their stride in bytes and their number."""
 
     memory: torch.Tensor
     stride: int
@@ -43,33 +43,33 @@ def copy_pages(
 
 
 def _copy_through_scratch(
-    source: Pages, target: Pages, lists: tuple[torch.Tensor, torch.Tensor], page_bytes: int
+    source: PageMemory, target: PageMemory, lists: tuple[torch.Tensor, torch.Tensor], page_bytes: int
 ) -> None:
-    # All pairs go through scratch, a slice of every page at a time, so that what is written was read before.
+    # Copy all pages through scratch, a slice of each page at a time, so that all reads precede all writes.
     num_pairs = lists[0].shape[0]
     slice_bytes = min(max(SCRATCH_BYTES // num_pairs // 16, 1) * 16, -(-page_bytes // 16) * 16)
     memory = torch.empty(num_pairs * slice_bytes, dtype=torch.uint8, device=lists[0].device)
-    scratch = Pages(memory, slice_bytes, num_pairs)
+    scratch = PageMemory(memory, slice_bytes, num_pairs)
     for first in range(0, page_bytes, slice_bytes):
         stop = min(first + slice_bytes, page_bytes)
         _launch(source, target, lists, first, stop, scratch, to_scratch=True)
         _launch(source, target, lists, first, stop, scratch, to_scratch=False)
 
 
-def _pages(cache: torch.Tensor) -> Pages:
-    return Pages(as_bytes(cache), stride_in_use(cache, 0) * cache.element_size(), cache.shape[0])
+def _pages(cache: torch.Tensor) -> PageMemory:
+    return PageMemory(as_bytes(cache), stride_in_use(cache, 0) * cache.element_size(), cache.shape[0])
 
 
 def _launch(
-    source: Pages,
-    target: Pages,
+    source: PageMemory,
+    target: PageMemory,
     lists: tuple[torch.Tensor, torch.Tensor],
     first: int,
     stop: int,
-    scratch: Pages | None = None,
+    scratch: PageMemory | None = None,
     to_scratch: bool = False,
 ) -> None:
-    """Copy bytes ``first`` to ``stop`` of pages, one of the two sides being scratch if that is given."""
+    """Copy bytes ``first`` to ``stop`` of pages. If ``scratch`` is given, it is the source or the target."""
     reads = source if scratch is None or to_scratch else scratch
     writes = scratch if scratch is not None and to_scratch else target
     src_first, dst_first = (0 if side is scratch else first for side in (reads, writes))
@@ -120,7 +120,8 @@ def copy_pages_kernel(
     TO_SCRATCH: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """A block of a pair's bytes. Strides, firsts and ``length`` count UNIT bytes; scratch has a place for each pair."""
+    """Copy a block of a pair's bytes. Strides, firsts and ``length`` are in units of UNIT bytes; scratch has a page per
+    pair."""
     WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
     WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
     WORDS: tl.constexpr = UNIT // WORD_BYTES

@@ -1,4 +1,4 @@
-"""Pages copied in plain PyTorch: the specification."""
+"""Page copies in plain PyTorch: the specification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def copy_pages(
     dst_pages: torch.Tensor,
     disjoint: bool,
 ) -> None:
-    """All sources are read before a page is written, ``disjoint`` or not."""
+    """All sources are read before any page is written, whether ``disjoint`` or not."""
     source = dst_cache if src_cache is None else src_cache
     exists = (src_pages >= 0) & (src_pages < source.shape[0]) & (dst_pages >= 0) & (dst_pages < dst_cache.shape[0])
     pages = raw_view(source)[src_pages[exists].to(source.device, torch.int64)]

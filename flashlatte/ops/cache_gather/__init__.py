@@ -1,4 +1,4 @@
-"""Tokens of several requests out of a paged cache, dequantised."""
+"""Gather of the tokens of several requests from a paged cache, dequantised."""
 
 from flashlatte.ops.cache_gather.api import cache_gather, gather_last
 

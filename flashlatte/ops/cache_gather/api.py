@@ -1,10 +1,10 @@
-"""``cache_gather``: its arguments, their checks, and the choice of implementation."""
+"""``cache_gather``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests, scales
+from flashlatte.kv_cache import gather_slots, scales
 from flashlatte.kv_cache.codec import as_cache, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
@@ -15,7 +15,7 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "cache_gather"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.triton(call):
         return reason
     if call.cache_format is None or _is_read(format_class(call.cache_format)):
@@ -27,10 +27,22 @@ def _is_read(layout: type[CacheFormat]) -> bool:
     return layout.plain or layout.tiling is not None or layout.block_scaling is not None
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.cache_gather.portable import cache_gather
+
+    return cache_gather
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.cache_gather.reference import cache_gather
+
+    return cache_gather
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.cache_gather.portable:cache_gather", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.cache_gather.reference:cache_gather"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -49,33 +61,33 @@ def cache_gather(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Copy the tokens of several requests out of a paged cache into one contiguous latent, dequantised.
+    """Gather the tokens of several requests from a paged cache to one contiguous latent, dequantised.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
-        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b], without
-            the end: the last request's rows go on to the end of the result.
-        cache_format: inferred from the cache if None.
-        scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
-        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
-        seq_ends: int32 or int64 [b], the token of each request to end before; rows from it on are left.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b]: the last
+            request then extends to the end of the result.
+        cache_format: None infers it from the cache.
+        scale: for format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
+        seq_starts: int32 or int64 [b], the first token of each request; 0 if None.
+        seq_ends: int32 or int64 [b], the end position of each request; rows of later tokens are not written.
         total_tokens: rows of the result. If None and ``out`` is None, cu_seqlens[b] is read from the device,
             which synchronises.
         dtype: of the result, if ``out`` is None.
-        out: [rows, head_dim], bf16, fp16 or float32, with last stride 1. Rows from cu_seqlens[b] on are left.
-        backend: "portable" or "reference"; None chooses.
+        out: [rows, head_dim], bf16, fp16 or float32, with last stride 1. Rows from cu_seqlens[b] on are not written.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        [total_tokens, head_dim] in ``dtype``, or ``out``. A token whose page is not in the table or not in the
-        cache comes back as zeros.
+        [total_tokens, head_dim] in ``dtype``, or ``out``. Tokens whose page is not in the table or not in the cache are
+        returned as zeros.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
     device = cache.device
-    requests.check(block_table, cu_seqlens, seq_starts, device)
+    gather_slots.check(block_table, cu_seqlens, seq_starts, device)
     if seq_ends is not None:
         shape = (block_table.shape[0],)
         checks.tensor("seq_ends", seq_ends, shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
@@ -86,12 +98,12 @@ def cache_gather(
         if total_tokens is None:
             if cu_seqlens.shape[0] == block_table.shape[0]:
                 raise ValueError(
-                    f"cu_seqlens must have shape [{block_table.shape[0] + 1}] where neither total_tokens nor out says "
-                    f"where the last request ends, got {list(cu_seqlens.shape)}"
+                    f"cu_seqlens must have shape [{block_table.shape[0] + 1}] if total_tokens and out are None, "
+                    f"got {list(cu_seqlens.shape)}"
                 )
             total_tokens = int(cu_seqlens[-1])
             if torch.compiler.is_compiling():
-                # The number is not known, and so may not be asked for. PyTorch 2.11 takes no message here.
+                # The number is symbolic and cannot be formatted. PyTorch 2.11 accepts no message here.
                 torch._check(total_tokens >= 0)
             elif total_tokens < 0:
                 raise ValueError(f"cu_seqlens must end at 0 or above, got {total_tokens}")
@@ -100,12 +112,12 @@ def cache_gather(
         out = torch.zeros(total_tokens, layout.head_dim, dtype=dtype, device=device)
     else:
         checks.output("out", out, ("rows", layout.head_dim), checks.FLOAT_DTYPES, device, may_be_empty=1)
-        checks.apart("out", out, cache=cache)
+        checks.no_overlap("out", out, cache=cache)
         if total_tokens is not None and total_tokens != out.shape[0]:
             raise ValueError(f"total_tokens must be out's {out.shape[0]} rows or None, got {total_tokens}")
-    call = dispatch.Call(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
+    call = dispatch.CallSpec(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
-    requests.check_values(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
+    gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
     _cache_gather(
         cache,
         block_table,
@@ -134,21 +146,21 @@ def gather_last(
     scale: float | torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """``gather`` of the last tokens of each request into its part of a workspace, from row ``offset`` of it on.
+    """Gather the last tokens of each request to its part of a workspace, beginning at row ``offset``.
 
     Args:
         cache, block_table, cache_format, scale, backend: as for ``gather``.
         seq_lens: int32 or int64 [b], tokens of each request.
         out: [b, rows, head_dim], bf16, fp16 or float32, with last stride 1 and no gap between requests. Other rows are
-            left as they are, and tokens that there is no room for.
-        gather_lens: int32 or int64 [b], how many tokens of each request; all if None.
+            not written; tokens beyond the last row are dropped.
+        gather_lens: int32 or int64 [b], the number of tokens of each request; all if None.
         offset: 0 to ``rows``.
 
     Returns:
         ``out``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("seq_lens", seq_lens, ("b",), checks.INDEX_DTYPES, unit_last_stride=False)
     requests, device = seq_lens.shape[0], seq_lens.device

@@ -1,4 +1,4 @@
-"""``cache_gather``: the tokens of several requests into one contiguous latent, dequantised on the way."""
+"""``cache_gather`` in Triton: copies the tokens of several requests to a contiguous latent and dequantises them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def cache_gather(
 
 
 def _scaled_form(layout: CacheFormat) -> tuple[Any, dict[str, Any]]:
-    """The kernel of a format with a scale a tile or a block, and what that format is to it."""
+    """The kernel of a format with a scale per tile or block, and the format as its constants."""
     if layout.tiling is not None:
         return gather_tiles_kernel, {"TILING": layout.tiling}
     scaling = layout.block_scaling
@@ -127,7 +127,7 @@ def gather_tiles_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale a tile. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
+    """Formats with a scale per tile. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
     LATENT: tl.constexpr = TILING.tiles * TILING.tile
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
@@ -141,16 +141,16 @@ def gather_tiles_kernel(
     page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * TILING.row_bytes
 
-    tile = tl.arange(0, TILING.scale_places)[None, :]
+    tile = tl.arange(0, TILING.padded_tiles)[None, :]
     column = tile[:, :, None] * TILING.tile + tl.arange(0, TILING.tile)[None, None, :]
     rope_column = tl.arange(0, 64)[None, :]
     used = tile[:, :, None] < TILING.tiles
-    # [BLOCK_T, scale_places, tile], [BLOCK_T, 64], [BLOCK_T, scale_places]
+    # [BLOCK_T, padded_tiles, tile], [BLOCK_T, 64], [BLOCK_T, padded_tiles]
     latent_bits = tl.load(row[:, None, None] + column, mask=found[:, None, None] & used, other=0)
     if TILING.rope_offset < TILING.row_bytes:
         rope_bits = load_words((row + TILING.rope_offset)[:, None], rope_column, tl.uint16, found[:, None], ALIGN)
     if TILING.e8m0:
-        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.scale_places
+        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.padded_tiles
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
         scales = e8m0_to_float(exponents)
     else:
@@ -202,7 +202,8 @@ def gather_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides come divided by their alignment."""
+    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale. Strides are divided by their
+    alignment."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T

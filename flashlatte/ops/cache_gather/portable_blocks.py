@@ -1,4 +1,4 @@
-"""``cache_gather`` from formats with a scale byte a block: e4m3 or e2m1 numbers, and a token's bytes together."""
+"""``cache_gather`` from formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def gather_blocks_kernel(
     found = found[:, None]
 
     block = tl.arange(0, SCALING.blocks)[None, :]
-    place = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
-    scale_bytes = tl.load(row + SCALING.scale_offset + place, mask=found, other=0)  # [BLOCK_T, blocks]
+    scale_index = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
+    scale_bytes = tl.load(row + SCALING.scale_offset + scale_index, mask=found, other=0)  # [BLOCK_T, blocks]
     codes = tl.load(row + tl.arange(0, VALUE_BYTES)[None, :], mask=found, other=0)  # [BLOCK_T, VALUE_BYTES]
     if SCALING.fp4:
         pairs = codes.to(tl.int32)
@@ -70,10 +70,10 @@ def gather_blocks_kernel(
     OUT_TYPE: tl.constexpr = out.dtype.element_ty
     out_row = (out + rows * out_stride * OUT_ALIGN)[:, None]
     column = tl.arange(0, SCALED)[None, :]
-    numbers = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
-    tl.store(out_row + column, numbers, mask=inside[:, None])
+    elements = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
+    tl.store(out_row + column, elements, mask=inside[:, None])
     if TAIL > 0:
         column = tl.arange(0, TAIL)[None, :]
         tail = tl.load(row + VALUE_BYTES + column, mask=found, other=0)  # [BLOCK_T, TAIL]
-        numbers = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
-        tl.store(out_row + SCALED + column, numbers, mask=inside[:, None])
+        elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
+        tl.store(out_row + SCALED + column, elements, mask=inside[:, None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.slots import read_slots
 
@@ -20,7 +20,7 @@ def cache_gather(
     out: torch.Tensor,
     seq_ends: torch.Tensor | None = None,
 ) -> None:
-    inside, slots = requests.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
+    inside, slots = gather_slots.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
     scale = scale_value if scale_tensor is None else scale_tensor
     tokens = read_slots(cache, slots, layout, scale).to(out.dtype)
     out.copy_(torch.where(inside.unsqueeze(-1), tokens, out))

@@ -1,4 +1,4 @@
-"""``cache_write``: its arguments, their checks, and the choice of implementation."""
+"""``cache_write``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "cache_write"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.triton(call):
         return reason
     if call.cache_format is None or _is_written(format_class(call.cache_format)):
@@ -27,10 +27,22 @@ def _is_written(layout: type[CacheFormat]) -> bool:
     return layout.plain or layout.tiling is not None or layout.block_scaling is not None
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.cache_write.portable import cache_write
+
+    return cache_write
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.cache_write.reference import cache_write
+
+    return cache_write
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.cache_write.portable:cache_write", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.cache_write.reference:cache_write"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -46,22 +58,22 @@ def cache_write(
     scale_rounding: str = "power_of_two",
     backend: str | None = None,
 ) -> None:
-    """Write new tokens into a paged cache, in place, quantising them to its format.
+    """Quantise new tokens to a paged cache's format and write them to the cache in place.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
-        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the
-            cache skips its token. Slots must differ from each other.
-        x: [T, head_dim] rows, or [T, latent_dim] latents if ``rope`` is given; T ≥ n, tokens from n on are
-            padding and are not looked at. bf16, fp16 or float32. n and T may be 0.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A token whose slot is outside the
+            cache is skipped. Slots must differ from each other.
+        x: [T, head_dim] rows, or [T, latent_dim] latents if ``rope`` is given; T ≥ n, tokens from n on are padding and
+            are not read. bf16, fp16 or float32. n and T may be 0.
         rope: [T, 64] rotated dims, or [T, 0] for a format without.
-        cache_format: inferred from the cache if None.
-        scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
-        scale_rounding: formats ``v32`` and ``v32_no_rope``: "power_of_two" or "exact".
-        backend: "portable" or "reference"; None chooses.
+        cache_format: None infers it from the cache.
+        scale: for format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
+        scale_rounding: for formats ``v32`` and ``v32_no_rope``: "power_of_two" or "exact".
+        backend: "portable" or "reference"; None selects one.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
     checks.not_expanded("cache", cache)
@@ -82,7 +94,7 @@ def cache_write(
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     gradients.warn_if_dropped(OPERATION, x, rope)
-    call = dispatch.Call(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)
+    call = dispatch.CallSpec(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0] == 0:
         return

@@ -1,4 +1,4 @@
-"""``cache_write``: new tokens to the bytes of their slots, quantised on the way."""
+"""``cache_write`` in Triton: quantises new tokens and writes them to their slots."""
 
 from __future__ import annotations
 
@@ -125,18 +125,18 @@ def write_tiles_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale a tile. Strides come divided by their alignment; that of pages counts bytes."""
+    """Formats with a scale per tile. Strides come divided by their alignment; that of pages counts bytes."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
     page_start = cache + page * page_stride * ALIGN
     row = page_start + offset * TILING.row_bytes
 
-    tile = tl.arange(0, TILING.scale_places)[None, :]
+    tile = tl.arange(0, TILING.padded_tiles)[None, :]
     column = tile[:, :, None] * TILING.tile + tl.arange(0, TILING.tile)[None, None, :]
     latent_mask = valid[:, None, None] & (tile[:, :, None] < TILING.tiles)
     x_row = x + tokens * x_stride * X_ALIGN
-    # [BLOCK_T, scale_places, tile] and [BLOCK_T, 64]
+    # [BLOCK_T, padded_tiles, tile] and [BLOCK_T, 64]
     latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
     if TILING.rope_offset < TILING.row_bytes:
         rope_index = tl.arange(0, 64)[None, :]
@@ -152,7 +152,7 @@ def write_tiles_kernel(
         store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
     if TILING.e8m0:
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.scale_places
+        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.padded_tiles
         tl.store(scale_row[:, None] + tile, exponents, mask=valid[:, None])
     else:
         store_words((row + TILING.tiles * TILING.tile)[:, None], tile, scales, valid[:, None], ALIGN)
@@ -185,7 +185,8 @@ def write_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: as they are, or bytes (uint8) with one scale. Strides come divided by their alignment."""
+    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale. Strides are divided by their
+    alignment."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     tokens = (program // column_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -1,4 +1,4 @@
-"""``cache_write`` into formats with a scale byte a block: e4m3 or e2m1 numbers, and a token's bytes together."""
+"""``cache_write`` to formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flashlatte.runtime.triton_kernel import kernel
 
 @triton.jit
 def _load_columns(x_row, rope_row, column, valid, X_WIDTH: tl.constexpr):
-    """Numbers at columns of rows that come in one part or in two; 0 where not valid."""
-    numbers = tl.load(x_row[:, None] + column, mask=valid[:, None] & (column < X_WIDTH), other=0.0)
+    """Load columns of rows that are given in one or two parts; 0 where not valid."""
+    elements = tl.load(x_row[:, None] + column, mask=valid[:, None] & (column < X_WIDTH), other=0.0)
     if rope_row is not None:
         in_rope = column >= X_WIDTH
         ropes = tl.load(rope_row[:, None] + (column - X_WIDTH), mask=valid[:, None] & in_rope, other=0.0)
-        numbers = tl.where(in_rope, ropes, numbers)
-    return numbers
+        elements = tl.where(in_rope, ropes, elements)
+    return elements
 
 
 @kernel(by_element=("slot_mapping",))
@@ -61,22 +61,22 @@ def write_blocks_kernel(
         rope_row = rope + tokens * rope_stride * ROPE_ALIGN
 
     column = tl.arange(0, SCALED)[None, :]
-    numbers = to_float32(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, SCALED]
+    elements = to_float32(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, SCALED]
     block = tl.arange(0, SCALING.blocks)[None, :]
     if SCALING.fp4:
         # [BLOCK_T, blocks, block / 2]
-        low, high = tl.split(tl.reshape(numbers, [BLOCK_T, SCALING.blocks, SCALING.block // 2, 2]))
+        low, high = tl.split(tl.reshape(elements, [BLOCK_T, SCALING.blocks, SCALING.block // 2, 2]))
         scales = nvfp4_scales(low, high, SCALING.rounds_up, NATIVE)
         divisors = tl.broadcast_to(e4m3_to_float(scales, NATIVE)[:, :, None], low.shape)
         codes = e2m1_code(tl.div_rn(low, divisors)) | (e2m1_code(tl.div_rn(high, divisors)) << 4)
         values = tl.reshape(codes, [BLOCK_T, VALUE_BYTES]).to(tl.uint8)
     else:
-        scaled, scale_bits = quantize_tiles(tl.reshape(numbers, [BLOCK_T, SCALING.blocks, SCALING.block]), True)
+        scaled, scale_bits = quantize_tiles(tl.reshape(elements, [BLOCK_T, SCALING.blocks, SCALING.block]), True)
         scales = (scale_bits >> 23).to(tl.uint8)
         values = float_to_e4m3(tl.reshape(scaled, [BLOCK_T, SCALED]), NATIVE)
     tl.store(row[:, None] + tl.arange(0, VALUE_BYTES)[None, :], values, mask=valid[:, None])
-    place = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
-    tl.store(row[:, None] + SCALING.scale_offset + place, scales, mask=valid[:, None])
+    scale_index = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
+    tl.store(row[:, None] + SCALING.scale_offset + scale_index, scales, mask=valid[:, None])
     if TAIL > 0:
         column = SCALED + tl.arange(0, TAIL)[None, :]
         tail = to_float32(_load_columns(x_row, rope_row, column, valid, X_WIDTH), INTERPRETED)  # [BLOCK_T, TAIL]

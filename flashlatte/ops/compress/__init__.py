@@ -1,4 +1,4 @@
-"""DeepSeek-V4's compressor: groups of tokens into one cache row each."""
+"""DeepSeek-V4's compressor: each group of tokens becomes one cache row."""
 
 from flashlatte.ops.compress.api import compress
 

@@ -1,4 +1,4 @@
-"""``compress``: its arguments, their checks, and the choice of implementation."""
+"""``compress``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
-from flashlatte.ops.compress.problem import Problem
+from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
+from flashlatte.ops.compress.arguments import CompressArgs
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -16,14 +16,26 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "compress"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_rows(call)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.compress.portable import compress
+
+    return compress
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.compress.reference import compress
+
+    return compress
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.compress.portable:compress", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.compress.reference:compress"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -46,43 +58,44 @@ def compress(
     scale_rounding: str = "power_of_two",
     backend: str | None = None,
 ) -> None:
-    """Compress each group of ``ratio`` tokens that these tokens finish, and write the rows into a paged cache.
+    """Compress each group of ``ratio`` tokens that these tokens complete, and write the rows to a paged cache.
 
-    DeepSeek-V4's compressor. Group g of a request has its tokens g · ratio to (g + 1) · ratio - 1. In channel c its
-    row is Σ_t softmax_t(score[t, c] + ape[t mod ratio, c]) · kv[t, c], normalised (RMSNorm), its last rope_dim
-    numbers turned in pairs (2i, 2i + 1) by position g · ratio, and quantised: all in float32. Where kv is twice as
-    wide as a row (ratio 4), the sum runs over the group before as well: that one's tokens give the first half of
-    their numbers, the group's own the second half. Group 0 has none before it.
+    DeepSeek-V4's compressor. Group g of a request consists of its tokens g · ratio to (g + 1) · ratio - 1. Its row in
+    channel c is Σ_t softmax_t(score[t, c] + ape[t mod ratio, c]) · kv[t, c]. The row is normalised (RMSNorm), its last
+    rope_dim elements are rotated in pairs (2i, 2i + 1) by position g · ratio, and it is quantised. All is computed in
+    float32. If kv is twice as wide as a row (ratio 4), the sum also runs over the preceding group: its tokens
+    contribute the first half of their elements, the group's own tokens the second half. Group 0 has no preceding group.
 
-    Tokens of a group may come in several calls. Those of earlier calls are read from ``state_cache``, into which each
-    call puts its last tokens, as float32 [kv, score + ape]. Page ``position // page_size`` of a request, modulo the
-    table's columns, is where a position lies: a short table is a ring, one as long as the request never wraps. The
-    ring has to hold (1 + overlap) · ratio - 1 tokens, and as many more as may be taken back (drafts that are
-    rejected): whoever comes again with a position overwrites what was there. So a row is bit for bit the same however
-    its tokens were divided into calls.
+    The tokens of a group may be split over several calls. Each call writes its last tokens to ``state_cache``, as
+    float32 [kv, score + ape], from which later calls read them. A position is stored in column ``position //
+    page_size`` of the request's table row, modulo the number of columns: a short table is a ring buffer. The ring must
+    hold (1 + overlap) · ratio - 1 tokens, plus the tokens that may be rolled back (rejected drafts). A repeated
+    position overwrites its state. So a row is bitwise the same for every split of its tokens into calls.
 
     Args:
         kv, score: [T, width], width being head_dim, or 2 · head_dim with overlap; bf16, fp16 or float32. T may be 0.
-        ape: float32 [ratio, width], added to the scores by place in the group.
+        ape: float32 [ratio, width], added to the scores by index in the group.
         weight: [head_dim], of the RMSNorm; bf16, fp16 or float32.
-        cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency. A position beyond it takes the last.
-        request_ids: int32 or int64 [T], the row of ``state_table`` of each token. Tokens of a request stand together,
-            in order. A token with an id below 0, or without a row in the table, is padding.
-        positions: int32 or int64 [T], of each token in its request. One from 2³¹ on has no place among the states.
+        cos_sin: float32 [n, rope_dim], the cosines, then the sines of each frequency. Positions beyond the table are
+            clamped.
+        request_ids: int32 or int64 [T], the row of ``state_table`` of each token. Tokens of a request are consecutive
+            and in order. A token with an id outside the table is padding.
+        positions: int32 or int64 [T], the position of each token in its request. Positions from 2³¹ on are not stored
+            in the states.
         cache: [pages, page_size, 1, width] (or without the 1) that takes rows of head_dim, in a format of latents
             (``model1``, ``bf16``, ``fp16``, ``fp32``) or of index keys.
         slot_mapping: int32 or int64 [T]: the slot, page · page_size + offset, of the row of the group that the token
-            finishes; not looked at for other tokens. A slot below 0 or beyond the cache skips it.
-        state_cache: float32 [pages, page_size, 2 · width]; None if each request begins in this call, and leaves
-            nothing for a later one.
-        state_table: int32 or int64 [b, columns], beside ``state_cache``; a page outside the cache is not followed.
-        eps: of the RMSNorm.
-        cache_format: inferred from the cache if None.
-        scale_rounding: format ``index_fp8``: "power_of_two" (V4) or "exact".
-        backend: "portable" or "reference"; None chooses.
+            completes; not read for other tokens. A row whose slot is outside the cache is skipped.
+        state_cache: float32 [pages, page_size, 2 · width]; None if every request begins in this call and no later call
+            continues it.
+        state_table: int32 or int64 [b, columns], given with ``state_cache``; pages outside the cache are ignored.
+        eps: epsilon of the RMSNorm.
+        cache_format: None infers it from the cache.
+        scale_rounding: for format ``index_fp8``: "power_of_two" (V4) or "exact".
+        backend: "portable" or "reference"; None selects one.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("kv", kv, ("T", "width"), checks.FLOAT_DTYPES, may_be_empty=1)
     tokens, width = kv.shape
@@ -104,7 +117,7 @@ def compress(
     _check_values(request_ids, positions, cache, slot_mapping, state_cache, state_table, ape.shape[0])
     eps = checks.epsilon("eps", eps)
     gradients.warn_if_dropped(OPERATION, kv, score, ape, weight)
-    call = dispatch.Call(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
+    call = dispatch.CallSpec(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
     backend = dispatch.select(call, backend)
     if tokens == 0:
         return
@@ -136,7 +149,7 @@ def _check_state(
 ) -> None:
     if state_cache is None or state_table is None:
         if state_cache is not state_table:
-            raise ValueError("state_cache and state_table belong together, got one of them")
+            raise ValueError("state_cache and state_table must be given together, got only one")
         return
     ratio, width = ape.shape
     checks.output("state_cache", state_cache, ("pages", "page_size", 2 * width), (torch.float32,), device)
@@ -158,7 +171,7 @@ def _check_values(
     state_table: torch.Tensor | None,
     ratio: int,
 ) -> None:
-    """Check the slots of tokens that finish a group, and the pages that tokens' states are put into."""
+    """Check the slots of tokens that complete a group, and the pages of the tokens' states."""
     if not value_checks.readable(request_ids):
         return
     is_token = (request_ids >= 0) & (positions >= 0)
@@ -189,7 +202,7 @@ def _compress(
     backend: str,
 ) -> None:
     dispatch.implementation(OPERATION, backend)(
-        Problem(
+        CompressArgs(
             kv=kv,
             score=score,
             ape=ape,

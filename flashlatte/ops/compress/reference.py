@@ -5,52 +5,52 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels.rope import rotate_tail
-from flashlatte.kv_cache.rows import encode_rows
+from flashlatte.kv_cache.row_caches import encode_rows
 from flashlatte.kv_cache.slots import in_cache, write_slots
-from flashlatte.ops.compress.problem import Problem
+from flashlatte.ops.compress.arguments import CompressArgs
 
 
-def compress(problem: Problem) -> None:
-    slots, positions = problem.slot_mapping, problem.positions.long()
-    finishes = _known(problem) & ((positions + 1) % problem.ratio == 0) & in_cache(slots, problem.cache)
+def compress(args: CompressArgs) -> None:
+    slots, positions = args.slot_mapping, args.positions.long()
+    finishes = _known(args) & ((positions + 1) % args.ratio == 0) & in_cache(slots, args.cache)
     (tokens,) = torch.where(finishes)
-    values, scores = _gather(problem, tokens)
+    values, scores = _gather(args, tokens)
     rows = (values * torch.softmax(scores, dim=1)).sum(dim=1)
-    rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + problem.eps) * problem.weight.float()
-    rows = rotate_tail(rows, problem.cos_sin, positions[tokens] + 1 - problem.ratio)
-    planes = encode_rows(problem.layout, rows, problem.scale_rounding)
-    write_slots(problem.cache, slots[tokens].long(), planes, problem.layout)
-    _save_state(problem)
+    rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + args.eps) * args.weight.float()
+    rows = rotate_tail(rows, args.cos_sin, positions[tokens] + 1 - args.ratio)
+    planes = encode_rows(args.layout, rows, args.scale_rounding)
+    write_slots(args.cache, slots[tokens].long(), planes, args.layout)
+    _save_state(args)
 
 
-def _known(problem: Problem) -> torch.Tensor:
-    """Which tokens are not padding."""
-    known = (problem.request_ids >= 0) & (problem.positions >= 0)
-    return known if problem.state_table is None else known & (problem.request_ids < problem.state_table.shape[0])
+def _known(args: CompressArgs) -> torch.Tensor:
+    """Whether each token is not padding."""
+    known = (args.request_ids >= 0) & (args.positions >= 0)
+    return known if args.state_table is None else known & (args.request_ids < args.state_table.shape[0])
 
 
-def _gather(problem: Problem, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scores, float32 [n, rows, head_dim], of what the groups that ``tokens`` [n] finish are made of."""
-    head_dim, ratio = problem.weight.shape[0], problem.ratio
-    rows = ratio * (1 + problem.overlaps)
+def _gather(args: CompressArgs, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scores, float32 [n, rows, head_dim], of the members of the groups that ``tokens`` [n] complete."""
+    head_dim, ratio = args.weight.shape[0], args.ratio
+    rows = ratio * (1 + args.overlaps)
     back = torch.arange(rows - 1, -1, -1, device=tokens.device)
     token = tokens[:, None] - back
-    position = problem.positions[tokens].long()[:, None] - back
-    request = problem.request_ids[tokens].long()[:, None]
-    is_new = (token >= 0) & (problem.request_ids[token.clamp_min(0)] == request)
+    position = args.positions[tokens].long()[:, None] - back
+    request = args.request_ids[tokens].long()[:, None]
+    is_new = (token >= 0) & (args.request_ids[token.clamp_min(0)] == request)
     token = token.where(is_new, 0)
-    values = problem.kv[token].float()  # [n, rows, width]
-    scores = problem.score[token].float() + problem.ape[position % ratio]
+    values = args.kv[token].float()  # [n, rows, width]
+    scores = args.score[token].float() + args.ape[position % ratio]
     visible = is_new & (position >= 0)
-    if problem.state_cache is not None and problem.state_table is not None:
-        page, offset, found = _state_places(problem.state_cache, problem.state_table, request, position)
-        old_values, old_scores = problem.state_cache[page, offset].chunk(2, dim=-1)
+    if args.state_cache is not None and args.state_table is not None:
+        page, offset, found = _state_places(args.state_cache, args.state_table, request, position)
+        old_values, old_scores = args.state_cache[page, offset].chunk(2, dim=-1)
         values = torch.where(is_new[..., None], values, old_values)
         scores = torch.where(is_new[..., None], scores, old_scores)
         visible = (is_new | found) & (position >= 0)
     values = values.masked_fill(~visible[..., None], 0.0)
     scores = scores.masked_fill(~visible[..., None], -torch.inf)
-    if not problem.overlaps:
+    if not args.overlaps:
         return values, scores
     before, own = slice(0, head_dim), slice(head_dim, None)
     return (
@@ -62,7 +62,7 @@ def _gather(problem: Problem, tokens: torch.Tensor) -> tuple[torch.Tensor, torch
 def _state_places(
     cache: torch.Tensor, table: torch.Tensor, request: torch.Tensor, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Page and offset of positions in the state cache, 0 and 0 where there are none, and whether there are."""
+    """Page and offset of positions in the state cache (0 and 0 if a position is not in it), and whether it is."""
     num_pages, page_size = cache.shape[:2]
     requests, columns = table.shape
     page = table[request.clamp(0, requests - 1), position // page_size % columns].long()
@@ -70,15 +70,15 @@ def _state_places(
     return page.where(found, 0), (position % page_size).where(found, 0), found
 
 
-def _save_state(problem: Problem) -> None:
-    """The last tokens of each request, as many as its pages have room for."""
-    if problem.state_cache is None or problem.state_table is None:
+def _save_state(args: CompressArgs) -> None:
+    """Save the last tokens of each request, up to the capacity of its pages."""
+    if args.state_cache is None or args.state_table is None:
         return
-    request, position = problem.request_ids.long(), problem.positions.long()
-    room = problem.state_table.shape[1] * problem.state_cache.shape[1]
-    page, offset, found = _state_places(problem.state_cache, problem.state_table, request, position)
+    request, position = args.request_ids.long(), args.positions.long()
+    room = args.state_table.shape[1] * args.state_cache.shape[1]
+    page, offset, found = _state_places(args.state_cache, args.state_table, request, position)
     later = torch.full_like(request, -1)
     later[: max(len(request) - room, 0)] = request[room:]
-    saved = found & _known(problem) & (later != request)
-    state = torch.cat((problem.kv.float(), problem.score.float() + problem.ape[position % problem.ratio]), dim=-1)
-    problem.state_cache[page[saved], offset[saved]] = state[saved]
+    saved = found & _known(args) & (later != request)
+    state = torch.cat((args.kv.float(), args.score.float() + args.ape[position % args.ratio]), dim=-1)
+    args.state_cache[page[saved], offset[saved]] = state[saved]

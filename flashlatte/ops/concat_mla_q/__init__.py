@@ -1,4 +1,4 @@
-"""The two parts of absorbed queries side by side."""
+"""Concatenation of the two parts of absorbed queries."""
 
 from flashlatte.ops.concat_mla_q.api import concat_mla_q
 

@@ -1,4 +1,4 @@
-"""``concat_mla_q`` in Triton: bytes of both parts of some heads, each read once."""
+"""``concat_mla_q`` in Triton: a program copies bytes of both parts of some heads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def concat_mla_q_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """BLOCK_BYTES of BLOCK_R heads. Widths and strides count UNIT bytes."""
+    """Copy BLOCK_BYTES of BLOCK_R heads. Widths and strides are in units of UNIT bytes."""
     WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
     WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
     WORDS: tl.constexpr = UNIT // WORD_BYTES

@@ -1,4 +1,4 @@
-"""Few queries over a paged latent cache."""
+"""Attention of few queries over a paged latent cache."""
 
 from flashlatte.ops.dense_decode.api import dense_decode
 

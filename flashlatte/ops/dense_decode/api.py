@@ -1,4 +1,4 @@
-"""``dense_decode``: its arguments, their checks, and the choice of implementation."""
+"""``dense_decode``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "dense_decode"
-# A row is one tile in shared memory.
+# A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 1024
-# Pages come in boxes of 64 keys, or of as few as the swizzle of shared memory repeats after.
+# TMA loads pages in boxes of 64 keys or less; the period of the shared-memory swizzle is 8 keys.
 _HOPPER_PAGE_SIZE = 8
-# Of the rows that TMA copies.
+# Alignment of rows for TMA, in bytes.
 _HOPPER_ALIGNMENT = 16
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.capability(call, 9, 0):
         return reason
     if call.cache_format is not None and not _hopper_reads(format_class(call.cache_format)):
@@ -34,11 +34,11 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
     )
 
 
@@ -46,11 +46,29 @@ def _hopper_reads(layout: type[CacheFormat]) -> bool:
     return layout.plain and layout.record_dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.dense_decode.hopper import dense_decode
+
+    return dense_decode
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.dense_decode.portable import dense_decode
+
+    return dense_decode
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.dense_decode.reference import dense_decode
+
+    return dense_decode
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.dense_decode.hopper:dense_decode", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.dense_decode.portable:dense_decode", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.dense_decode.reference:dense_decode"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -71,45 +89,46 @@ def dense_decode(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few query tokens a request over all tokens of its paged latent cache.
+    """Attention of a few query tokens per request over all tokens of its paged latent cache.
 
-    A key is a cache row, a value is its first ``head_dim_v`` numbers: out = softmax(q · Kᵀ · softmax_scale) · V.
-    This is the absorbed form of MLA (DeepSeek-V2, arXiv:2405.04434, §2.1). No gradient flows through it: a warning,
-    once, says so where gradients are recorded and q or k_cache requires one.
+    A key is a cache row, a value is its first ``head_dim_v`` elements: out = softmax(q · Kᵀ · softmax_scale) · V. This
+    is the absorbed form of MLA (DeepSeek-V2, arXiv:2405.04434, §2.1). It has no backward pass, and warns once if
+    gradients are enabled and q or k_cache requires one.
 
     Args:
-        q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is 576 or 512 in MLA; any is taken by the
-            reference. b and s_q may be 0.
+        q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is 576 or 512 in MLA; the reference takes any. b
+            and s_q may be 0.
         k_cache: [pages, page_size, h_kv, d], h_kv dividing h_q; q's dtype, or float8_e4m3fn.
-        block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries that its length
-            does not reach may hold anything.
-        cache_seqlens: int32 or int64 [b], keys of each request; clamped to 0 and to what block_table has room for. A
-            key whose page is not in the cache is not seen.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries beyond a request's
+            length are not read.
+        cache_seqlens: int32 or int64 [b], keys of each request; clamped to 0 and to the capacity of block_table. Keys
+            whose page is not in the cache are masked.
         head_dim_v: width of a value, at most d.
         softmax_scale: above 0; d^-0.5 if None.
-        causal: query token j sees keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
+        causal: query token j attends to keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
             alignment).
         k_scale: float8_e4m3fn cache only: key = byte · k_scale; above 0, a number or a one-element float32 tensor on
             the device of q; default 1.
-        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
-        lse: float32 [b, h_q, s_q] to write into, any strides.
-        empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
-        batch_invariant: make a request's result independent, bit for bit, of what else is in the batch.
-        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+        out: [b, s_q, h_q, head_dim_v] in q's dtype to write to; last stride 1. It must not share memory with an input.
+        lse: float32 [b, h_q, s_q] to write to, any strides.
+        empty_lse: lse of a query that has no visible key, inf or -inf; its out is 0.
+        batch_invariant: make a request's result bitwise independent of the other requests of the batch.
+        backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
+            error.
 
     Returns:
-        out [b, s_q, h_q, head_dim_v] in q's dtype, and lse, natural logarithm, float32 [b, h_q, s_q]. A new lse
-        has strides (s_q · h_q, 1, h_q).
+        out [b, s_q, h_q, head_dim_v] in q's dtype, and lse (natural logarithm), float32 [b, h_q, s_q]. A newly
+        allocated lse has strides (s_q · h_q, 1, h_q).
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other; a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
+            backend that cannot run the call.
     """
     checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
     batch, s_q, h_q, head_dim = q.shape
     device = q.device
     _check_format(k_cache, head_dim)
-    checks.agree_in_dtype("k_cache", k_cache, q, torch.float8_e4m3fn)
+    checks.same_dtype("k_cache", k_cache, q, torch.float8_e4m3fn)
     checks.tensor("k_cache", k_cache, ("pages", "page_size", "h_kv", head_dim), (q.dtype, torch.float8_e4m3fn), device)
     h_kv = k_cache.shape[2]
     if h_q % h_kv:
@@ -126,11 +145,14 @@ def dense_decode(
     checks.flag("causal", causal)
     checks.flag("batch_invariant", batch_invariant)
     if k_scale is not None and k_cache.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"k_scale belongs to a float8_e4m3fn k_cache, and this one is {k_cache.dtype}")
+        raise ValueError(
+            "k_scale must be None unless k_cache is float8_e4m3fn, "
+            f"got k_cache in {checks.dtype_names([k_cache.dtype])}"
+        )
     k_scale_tensor, k_scale_value = scales.split("k_scale", k_scale, device)
     out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache)
 
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         device,
         q.dtype,
@@ -198,11 +220,11 @@ def _dense_decode(
 
 
 def _check_format(k_cache: object, head_dim: int) -> None:
-    """Point to the operation that reads a cache whose rows are bytes with scales among them."""
+    """If the cache is in a format with scales, refer to the operation that reads it."""
     if isinstance(k_cache, torch.Tensor) and k_cache.dim() and k_cache.shape[-1] != head_dim:
         layouts = formats_of_width(k_cache)
         if layouts:
             raise ValueError(
-                f"k_cache must have rows of q's {head_dim} numbers, and this is a cache of format "
-                f"{checks.either(layout.name for layout in layouts)}, which sparse_decode reads"
+                f"k_cache must have rows of q's {head_dim} elements, got a cache of format "
+                f"{checks.join_or(layout.name for layout in layouts)}, which sparse_decode reads"
             )

@@ -52,5 +52,6 @@ def dense_decode(
 
 
 def _pages_to_read(length: torch.Tensor, page_size: int) -> int | None:
-    """Pages of a request on the CPU; all columns of the table on a GPU, where asking would synchronise."""
+    """The number of pages of a request on the CPU; None (all columns of the table) on a GPU, to avoid a
+    synchronisation."""
     return -(-int(length) // page_size) if length.device.type == "cpu" else None

@@ -1,4 +1,4 @@
-"""Many queries over keys and values of variable length, in multi-head form, forward and backward."""
+"""Multi-head attention of packed requests of variable length, forward and backward."""
 
 from flashlatte.ops.dense_prefill.api import dense_prefill
 from flashlatte.ops.dense_prefill.vision import vit_attention

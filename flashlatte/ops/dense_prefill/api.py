@@ -1,4 +1,4 @@
-"""``dense_prefill``: its arguments, their checks, the choice of implementation, and its gradient."""
+"""``dense_prefill``: arguments, checks, choice of the implementation, and gradient."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flashlatte.runtime.torch_op import records_gradient, register_differentiabl
 
 OPERATION = "dense_prefill"
 BACKWARD = "dense_prefill_backward"
-# A row is one tile in shared memory.
+# A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 256
-# From what fills a swizzled line to what fits registers and shared memory.
+# From the width of a swizzled line to the capacity of registers and shared memory.
 _HOPPER_HEAD_DIMS = range(64, 256 + 1, 8)
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
@@ -29,29 +29,67 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_hopper_backward(call: dispatch.Call) -> str | None:
+def _refuses_hopper_backward(call: dispatch.CallSpec) -> str | None:
     return refusals.head_dims(call, (192, 128), (128, 128)) or _refuses_hopper(call)
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
     )
 
 
-for _operation, _function, _refuses in (
-    (OPERATION, "forward", _refuses_hopper),
-    (BACKWARD, "backward", _refuses_hopper_backward),
-):
-    _room = "flashlatte.ops.dense_prefill"
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("hopper", f"{_room}.hopper.{_function}:{_function}", _refuses),
-        dispatch.Implementation("portable", f"{_room}.portable:{_function}", _refuses_portable),
-        dispatch.Implementation("reference", f"{_room}.reference:{_function}"),
-    )
+def _load_hopper_forward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.hopper.forward import forward
+
+    return forward
+
+
+def _load_portable_forward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.portable import forward
+
+    return forward
+
+
+def _load_reference_forward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.reference import forward
+
+    return forward
+
+
+def _load_hopper_backward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.hopper.backward import backward
+
+    return backward
+
+
+def _load_portable_backward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.portable import backward
+
+    return backward
+
+
+def _load_reference_backward() -> dispatch.Function:
+    from flashlatte.ops.dense_prefill.reference import backward
+
+    return backward
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("hopper", _load_hopper_forward, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable_forward, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference_forward),
+)
+
+dispatch.define(
+    BACKWARD,
+    dispatch.Implementation("hopper", _load_hopper_backward, _refuses_hopper_backward),
+    dispatch.Implementation("portable", _load_portable_backward, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference_backward),
+)
 
 
 def dense_prefill(
@@ -71,43 +109,41 @@ def dense_prefill(
     empty_lse: float = -math.inf,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multi-head attention of requests of variable length, packed one after the other; differentiable.
+    """Differentiable multi-head attention of packed requests of variable length.
 
-    Request i has queries cu_seqlens_q[i] to cu_seqlens_q[i+1] - 1, and keys alike. Its query j stands at position
-    p = j + s_k - s_q among its s_k keys, the last query at the last key. Any strides but the last are free, so that
-    q, k and v may be views of one packed tensor. Query head i reads key head i // (h / h_k). Gradients flow to q, k
-    and v from out and from lse; there is no second derivative.
+    Request i has queries cu_seqlens_q[i] to cu_seqlens_q[i+1] - 1, and keys likewise. Query j of a request with s_q
+    queries and s_k keys has position p = j + s_k - s_q, so the last query is aligned with the last key. All strides but
+    the last are free: q, k and v may be views of one packed tensor. Query head i reads key head i // (h / h_k).
+    Gradients flow from out and lse to q, k and v; there is no second derivative.
 
     Args:
         q: [T_q, h, d_qk], bf16, fp16, or float32 and float64 (reference only).
         k: [T_k, h_k, d_qk] in q's dtype; h is a multiple of h_k.
         v: [T_k, h_k, d_v] in q's dtype.
-        cu_seqlens_q: int32 or int64 [b + 1], not decreasing, where requests begin and the last one ends. Tokens before
-            the first and beyond the last value belong to no request: their out is 0, their lse ``empty_lse``, and
-            their gradients are 0, whatever the gradients of their out and lse are. Values beyond T_q read nothing. b,
-            T_q and T_k may be 0.
-        cu_seqlens_k: the same for k and v: gradients of tokens of no request are 0. A request may have no query or no
-            key.
-        max_seqlen_q: number of queries of the longest request, at least 0; sizes launches, never results.
+        cu_seqlens_q: int32 or int64 [b + 1], non-decreasing boundaries of the requests. Tokens outside the boundaries
+            belong to no request: their out is 0, their lse is ``empty_lse``, and their gradients are 0. Boundaries are
+            clamped to T_q. b, T_q and T_k may be 0.
+        cu_seqlens_k: the same for k and v. A request may have no query or no key.
+        max_seqlen_q: number of queries of the longest request, at least 0; it affects the launch only, not the result.
         max_seqlen_k: number of keys of the longest request, at least 0.
         softmax_scale: above 0; d_qk^-0.5 if None.
-        causal: a query sees no key beyond its position; with s_q > s_k the first queries see none.
-        window: None; an int w ≥ 1: a query sees its position and the w - 1 before it; or a pair (left, right): it sees
-            p - left to p + right, -1 for no bound. ``causal`` caps right at 0.
-        deterministic: dq, dk and dv are bitwise the same from run to run. (out and lse always are.)
-        out: [T_q, h, d_v] in q's dtype to write into; last stride 1. It shares no memory with what is read. Not where
-            gradients are recorded.
-        empty_lse: lse of a query that sees no key, inf or -inf; its out and its gradient are 0.
-        backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
+        causal: a query attends to no key after its position; if s_q > s_k, the first queries have no visible key.
+        window: None; an int w ≥ 1: a query attends to its position and the w - 1 before it; or a pair (left, right): it
+            attends to p - left to p + right, -1 for unbounded. ``causal`` limits right to 0.
+        deterministic: make dq, dk and dv bitwise reproducible. (out and lse always are.)
+        out: [T_q, h, d_v] in q's dtype to write to; last stride 1. It must not share memory with an input. Must be None
+            if gradients are recorded.
+        empty_lse: lse of a query that has no visible key, inf or -inf; its out and gradient are 0.
+        backend: "hopper", "portable" or "reference", forward and backward; None selects each, a name is obeyed or
             refused. "hopper" has head dims from 64 to 256 by 8; with gradients, 192 / 128 and 128 / 128.
 
     Returns:
-        out [T_q, h, d_v] in q's dtype, and lse, natural logarithm, float32 (float64 for float64) [T_q, h] with strides
+        out [T_q, h, d_v] in q's dtype, and lse (natural logarithm), float32 (float64 for float64) [T_q, h] with strides
         (1, T_q).
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other; cu_seqlens on the CPU that decrease or go beyond their tensor; a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments;
+            cu_seqlens on the CPU that decrease or exceed their tensor; a backend that cannot run the call.
     """
     dtypes = (*checks.FLOAT_DTYPES, torch.float64)
     checks.tensor("q", q, ("T_q", "h", "d_qk"), dtypes, may_be_empty=1)
@@ -135,12 +171,12 @@ def dense_prefill(
     recorded = records_gradient(q, k, v)
     if out is not None:
         checks.output("out", out, (total_q, h_q, head_dim_v), (q.dtype,), device)
-        checks.apart("out", out, q=q, k=k, v=v)
+        checks.no_overlap("out", out, q=q, k=k, v=v)
         if recorded:
-            raise ValueError("out must be None where gradients are recorded, got a tensor to write into")
+            raise ValueError("out must be None if gradients are recorded, got a tensor to write into")
 
-    def call(operation: str) -> dispatch.Call:
-        return dispatch.Call(
+    def call(operation: str) -> dispatch.CallSpec:
+        return dispatch.CallSpec(
             operation,
             device,
             q.dtype,

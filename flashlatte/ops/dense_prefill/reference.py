@@ -91,7 +91,7 @@ def _blocks(
     window_left: int,
     window_right: int,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Some query rows of a request, its keys, and which of them each row sees [rows, keys]."""
+    """Some query rows of a request, its keys, and the mask of visible keys [rows, keys]."""
     starts_q, starts_k = boundaries_of(cu_seqlens_q, q.shape[0]), boundaries_of(cu_seqlens_k, k.shape[0])
     for request in range(len(starts_q) - 1):
         first_q, end_q = starts_q[request : request + 2]
@@ -99,7 +99,7 @@ def _blocks(
         if first_q >= end_q or first_k >= end_k:
             continue
         position = torch.arange(end_k - first_k, device=q.device)
-        # A query's own position, so that the last query of a request stands at its last key.
+        # A query's position: the last query of a request is aligned with its last key.
         shift = (end_k - first_k) - (end_q - first_q)
         step = max(1, SCORE_BYTES // (4 * q.shape[1] * (end_k - first_k)))
         for row in range(first_q, end_q, step):
@@ -110,7 +110,7 @@ def _blocks(
 
 
 def _seen(x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """The rows that some query sees, and zeros for the others, which may hold anything."""
+    """Rows that are visible to a query, and zeros for the others, which may have any value."""
     return torch.where(visible.any(dim=0)[:, None, None], _wide(x), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""``vit_attention``: ``dense_prefill`` as vision towers call it."""
+"""``vit_attention``: ``dense_prefill`` with the interface of vision towers."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ def vit_attention(
 ) -> torch.Tensor:
     """Attention of the patches of each image to all patches of the same image; differentiable.
 
-    Images of any sizes lie one after the other. Head dims need be no powers of two: 72, 80 and 96 are filled up within
-    the kernel. On Hopper the backward pass is the portable one, but for a head dim of 128.
+    Images of any sizes are packed one after another. Head dims need not be powers of two: the kernel pads 72, 80 and
+    96. On Hopper the backward pass is the portable one, except for head dim 128.
 
     Args:
-        q: [T, h, d], or [b, s, h, d], whose first two axes are one list of patches; bf16, fp16 (float32 and float64 on
-            the reference).
-        k: of q's shape, but for its heads, whose number divides h.
-        v: as k, of any head dim.
-        cu_seqlens: int32 or int64 [images + 1], not decreasing, where images begin and the last one ends. None: q has
-            four axes, and each of its b rows is an image.
-        max_seqlen: patches of the largest image: a number, or a one-element integer tensor, which is not read back. It
-            never changes results. None is the number of patches.
+        q: [T, h, d], or [b, s, h, d], whose first two axes are flattened to one list of patches; bf16, fp16 (float32
+            and float64 on the reference).
+        k: of q's shape, except for its number of heads, which divides h.
+        v: like k, with any head dim.
+        cu_seqlens: int32 or int64 [images + 1], non-decreasing boundaries of the images. None: q has four axes, and
+            each of its b rows is an image.
+        max_seqlen: patches of the largest image: a number, or a one-element integer tensor, which is not read. It does
+            not affect results. None means the number of patches.
         softmax_scale: above 0; d^-0.5 if None.
-        out: of q's shape but v's head dim, in q's dtype, to write into; last stride 1. Not where gradients are
+        out: of q's shape with v's head dim, in q's dtype, to write to; last stride 1. Must be None if gradients are
             recorded.
-        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+        backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
+            error.
 
     Returns:
-        Of q's shape but v's head dim, in q's dtype.
+        Of q's shape with v's head dim, in q's dtype.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
     axes = q.dim() if isinstance(q, torch.Tensor) else 3
     if axes not in (3, 4):
@@ -92,7 +93,7 @@ def vit_attention(
 
 
 def _flat(out: torch.Tensor) -> torch.Tensor:
-    """out with its first two axes as one, which must not copy it."""
+    """out with its first two axes flattened, without a copy."""
     try:
         return out.view(-1, *out.shape[2:])
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The bytes of several requests' tokens out of a paged cache, as they are."""
+"""Gather of the token records of several requests from a paged cache, without conversion."""
 
 from flashlatte.ops.gather_records.api import gather_records
 

@@ -1,10 +1,10 @@
-"""``gather_records``: its arguments, their checks, and the choice of implementation."""
+"""``gather_records``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
@@ -14,10 +14,23 @@ from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "gather_records"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.gather_records.portable import gather_records
+
+    return gather_records
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.gather_records.reference import gather_records
+
+    return gather_records
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.gather_records.portable:gather_records", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.gather_records.reference:gather_records"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -33,41 +46,41 @@ def gather_records(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Copy the tokens of several requests out of a paged cache of any format, byte for byte.
+    """Gather the token records of several requests from a paged cache of any format, without conversion.
 
-    ``kv_cache.gather`` without the conversion: what ranks exchange, or what ``kv_cache.dequantize`` takes later. The
-    parts of a token that lie apart in a page (data and scales of ``model1``) follow each other in its record.
+    The records can be sent to other ranks, or dequantised by ``kv_cache.dequantize``. A record is the concatenation of
+    a token's planes (for ``model1``, its data and scales).
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
-        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b], without
-            the end: the last request's rows go on to the end of the result.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b]: the last
+            request then extends to the end of the result.
         total_tokens: rows of the result.
-        cache_format: inferred from the cache if None.
-        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
-        out: [total_tokens, width] in the cache's dtype with last stride 1, to write into. Rows from cu_seqlens[b] on
-            are left.
-        backend: "portable" or "reference"; None chooses.
+        cache_format: None infers it from the cache.
+        seq_starts: int32 or int64 [b], the first token of each request; 0 if None.
+        out: [total_tokens, width] in the cache's dtype with last stride 1, to write to. Rows from cu_seqlens[b] on are
+            not written.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        [total_tokens, width] in the cache's dtype, or ``out``. A token whose page is not in the table or not in the
-        cache comes back as zero bytes.
+        [total_tokens, width] in the cache's dtype, or ``out``. Tokens whose page is not in the table or not in the
+        cache are returned as zero bytes.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
-    requests.check(block_table, cu_seqlens, seq_starts, cache.device)
+    gather_slots.check(block_table, cu_seqlens, seq_starts, cache.device)
     shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), layout.record_width)
     if out is None:
         out = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
     else:
         checks.output("out", out, shape, (cache.dtype,), cache.device)
-        checks.apart("out", out, cache=cache)
-    call = dispatch.Call(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
+        checks.no_overlap("out", out, cache=cache)
+    call = dispatch.CallSpec(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
-    requests.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
+    gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
     if total_tokens and block_table.shape[0]:
         _gather_records(cache, block_table, cu_seqlens, seq_starts, layout.name, layout.head_dim, out, backend)
     return out

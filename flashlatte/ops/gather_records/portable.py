@@ -1,4 +1,4 @@
-"""``gather_records`` in Triton: a launch for each plane of a page."""
+"""``gather_records`` in Triton: one launch per plane of a page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _gather_plane(
     seq_starts: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """The rows of a plane [pages, page_size, width] into [rows, width]."""
+    """Gather the rows of a plane [pages, page_size, width] to [rows, width]."""
     size = plane.element_size()
     num_pages, page_size, width = plane.shape
     page_stride, row_stride = (stride_in_use(plane, axis) * size for axis in (0, 1))
@@ -100,7 +100,7 @@ def gather_records_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """BLOCK_BYTES of BLOCK_T rows. WIDTH and strides count UNIT bytes."""
+    """Copy BLOCK_BYTES of BLOCK_T rows. WIDTH and strides are in units of UNIT bytes."""
     WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
     WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
     WORDS: tl.constexpr = UNIT // WORD_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.fp8 import as_bytes, raw_view
 
@@ -18,7 +18,7 @@ def gather_records(
     out: torch.Tensor,
 ) -> None:
     page_size = cache.shape[1]
-    inside, slots = requests.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, out.shape[0])
+    inside, slots = gather_slots.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, out.shape[0])
     slot = slots.clamp_min(0)
     planes = [as_bytes(view[slot // page_size, slot % page_size]) for view in layout.page_views(cache)]
     records = torch.where((slots >= 0).unsqueeze(-1), torch.cat(planes, dim=-1), 0)

@@ -1,4 +1,4 @@
-"""Token positions of requests as slots of a paged cache."""
+"""Conversion of token positions to slots of a paged cache."""
 
 from flashlatte.ops.index_convert.api import index_convert, to_cache_indices
 

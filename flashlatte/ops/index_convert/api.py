@@ -1,4 +1,5 @@
-"""Token positions of requests as slots of a paged cache: ``to_cache_indices``, and ``index_convert`` for selections."""
+"""Conversion of token positions to slots of a paged cache: ``to_cache_indices``, and ``index_convert`` for
+selections."""
 
 from __future__ import annotations
 
@@ -14,10 +15,23 @@ from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_convert"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.index_convert.portable import index_convert
+
+    return index_convert
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.index_convert.reference import index_convert
+
+    return index_convert
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.index_convert.portable:index_convert", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.index_convert.reference:index_convert"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -29,21 +43,21 @@ def to_cache_indices(
     request_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.int32,
 ) -> torch.Tensor:
-    """Cache indices (page · page_size + offset) of token positions within their requests.
+    """Convert token positions within their requests to cache indices (page · page_size + offset).
 
     Args:
-        positions: int32 or int64 [b, …], the first axis being the request; or [T, …] with ``request_ids``.
+        positions: int32 or int64 [b, …], with one row per request; or [T, …] with ``request_ids``.
         block_table: int32 or int64 [b, max_pages]; both may be 0.
         page_size: tokens in a page.
         request_ids: int32 or int64 [T], the request of each row of ``positions``.
-        dtype: of the result. Caches of 2^31 tokens and more need int64.
+        dtype: of the result. Caches of 2^31 tokens or more need int64.
 
     Returns:
-        The shape of ``positions``. A position below 0 or beyond the table, a negative page, a request id that is
-        not in the table, and an index too large for ``dtype`` give −1.
+        A tensor of the shape of ``positions``; -1 for a position outside the table, a negative page, a request id
+        outside the table, and an index too large for ``dtype``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     page_size = checks.positive_int("page_size", page_size)
     if dtype not in checks.INDEX_DTYPES:
@@ -61,8 +75,8 @@ def to_cache_indices(
     if request_ids is None:
         if positions.dim() == 0 or positions.shape[0] != requests:
             raise ValueError(
-                f"positions must have block_table's {requests} requests as its first axis (or request_ids beside "
-                f"it), got shape {list(positions.shape)}"
+                f"positions must have block_table's {requests} requests as its first axis (or request_ids must be "
+                f"given), got shape {list(positions.shape)}"
             )
         request = torch.arange(requests, device=positions.device)
     else:
@@ -81,7 +95,7 @@ def to_cache_indices(
     valid = (positions >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
     page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
     largest = torch.iinfo(dtype).max
-    # A garbage page in the table must not wrap into a slot that exists.
+    # An invalid page in the table must not overflow to a valid slot.
     valid = valid & (page >= 0) & (page <= largest // page_size)
     slot = page * page_size + positions % page_size
     return torch.where(valid & (slot >= 0) & (slot <= largest), slot, -1).to(dtype)
@@ -151,50 +165,51 @@ def index_convert(
     dtype: torch.dtype = torch.int32,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Slots (page · page_size + offset) of the tokens that each query row selected.
+    """Convert the positions that each query row selected to slots (page · page_size + offset).
 
     Args:
-        indices: int32 or int64 [rows, n], positions within the row's request; below 0 for none. None for the static
-            pattern alone.
+        indices: int32 or int64 [rows, n], positions within the row's request; below 0 for none. None: only the static
+            pattern of ``sinks`` and ``window``.
         block_table: int32 or int64 [b, max_pages].
         page_size: tokens in a page.
         request_ids: int32 or int64 [rows], the request of each row. If None, row // next_n.
-        next_n: rows of a request, without ``request_ids``.
+        next_n: rows per request, if ``request_ids`` is None.
         query_positions: int32 or int64 [rows], with ``sinks`` or ``window``: the position of the row's query token;
-            below 0 for a row that selects nothing by pattern.
-        sinks, window: each row also selects its request's first ``sinks`` tokens and the last ``window`` up to its
-            query token, none after it. They stand before ``indices``, of which those that are among them are dropped.
-            A token of the window that is also a sink is selected once, as a sink: its column of the window holds -1.
-        workspace_ids, workspace_starts: int32 or int64 [rows] and [n]: where a row's id is 0 or more, its tokens lie
-            one after the other from workspace_starts[id] on: position p is slot start + p, whatever the table. A row
-            whose id is n or more selects nothing. A row whose id is below 0 takes its slots from the table.
-        sharding: (rank, size, interleave) of a context-parallel group: token t lies on rank (t // interleave) % size;
-            others' tokens give -1, and the table is that of this rank's tokens. It does not apply to rows with a
-            workspace: a workspace holds the tokens of all ranks.
-        compact: move the valid slots of each row to its front, in their order.
-        return_counts: also return how many are valid.
-        slots: [rows, sinks + window + n] int32 or int64 with last stride 1, to write into.
+            below 0 for a row without the static pattern.
+        sinks, window: each row also selects the first ``sinks`` tokens of its request and the last ``window`` tokens up
+            to and including its query token. Their columns come before those of ``indices``, whose duplicates are
+            dropped. A token that is both a sink and in the window is selected once, as a sink: its column in the window
+            is -1.
+        workspace_ids, workspace_starts: int32 or int64 [rows] and [n]: for a row with an id of at least 0, position p
+            is slot workspace_starts[id] + p, instead of a slot from the table. A row whose id is n or more selects
+            nothing. A row whose id is below 0 uses the table.
+        sharding: (rank, size, interleave) of a context-parallel group: token t is on rank (t // interleave) % size.
+            Tokens of other ranks become -1, and the table refers to this rank's tokens. It does not apply to rows with
+            a workspace, which has the tokens of all ranks.
+        compact: move the valid slots of each row to the front, keeping their order.
+        return_counts: also return the number of valid slots.
+        slots: [rows, sinks + window + n] int32 or int64 with last stride 1, to write to.
         dtype: of the result, if ``slots`` is None.
-        backend: "portable" or "reference"; None chooses.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        slots [rows, sinks + window + n]; -1 for no token, a token beyond the table or of a negative page, and a slot
+        slots [rows, sinks + window + n]; -1 for no token, a token outside the table or on a negative page, and a slot
         too large for the dtype. With ``return_counts`` also int32 [rows].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     page_size = checks.positive_int("page_size", page_size)
     sinks = checks.positive_int("sinks", sinks, or_zero=True)
     window = checks.positive_int("window", window, or_zero=True)
     next_n = checks.positive_int("next_n", next_n)
-    # Where torch.compile does not know a number, a comparison may decide a branch but is no bool to compare again.
+    # Under torch.compile, a comparison of symbolic numbers can be a condition but not an operand of another comparison.
     unmatched = sinks + window > 0 if query_positions is None else sinks + window == 0
     if unmatched:
-        raise ValueError("query_positions belongs to sinks and window, got one without the other")
+        raise ValueError("query_positions must be given with sinks or window, and only then")
     known = query_positions if indices is None else indices
     if known is None:
-        raise ValueError("indices must be given where there are no sinks and no window, got None")
+        raise ValueError("indices must be given if sinks and window are 0, got None")
     rows = known.shape[0] if isinstance(known, torch.Tensor) and known.dim() else 0
     chosen = 0
     if indices is not None:
@@ -210,7 +225,7 @@ def index_convert(
     if request_ids is None and rows != next_n * block_table.shape[0]:
         raise ValueError(
             f"indices must have {next_n} rows for each of block_table's {block_table.shape[0]} requests "
-            f"(or request_ids beside it), got {rows}"
+            f"(or request_ids must be given), got {rows}"
         )
     for name, value in (
         ("request_ids", request_ids),
@@ -220,7 +235,7 @@ def index_convert(
         if value is not None:
             checks.tensor(name, value, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if (workspace_ids is None) != (workspace_starts is None):
-        raise ValueError("workspace_ids and workspace_starts belong together, got one of them")
+        raise ValueError("workspace_ids and workspace_starts must be given together, got only one")
     if workspace_starts is not None:
         checks.tensor("workspace_starts", workspace_starts, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
     ranks = as_sharding(sharding).size
@@ -240,7 +255,7 @@ def index_convert(
     else:
         checks.output("slots", slots, (rows, width), checks.INDEX_DTYPES, device)
     counts = torch.empty(rows, dtype=torch.int32, device=device) if return_counts else None
-    backend = dispatch.select(dispatch.Call(OPERATION, device, slots.dtype), backend)
+    backend = dispatch.select(dispatch.CallSpec(OPERATION, device, slots.dtype), backend)
     if rows:
         _index_convert(
             indices,

@@ -1,4 +1,4 @@
-"""``index_convert`` in Triton: one program a row."""
+"""``index_convert`` in Triton: one program per row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def index_convert(
     counts: torch.Tensor | None,
 ) -> None:
     requests, max_pages = block_table.shape
-    # Tokens that the table, and those of the other ranks, have room for.
+    # The number of tokens that fit this rank's table and those of the other ranks.
     reach = (max_pages * page_size + sharding.interleave) * sharding.size
     overlapped = launches_overlap(slots.device)
     index_convert_kernel[(slots.shape[0],)](
@@ -132,7 +132,7 @@ def index_convert_kernel(
         )
         exists = position >= 0
         owned = exists
-        if NARROW:  # a 64-bit division takes long; what lies beyond the table's reach needs none
+        if NARROW:  # 64-bit divisions are slow, and positions beyond the table need none
             owned = owned & (position < 0x7FFFFFFF)
         local = tl.where(owned, position, 0)
         if NARROW:
@@ -143,7 +143,7 @@ def index_convert_kernel(
         entry = local // page_size
         readable = owned & in_table & (entry < max_pages)
         page = tl.load(table + entry, mask=readable, other=-1).to(tl.int64)
-        # A page so large that its slots would wrap is no page.
+        # A page whose slots would overflow is invalid.
         valid = (page >= 0) & (page <= largest // page_size)
         slot = tl.where(valid, page, 0) * page_size + (local - entry * page_size)
         if workspace_ids is not None:

@@ -34,7 +34,7 @@ def index_convert(
     valid = (local >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
     page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
     slot = page * page_size + local % page_size
-    # A garbage page in the table must not wrap into a slot that exists.
+    # An invalid page in the table must not overflow to a valid slot.
     valid = valid & (page >= 0) & (page <= torch.iinfo(slots.dtype).max // page_size)
     if workspace_ids is not None and workspace_starts is not None:
         workspace = workspace_ids.long().unsqueeze(1)

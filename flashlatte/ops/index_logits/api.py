@@ -1,11 +1,11 @@
-"""``index_logits`` and ``paged_index_logits``: their arguments, the checks, and the choice of implementation."""
+"""``index_logits`` and ``paged_index_logits``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
 import torch
 
 from flashlatte.kv_cache import fp4
-from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, HEAD_DIMS, INDEX_FORMATS, as_index_cache
+from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE, HEAD_DIMS, INDEX_FORMATS, as_index_cache
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -14,32 +14,72 @@ RAGGED, PAGED = "index_logits", "paged_index_logits"
 QUERY_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 LOGIT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEADS = 128
-_FEWEST_HOPPER_HEADS = 8
+_MIN_HOPPER_HEADS = 8
 
-# Of the rows that TMA copies, and the pages that it copies boxes of.
+# Alignment of the rows that TMA copies, in bytes, and divisor of the page size.
 _HOPPER_ALIGNMENT, _HOPPER_PAGES = 16, 32
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.dtype(call, torch.float8_e4m3fn) or refusals.capability(call, 9, 0):
         return reason
     if call.cache_format is not None and INDEX_FORMATS[call.cache_format].encoding != "e4m3":
         return f"takes keys in e4m3, not {call.cache_format}"
-    heads = call.h_q or _FEWEST_HOPPER_HEADS
-    if heads < _FEWEST_HOPPER_HEADS or heads & (heads - 1):
+    heads = call.h_q or _MIN_HOPPER_HEADS
+    if heads < _MIN_HOPPER_HEADS or heads & (heads - 1):
         return f"takes 8, 16, 32, 64 or 128 heads, not {heads}"
     return refusals.page_size(call, _HOPPER_PAGES) or refusals.unaligned(call, _HOPPER_ALIGNMENT)
 
 
-for _operation, _function in ((RAGGED, "ragged"), (PAGED, "paged")):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("hopper", f"flashlatte.ops.index_logits.hopper:{_function}", _refuses_hopper),
-        dispatch.Implementation(
-            "portable", f"flashlatte.ops.index_logits.portable.{_function}:{_function}", refusals.triton
-        ),
-        dispatch.Implementation("reference", f"flashlatte.ops.index_logits.reference:{_function}"),
-    )
+def _load_hopper_ragged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.hopper import ragged
+
+    return ragged
+
+
+def _load_portable_ragged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.portable.ragged import ragged
+
+    return ragged
+
+
+def _load_reference_ragged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.reference import ragged
+
+    return ragged
+
+
+def _load_hopper_paged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.hopper import paged
+
+    return paged
+
+
+def _load_portable_paged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.portable.paged import paged
+
+    return paged
+
+
+def _load_reference_paged() -> dispatch.Function:
+    from flashlatte.ops.index_logits.reference import paged
+
+    return paged
+
+
+dispatch.define(
+    RAGGED,
+    dispatch.Implementation("hopper", _load_hopper_ragged, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable_ragged, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_ragged),
+)
+
+dispatch.define(
+    PAGED,
+    dispatch.Implementation("hopper", _load_hopper_paged, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable_paged, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_paged),
+)
 
 
 @repeats_launches
@@ -57,32 +97,32 @@ def index_logits(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Scores of index queries against contiguous index keys, each query against a range of its own.
+    """Scores of index queries against contiguous index keys, each query against its own range of keys.
 
     logits[i, j] = k_scale[j] · Σ_h weights[i, h] · relu(q[i, h] · k[j]) for key_start[i] ≤ j < key_end[i]
-    (DeepSeek-V3.2's lightning indexer, arXiv:2512.02556, §2.1). No gradient flows through it: a warning, once, says so
-    where gradients are recorded and an input requires one.
+    (DeepSeek-V3.2's lightning indexer, arXiv:2512.02556, §2.1). It has no backward pass, and warns once if gradients
+    are enabled and an input requires one.
 
     Args:
         q: [M, H, head_dim], float8_e4m3fn, bf16 or float32; H from 1 to 128, head_dim 32, 64 or 128. The scales of a
             float8_e4m3fn q are folded into ``weights`` (``index_query``). M and N may be 0.
         k: [N, head_dim], float8_e4m3fn or bf16; float32 if q is; or mxfp4: uint8 [N, head_dim / 2].
         weights: float32 [M, H].
-        key_start, key_end: int32 or int64 [M]. What lies outside 0 to N is cut off; an end not beyond its start is an
-            empty range.
+        key_start, key_end: int32 or int64 [M]. Clamped to 0 … N; the range is empty unless the end is greater than the
+            start.
         k_scale: float32 [N], above 0, for a float8_e4m3fn k; E8M0 bytes, uint8 [N, head_dim / 32], for mxfp4.
-        clean: put -inf where a query has no key. If False, what stands there is undefined, or left in ``out``.
-        max_keys: None for rows over all keys. An int for compressed rows: column c is key key_start[i] + c, from 0 if
-            the start is below, and of a longer range the rest is dropped.
+        clean: write -inf where a query has no key. If False, these elements are undefined, or unchanged in ``out``.
+        max_keys: None: a column for each key. An int, for compressed rows: column c is key max(key_start[i], 0) + c;
+            keys from column ``max_keys`` on are dropped.
         dtype: of the logits, float32 or bf16, if ``out`` is None.
-        out: [M, N] or [M, max_keys], float32 or bf16 with last stride 1, to write into.
-        backend: "hopper", "portable" or "reference"; None chooses.
+        out: [M, N] or [M, max_keys], float32 or bf16 with last stride 1, to write to.
+        backend: "hopper", "portable" or "reference"; None selects one.
 
     Returns:
         logits [M, N], or [M, max_keys].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("q", q, ("M", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     num_rows, heads, head_dim = q.shape
@@ -99,8 +139,8 @@ def index_logits(
     aligned = _aligned(k) and _aligned_operands(q, weights)
     if k_scale is not None:
         aligned = aligned and _aligned(k_scale) and (num_keys == 1 or k_scale.stride(0) == 1)
-    call = dispatch.Call(
-        RAGGED, device, q.dtype, FORMAT_OF_KEYS.get(k.dtype), head_dim=head_dim, h_q=heads, rows_aligned=aligned
+    call = dispatch.CallSpec(
+        RAGGED, device, q.dtype, FORMAT_BY_KEY_DTYPE.get(k.dtype), head_dim=head_dim, h_q=heads, rows_aligned=aligned
     )
     backend = dispatch.select(call, backend)
     if num_rows and num_keys == 0:
@@ -143,25 +183,25 @@ def paged_index_logits(
 ) -> torch.Tensor:
     """``index_logits`` over a paged cache of index keys, for the last tokens of each request.
 
-    Work is split over keys by the lengths, on the device: there is nothing to be planned beforehand.
+    The device splits the work by the lengths, so no schedule needs to be computed beforehand.
 
     Args:
         q: [b, next_n, H, head_dim], float8_e4m3fn or bf16, and float32 over ``index_fp32``; H from 1 to 128,
             head_dim 32, 64 or 128.
         cache: [pages, page_size, 1, width] (or without the 1), as ``index_quantize`` wrote it; any page size.
         weights: float32 [b · next_n, H].
-        cache_seqlens: int32 or int64 [b]: token t of a request sees keys 0 to cache_seqlens - next_n + t; or
-            [b, next_n]: how many keys each token sees. Keys beyond the table do not exist; a length beyond it is not
-            clamped before it is counted back from, which decode operations do.
-        block_table: int32 or int64 [b, max_pages]. A key whose page is not in the cache counts as zeros.
-        max_keys: columns of the result; max_pages · page_size if None. Keys beyond them are dropped.
+        cache_seqlens: int32 or int64 [b]: token t of a request is scored against keys 0 to cache_seqlens - next_n + t;
+            or [b, next_n]: the number of keys of each token. Keys beyond the table do not exist. Unlike in decode
+            operations, a length beyond the table is not clamped before next_n - t is subtracted.
+        block_table: int32 or int64 [b, max_pages]. A key whose page is not in the cache is all zeros.
+        max_keys: columns of the result; max_pages · page_size if None. Further keys are dropped.
         clean, dtype, out, backend: as for ``index_logits``; ``out`` is [b · next_n, max_keys].
 
     Returns:
         logits [b · next_n, max_keys].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     batch, next_n, heads, head_dim = q.shape
@@ -172,7 +212,7 @@ def paged_index_logits(
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
     if (q.dtype == torch.float32) != (layout.encoding == "fp32"):
         got = f"{checks.dtype_names([q.dtype])} over {layout.name}"
-        raise TypeError(f"q must be float32 over index keys in float32, and only there, got {got}")
+        raise TypeError(f"q must be float32 if and only if the index keys are, got {got}")
     checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), device)
     lengths_shape = (
         (batch,) if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 1 else (batch, next_n)
@@ -189,9 +229,11 @@ def paged_index_logits(
     width = block_table.shape[1] * cache.shape[1] if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = output(out, batch * next_n, width, dtype, device)
     gradients.warn_if_dropped(PAGED, q, weights)
-    # Of a cache only pages lie at a stride: what is in them lies close.
+    # Only the pages of a cache may have gaps between them.
     aligned = _aligned(cache[:, 0, 0]) and _aligned_operands(q, weights)
-    call = dispatch.Call(PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned)
+    call = dispatch.CallSpec(
+        PAGED, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads, rows_aligned=aligned
+    )
     backend = dispatch.select(call, backend)
     if batch:
         _paged_index_logits(q, cache, weights, cache_seqlens, block_table, out, clean, backend)
@@ -230,7 +272,7 @@ def check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
         k = checks.tensor("k", k, ("N", head_dim), QUERY_DTYPES, device, may_be_empty=1)
     num_keys = k.shape[0]
     if (q.dtype == torch.float32) != (k.dtype == torch.float32):
-        raise TypeError(f"k must be float32 if q is, and only then, got {checks.dtype_names([k.dtype])}")
+        raise TypeError(f"k must be float32 if and only if q is, got {checks.dtype_names([k.dtype])}")
     if k.dtype == torch.float8_e4m3fn:
         checks.tensor("k_scale", k_scale, (num_keys,), (torch.float32,), device)
     elif k.dtype != torch.uint8 and k_scale is not None:
@@ -239,7 +281,7 @@ def check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
 
 
 def _aligned_operands(q: torch.Tensor, weights: torch.Tensor) -> bool:
-    # The launch copies weights that are not contiguous. Of q it may make a view.
+    # The launch copies weights that are not contiguous, and views q.
     return _aligned(q) and (_aligned(weights) or not weights.is_contiguous())
 
 

@@ -10,7 +10,7 @@ import torch
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import as_index_cache
 
-# Rows at a time: [rows, H, N] products are held at once.
+# Rows per step, since [rows, H, N] products are held in memory.
 PRODUCTS = 2**26
 
 
@@ -113,7 +113,7 @@ def _dequantized(k: torch.Tensor, k_scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, N]. A key's scale is above 0, so that it may stand within the relu."""
+    """float32 [rows, N]. Scales are above 0, so they can be applied inside the relu."""
     products = torch.einsum("mhd,nd->mhn", q.float(), keys).relu_()
     return torch.einsum("mh,mhn->mn", weights, products)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.index_formats import FORMAT_OF_KEYS, as_index_cache
+from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE, as_index_cache
 from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_heads, check_keys, output
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -12,10 +12,23 @@ from flashlatte.runtime.torch_op import register_op
 
 SPARSE = "sparse_index_logits"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.index_logits.portable.sparse import sparse
+
+    return sparse
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.index_logits.reference import sparse
+
+    return sparse
+
+
 dispatch.define(
     SPARSE,
-    dispatch.Implementation("portable", "flashlatte.ops.index_logits.portable.sparse:sparse", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.index_logits.reference:sparse"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -73,7 +86,7 @@ def sparse_index_logits(
         cache_format, page_size = layout.name, k.shape[1]
     else:
         check_keys(q, k, k_scale)
-        cache_format = FORMAT_OF_KEYS.get(k.dtype)
+        cache_format = FORMAT_BY_KEY_DTYPE.get(k.dtype)
     checks.tensor("weights", weights, (num_rows, heads), (torch.float32,), device)
     checks.tensor(
         "first_key", first_key, (num_rows, "S"), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
@@ -94,7 +107,7 @@ def sparse_index_logits(
         value_checks.lengths("num_keys", num_keys, block_size)
         value_checks.entries("first_key", first_key, k.shape[0] * (page_size or 1), num_keys > 0)
     gradients.warn_if_dropped(SPARSE, q, k, k_scale, weights)
-    call = dispatch.Call(SPARSE, device, q.dtype, cache_format, page_size, head_dim=head_dim, h_q=heads)
+    call = dispatch.CallSpec(SPARSE, device, q.dtype, cache_format, page_size, head_dim=head_dim, h_q=heads)
     backend = dispatch.select(call, backend)
     if num_rows and k.shape[0] == 0:
         return out.fill_(-torch.inf)

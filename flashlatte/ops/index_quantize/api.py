@@ -1,10 +1,10 @@
-"""``index_quantize`` and ``index_gather``: their arguments, the checks, and the choice of implementation."""
+"""``index_quantize`` and ``index_gather``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
@@ -13,12 +13,42 @@ from flashlatte.runtime.torch_op import register_op
 
 QUANTIZE, GATHER = "index_quantize", "index_gather"
 
-for _operation in (QUANTIZE, GATHER):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("portable", f"flashlatte.ops.index_quantize.portable:{_operation}", refusals.triton),
-        dispatch.Implementation("reference", f"flashlatte.ops.index_quantize.reference:{_operation}"),
-    )
+
+def _load_portable_quantize() -> dispatch.Function:
+    from flashlatte.ops.index_quantize.portable import index_quantize
+
+    return index_quantize
+
+
+def _load_reference_quantize() -> dispatch.Function:
+    from flashlatte.ops.index_quantize.reference import index_quantize
+
+    return index_quantize
+
+
+def _load_portable_gather() -> dispatch.Function:
+    from flashlatte.ops.index_quantize.portable import index_gather
+
+    return index_gather
+
+
+def _load_reference_gather() -> dispatch.Function:
+    from flashlatte.ops.index_quantize.reference import index_gather
+
+    return index_gather
+
+
+dispatch.define(
+    QUANTIZE,
+    dispatch.Implementation("portable", _load_portable_quantize, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_quantize),
+)
+
+dispatch.define(
+    GATHER,
+    dispatch.Implementation("portable", _load_portable_gather, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_gather),
+)
 
 
 @repeats_launches
@@ -30,23 +60,23 @@ def index_quantize(
     scale_rounding: str = "exact",
     backend: str | None = None,
 ) -> None:
-    """Write the index keys of new tokens into their paged cache, in place, quantised to its format.
+    """Quantise the index keys of new tokens to their paged cache's format and write them in place.
 
     A token's scale in format ``index_fp8`` is max(amax, 1e-4) / 448 over its values.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1) of the formats ``index_fp8`` (width head_dim + 4),
-            ``index_bf16`` or ``index_fp32`` (head_dim) or ``index_mxfp4`` (head_dim / 2 + head_dim / 32), told by dtype
-            and width.
-        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
-            skips its token. Slots must differ from each other.
+            ``index_bf16`` or ``index_fp32`` (head_dim) or ``index_mxfp4`` (head_dim / 2 + head_dim / 32), identified by
+            dtype and width.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A token whose slot is outside the
+            cache is skipped. Slots must differ from each other.
         k: [T, head_dim], bf16, fp16 or float32, head_dim 32, 64 or 128; T ≥ n, tokens from n on are padding.
             n and T may be 0.
-        scale_rounding: format ``index_fp8``: "exact", or "power_of_two" to round scales up (vLLM's ue8m0).
-        backend: "portable" or "reference"; None chooses.
+        scale_rounding: for format ``index_fp8``: "exact", or "power_of_two" to round scales up (vLLM's ue8m0).
+        backend: "portable" or "reference"; None selects one.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     check_head_dim("k", k.shape[1])
@@ -61,7 +91,7 @@ def index_quantize(
         raise ValueError(f"slot_mapping must not be longer than k ({k.shape[0]} tokens), got {slot_mapping.shape[0]}")
     gradients.warn_if_dropped(QUANTIZE, k)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
-    backend = dispatch.select(dispatch.Call(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
+    backend = dispatch.select(dispatch.CallSpec(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
     if slot_mapping.shape[0]:
         _index_quantize(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding, backend)
 
@@ -85,43 +115,43 @@ def index_gather(
     scales: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copy the index keys of several requests out of their paged cache, still quantised, to contiguous tensors.
+    """Gather the index keys of several requests from their paged cache to contiguous tensors, still quantised.
 
     Args:
-        cache: as ``index_quantize`` wrote it.
+        cache: as written by ``index_quantize``.
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
-        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b], without
-            the end: the last request's rows go on to the end of the result.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b]: the last
+            request then extends to the end of the result.
         total_tokens: rows of the result.
         head_dim: values of a key.
-        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
-        values, scales: to write into, contiguous; rows from cu_seqlens[b] on are left as they are.
-        backend: "portable" or "reference"; None chooses.
+        seq_starts: int32 or int64 [b], the first token of each request; 0 if None.
+        values, scales: to write to, contiguous; rows from cu_seqlens[b] on are not written.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        What ``index_logits`` takes as keys: float8_e4m3fn [total_tokens, head_dim] and float32 [total_tokens]
+        The keys and scales for ``index_logits``: float8_e4m3fn [total_tokens, head_dim] and float32 [total_tokens]
         (``index_fp8``), bf16 or float32 [total_tokens, head_dim] and None (``index_bf16``, ``index_fp32``), or uint8
-        [total_tokens, head_dim / 2] and uint8 [total_tokens, head_dim / 32] (``index_mxfp4``). A token whose page is
-        not in the table or not in the cache comes back as zeros; so do rows of no request in tensors made here.
+        [total_tokens, head_dim / 2] and uint8 [total_tokens, head_dim / 32] (``index_mxfp4``). Tokens whose page is not
+        in the table or not in the cache, and rows of no request in allocated tensors, are zeros.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     check_head_dim("head_dim", checks.positive_int("head_dim", head_dim))
     cache, layout = as_index_cache(cache, head_dim)
     device = cache.device
     rows = checks.positive_int("total_tokens", total_tokens, or_zero=True)
-    requests.check(block_table, cu_seqlens, seq_starts, device)
+    gather_slots.check(block_table, cu_seqlens, seq_starts, device)
     values_like, scales_like = gathered_like(layout, rows)
     values = _gathered("values", values, values_like, cache)
     if scales_like is not None:
         scales = _gathered("scales", scales, scales_like, cache)
     elif scales is not None:
         raise ValueError(f"scales must be None for format {layout.name}, which has none, got a tensor")
-    requests.check_values(cache, block_table, cu_seqlens, seq_starts, rows)
-    backend = dispatch.select(dispatch.Call(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
+    gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, rows)
+    backend = dispatch.select(dispatch.CallSpec(GATHER, device, torch.bfloat16, head_dim=head_dim), backend)
     if rows and block_table.shape[0]:
-        # PyTorch's checks of operations cannot read float8 numbers.
+        # torch.library.opcheck does not support float8.
         stored = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
         _index_gather(cache, block_table, cu_seqlens, seq_starts, stored, scales, head_dim, backend)
     return values, scales
@@ -162,7 +192,7 @@ def _gathered(name: str, value: torch.Tensor | None, like: torch.Tensor, cache: 
         stored = torch.uint8 if like.dtype.itemsize == 1 else like.dtype
         return torch.zeros(like.shape, dtype=stored, device=cache.device).view(like.dtype)
     checks.output(name, value, tuple(like.shape), (like.dtype,), cache.device)
-    checks.apart(name, value, cache=cache)
+    checks.no_overlap(name, value, cache=cache)
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
     return value

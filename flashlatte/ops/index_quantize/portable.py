@@ -115,7 +115,7 @@ def index_quantize_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """``page_stride`` counts elements of the cache: bytes, bf16 or float32."""
+    """``page_stride`` is in elements of the cache: bytes, bf16 or float32."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)

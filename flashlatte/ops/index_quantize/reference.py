@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import as_bytes
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.kv_cache.slots import stored_tokens, write_slots
@@ -28,7 +28,7 @@ def index_gather(
 ) -> None:
     cache, layout = as_index_cache(cache, head_dim)
     page_size = cache.shape[1]
-    inside, slots = requests.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, values.shape[0])
+    inside, slots = gather_slots.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, values.shape[0])
     slot = slots.clamp_min(0)
     for view, out in zip(layout.page_views(cache), (values, scales), strict=False):
         if out is not None:

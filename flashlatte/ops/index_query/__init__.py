@@ -1,4 +1,4 @@
-"""Index queries: rotated, quantised, their scales folded into the heads' weights."""
+"""Preparation of index queries: rotation, quantisation, and folding of scales into the heads' weights."""
 
 from flashlatte.ops.index_query.api import index_query, index_query_mxfp4
 

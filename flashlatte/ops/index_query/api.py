@@ -1,4 +1,4 @@
-"""``index_query``: its arguments, their checks, and the choice of implementation."""
+"""``index_query``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,23 @@ from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_query"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.index_query.portable import index_query
+
+    return index_query
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.index_query.reference import index_query
+
+    return index_query
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.index_query.portable:index_query", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.index_query.reference:index_query"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -35,32 +48,32 @@ def index_query(
     scale_rounding: str = "exact",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index queries for ``index_logits``: rotate, transform, quantise each head to e4m3, fold scales into weights.
+    """Prepare index queries for ``index_logits``: rotate, transform, quantise heads to e4m3, fold scales into weights.
 
-    A head's scale is max(amax, smallest_amax) / 448. It is not stored apart: the head's weight becomes
-    weight · scale · softmax_scale · head_scale. No gradient flows through it: a warning, once, says so where gradients
-    are recorded and an input requires one.
+    A head's scale is max(amax, smallest_amax) / 448. It is not stored: the head's weight becomes weight · scale ·
+    softmax_scale · head_scale. It has no backward pass, and warns once if gradients are enabled and an input requires
+    one.
 
     Args:
         q: [T, H, head_dim] as projected, bf16, fp16 or float32; head_dim 32, 64 or 128.
-        weights: [T, H], a weight for each head, bf16, fp16 or float32.
-        cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency; None if q is rotated already.
-        positions: int32 or int64 [T], the table's row of each token. One outside it takes the nearest.
-        rope_first: whether the first rope_dim values turn (DeepSeek-V3.2), or the last ones (V4).
-        interleaved: whether a frequency turns values 2i and 2i + 1 (V4); else i and i + rope_dim / 2 (V3.2).
-        hadamard: multiply by Sylvester's Hadamard matrix / √head_dim, what was rotated rounded to q's dtype first.
-            Keys must have been transformed alike.
+        weights: [T, H], the weight of each head, bf16, fp16 or float32.
+        cos_sin: float32 [n, rope_dim], the cosines, then the sines of each frequency; None if q is already rotated.
+        positions: int32 or int64 [T], the table's row of each token. Positions outside the table are clamped.
+        rope_first: whether the first rope_dim values are rotated (DeepSeek-V3.2), or the last ones (V4).
+        interleaved: whether a frequency rotates values 2i and 2i + 1 (V4); else i and i + rope_dim / 2 (V3.2).
+        hadamard: multiply by Sylvester's Hadamard matrix / √head_dim; the rotated values are rounded to q's dtype
+            first. Keys must have the same transform.
         softmax_scale: head_dim^-0.5 if None.
         head_scale: H^-0.5 if None.
         smallest_amax: 1e-10 (V3.2) or 1e-4 (V4).
         scale_rounding: "exact", or "power_of_two" to round scales up.
-        backend: "portable" or "reference"; None chooses.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
         float8_e4m3fn [T, H, head_dim] and float32 weights [T, H].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
@@ -89,21 +102,21 @@ def index_query_mxfp4(
     head_scale: float | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Index queries in fp4: rotate, transform, quantise each 32 values of a head to e2m1 with a scale of their own.
+    """Prepare index queries in fp4: rotate, transform, quantise each 32 values of a head to e2m1 with a scale.
 
-    A scale is amax / 6 rounded up to a power of two, as in caches of format ``index_mxfp4``. It stays beside the
-    values; a head's weight becomes weight · softmax_scale · head_scale.
+    A scale is amax / 6 rounded up to a power of two, as in caches of format ``index_mxfp4``. The scales are returned; a
+    head's weight becomes weight · softmax_scale · head_scale.
 
     Args:
         q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale, backend: as for
-            ``index_query``. What turns is by default what does in DeepSeek-V4.
+            ``index_query``. The defaults of the rotation are DeepSeek-V4's.
 
     Returns:
         uint8 [T, H, head_dim / 2], value 2i in a byte's low half and 2i + 1 in its high half; E8M0 bytes, uint8
         [T, H, head_dim / 32]; and float32 weights [T, H].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
     num_tokens, heads, head_dim = q.shape
@@ -127,14 +140,14 @@ def _check(
     softmax_scale: float | None,
     head_scale: float | None,
 ) -> tuple[bool, bool, bool, float]:
-    """The flags, and the one number that all weights are multiplied by."""
+    """The flags, and the factor of all weights."""
     checks.tensor("q", q, ("T", "H", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     num_tokens, heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")
     checks.tensor("weights", weights, (num_tokens, heads), checks.FLOAT_DTYPES, q.device)
     if (cos_sin is None) != (positions is None):
-        raise ValueError("cos_sin and positions belong together, got one of them")
+        raise ValueError("cos_sin and positions must be given together, got only one")
     if cos_sin is not None and positions is not None:
         checks.tensor("cos_sin", cos_sin, ("n", "rope_dim"), (torch.float32,), q.device)
         if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim:
@@ -152,7 +165,7 @@ def _check(
 
 def _select(q: torch.Tensor, weights: torch.Tensor, backend: str | None) -> str:
     gradients.warn_if_dropped(OPERATION, q, weights)
-    call = dispatch.Call(OPERATION, q.device, q.dtype, head_dim=q.shape[2], h_q=q.shape[1])
+    call = dispatch.CallSpec(OPERATION, q.device, q.dtype, head_dim=q.shape[2], h_q=q.shape[1])
     return dispatch.select(call, backend)
 
 

@@ -32,7 +32,7 @@ def index_query(
         at = 0 if rope_first else head_dim - rope_dim
         x[..., at : at + rope_dim] = rotate(x[..., at : at + rope_dim], cos_sin, positions, interleaved)
     if hadamard:
-        # Models round what they rotated to their dtype before they transform it.
+        # Models round rotated values to their dtype before the transform.
         x = x.to(q.dtype).float() @ signs(head_dim, q.device) * head_dim**-0.5
     if scales is not None:
         codes, exponents = quantize_mxfp4(x)

@@ -1,6 +1,6 @@
-"""``index_select`` and ``paged_index_select``: logits, top-k and slots, over so many rows at a time that logits fit.
+"""``index_select`` and ``paged_index_select``: logits, top-k and slots, in chunks of rows whose logits fit a workspace.
 
-Composed of the operations ``index_logits``, ``topk`` and ``index_convert``, whose rules hold.
+Composed of the operations ``index_logits``, ``topk`` and ``index_convert``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from flashlatte.ops.index_logits.api import QUERY_DTYPES
 from flashlatte.ops.topk import topk
 from flashlatte.runtime import checks
 
-# Of logits that exist at once, unless the caller says otherwise; layers have as many. With an eighth of it 4,096
-# queries over 32,768 keys take 2,496 µs instead of 2,237 (H200).
+# Default size of the logits of a chunk, also in layers. With an eighth of it, 4,096 queries over 32,768 keys take 2,496
+# µs instead of 2,237 (H200).
 WORKSPACE_BYTES = 512 * 2**20
 LOGIT_BYTES = 4
 
@@ -33,19 +33,19 @@ def index_select(
     indices: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The ``num_selected`` keys of each query's range with the largest index logits, exactly; prefill.
+    """Select the ``num_selected`` keys with the largest index logits in each query's range, exactly; for prefill.
 
     Args:
         q, k, weights, key_start, key_end, k_scale: as for ``index_logits``.
         num_selected: 1 to 4096.
-        workspace_bytes: of the logits that exist at once, at least one row's.
-        indices: int32 [M, num_selected] to write into.
-        backend: of the logits: "hopper", "portable" or "reference"; None chooses. "reference" and "portable" are the
-            top-k's too.
+        workspace_bytes: maximum bytes of the logits of a chunk; a chunk has at least one row.
+        indices: int32 [M, num_selected] to write to.
+        backend: of the logits: "hopper", "portable" or "reference"; None selects one. "reference" and "portable" also
+            apply to the top-k.
 
     Returns:
-        int32 [M, num_selected]: positions from key_start on, ascending, then -1. Of equal logits the lower position
-        is taken first; a range of at most ``num_selected`` keys gives all of them.
+        int32 [M, num_selected]: positions relative to key_start, ascending, then -1. Ties are resolved in favour of the
+        lower position. If a range has at most ``num_selected`` keys, all are selected.
 
     Raises:
         TypeError, ValueError: as ``index_logits`` and ``topk``.
@@ -60,7 +60,7 @@ def index_select(
             raise ValueError(f"{name} must have q's {rows} rows, got {value.shape[0]}")
     indices = _indices(indices, rows, num_selected, q)
     at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * max(num_keys, 1)))
-    # Without rows once, too: the operations check what they are given.
+    # Also once without rows, because the operations check the arguments.
     for begin in range(0, max(rows, 1), at_a_time):
         part = slice(begin, begin + at_a_time)
         logits = index_logits(
@@ -103,13 +103,13 @@ def paged_index_select(
         q, cache, weights, cache_seqlens, block_table: as for ``paged_index_logits``.
         num_selected: 1 to 4096.
         slots: return slots (page · page_size + offset) of this block table instead of positions.
-        workspace_bytes: of the logits that exist at once, at least one request's.
-        indices: int32 [b · next_n, num_selected] to write into.
+        workspace_bytes: maximum bytes of the logits of a chunk; a chunk has at least one request.
+        indices: int32 [b · next_n, num_selected] to write to.
         backend: as for ``index_select``.
 
     Returns:
-        int32 [b · next_n, num_selected]: positions, ascending, or their slots; then -1. A key whose page is not
-        in the cache counts as zeros, and its slot is none of the cache's: -1, or one beyond it.
+        int32 [b · next_n, num_selected]: positions, ascending, or their slots; then -1. A key whose page is not in the
+        cache is all zeros, and its slot is outside the cache: -1, or beyond the last slot.
 
     Raises:
         TypeError, ValueError: as ``paged_index_logits``, ``topk`` and ``index_convert``.
@@ -162,5 +162,5 @@ def _indices(indices: torch.Tensor | None, rows: int, num_selected: int, q: torc
 
 
 def _shared(backend: str | None) -> str | None:
-    """The backend of what follows the logits: one that every operation has, or a choice."""
+    """The backend of top-k and conversion: "portable" or "reference" if given for the logits, else None."""
     return backend if backend in ("portable", "reference") else None

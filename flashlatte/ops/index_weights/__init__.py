@@ -1,5 +1,5 @@
-"""Head weights of index queries: a product in float32 of few rows."""
+"""Head weights of index queries: a float32 matmul of few rows."""
 
-from flashlatte.ops.index_weights.api import MOST_ROWS, index_weights
+from flashlatte.ops.index_weights.api import MAX_ROWS, index_weights
 
-__all__ = ["MOST_ROWS", "index_weights"]
+__all__ = ["MAX_ROWS", "index_weights"]

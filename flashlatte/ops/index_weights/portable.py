@@ -1,7 +1,7 @@
-"""``index_weights`` in Triton: a program adds up the products of some rows with some heads, in registers.
+"""``index_weights`` in Triton: a program computes the dot products of some rows with some heads on CUDA cores.
 
-The whole width is one program's, so that nothing is added up between programs. Rows and heads are so few that tensor
-cores would not be filled, and float32 would be three products of 16 bits on them.
+A program processes the whole width, so no reduction over programs is needed. There are too few rows and heads to fill
+tensor cores, and float32 would need three 16-bit MMAs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
 
-class Block(NamedTuple):
-    """What a program takes: rows, heads, numbers of each at a time; its warps."""
+class WeightsBlock(NamedTuple):
+    """The tile of a program: rows, heads, and elements of each per step; and its warps."""
 
     rows: int
     heads: int
@@ -27,8 +27,8 @@ class Block(NamedTuple):
     warps: int
 
 
-# Few rows leave most SMs idle: each program takes few heads. The first whose ``most`` rows are enough.
-BLOCKS = ((4, Block(4, 1, 1024, 8)), (16, Block(8, 2, 1024, 8)), (None, Block(8, 4, 512, 8)))
+# With few rows most SMs would be idle, so a program processes few heads. (maximum rows, block); the first that fits.
+BLOCKS = ((4, WeightsBlock(4, 1, 1024, 8)), (16, WeightsBlock(8, 2, 1024, 8)), (None, WeightsBlock(8, 4, 512, 8)))
 STAGES = 3
 
 
@@ -60,7 +60,8 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
 
 
 def _unit(x: torch.Tensor, width: int) -> int:
-    """The elements, as many as 16 bytes hold at most, at multiples of which rows of x begin and end."""
+    """The largest number of elements, up to 16 bytes, of which the address, stride and width of x's rows are
+    multiples."""
     return alignment_elements(x, stride_in_use(x, 0), width)
 
 
@@ -83,7 +84,7 @@ def index_weights_kernel(
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """BLOCK_T rows with BLOCK_H heads. Strides, and the rows' width, count units of so many elements."""
+    """Compute BLOCK_T rows of BLOCK_H heads. Strides and the rows' width are in units of that many elements."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     rows = hidden + (token.to(tl.int64) * hidden_stride)[:, None] * HIDDEN_UNIT

@@ -1,4 +1,4 @@
-"""What DeepSeek-V4's prefill attends to: selected groups and the window, as rows of one workspace."""
+"""The selection for DeepSeek-V4's prefill: selected groups and the window, as rows of a workspace."""
 
 from flashlatte.ops.index_workspace.api import index_workspace
 

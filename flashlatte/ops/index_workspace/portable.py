@@ -1,4 +1,4 @@
-"""``index_workspace`` in Triton: one program a token."""
+"""``index_workspace`` in Triton: one program per token."""
 
 from __future__ import annotations
 

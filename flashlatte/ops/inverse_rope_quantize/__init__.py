@@ -1,4 +1,4 @@
-"""Attention's output turned back and quantised for the product that follows."""
+"""Inverse rotation and quantisation of attention outputs for the following matmul."""
 
 from flashlatte.ops.inverse_rope_quantize.api import inverse_rope_quantize
 

@@ -1,4 +1,4 @@
-"""``inverse_rope_quantize``: its arguments, their checks, and the choice of implementation."""
+"""``inverse_rope_quantize``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -11,23 +11,33 @@ from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "inverse_rope_quantize"
 TILE = 128
-# TMA wants rows of scales to begin at multiples of 16 bytes.
+# TMA requires rows of scales to be aligned to 16 bytes.
 SCALE_ALIGNMENT = 4
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     width = call.head_dim
     if width is not None and width & (width - 1):
         return f"takes heads of a power of two, not {width}"
-    return refusals.triton(call) or refusals.too_wide(call, 2048)
+    return refusals.triton(call) or refusals.head_dim_above(call, 2048)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.inverse_rope_quantize.portable import inverse_rope_quantize
+
+    return inverse_rope_quantize
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.inverse_rope_quantize.reference import inverse_rope_quantize
+
+    return inverse_rope_quantize
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.inverse_rope_quantize.portable:inverse_rope_quantize", _refuses_portable
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.inverse_rope_quantize.reference:inverse_rope_quantize"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -41,28 +51,28 @@ def inverse_rope_quantize(
     packed_scales: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn the last numbers of attention's outputs back by their tokens' positions, and quantise to e4m3.
+    """Undo the rotation of the last elements of attention outputs by their tokens' positions, and quantise to e4m3.
 
-    DeepSeek-V4's value is its rotated key, so an output is rotated too. What follows is a product for each group of
-    heads, and values and scales lie as DeepGEMM takes them. A scale is max(amax, 1e-10) / 448 of 128 numbers, rounded
+    In DeepSeek-V4 the value is the rotated key, so the output is rotated too. A matmul per group of heads follows;
+    values and scales have the layout that DeepGEMM requires. A scale is max(amax, 1e-10) / 448 of 128 elements, rounded
     up to a power of two.
 
     Args:
         o: [T, H, head_dim], bf16, fp16 or float32; head_dim a multiple of 128. T may be 0.
-        cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency of the last rope_dim numbers, in pairs
-            (2i, 2i + 1).
-        positions: int32 or int64 [T], the table's row of each token. One outside it takes the nearest.
-        groups: of heads, each of H / groups that follow each other.
-        packed_scales: four scales' E8M0 bytes in an int32 (SM100) instead of float32 (SM90).
-        backend: "portable" or "reference"; None chooses.
+        cos_sin: float32 [n, rope_dim], the cosines, then the sines of each frequency of the last rope_dim elements, in
+            pairs (2i, 2i + 1).
+        positions: int32 or int64 [T], the table's row of each token. Positions outside the table are clamped.
+        groups: number of groups of H / groups consecutive heads.
+        packed_scales: pack the E8M0 bytes of four scales in an int32 (SM100) instead of float32 scales (SM90).
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        float8_e4m3fn [T, groups, d] with d = H / groups · head_dim, group after group in memory: strides (d, T · d, 1).
-        And scales, float32 [T, groups, d / 128] or int32 [T, groups, d / 512], tokens side by side in memory: strides
-        (1, columns · Ta, Ta), Ta being T rounded up to a multiple of 4; what is behind T is 0.
+        float8_e4m3fn [T, groups, d] with d = H / groups · head_dim, with strides (d, T · d, 1). And scales, float32 [T,
+        groups, d / 128] or int32 [T, groups, d / 512], with strides (1, columns · Ta, Ta), where Ta is T rounded up to
+        a multiple of 4; the padding is 0.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("o", o, ("T", "H", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     tokens, heads, head_dim = o.shape
@@ -74,7 +84,7 @@ def inverse_rope_quantize(
         raise ValueError(f"groups must divide o's {heads} heads, got {groups}")
     checks.flag("packed_scales", packed_scales)
     if packed_scales and head_dim % (4 * TILE):
-        raise ValueError(f"packed_scales needs a head dim that is a multiple of {4 * TILE}, got {head_dim}")
+        raise ValueError(f"o must have a head dim that is a multiple of {4 * TILE} for packed_scales, got {head_dim}")
     gradients.warn_if_dropped(OPERATION, o)
     width = heads // groups * head_dim
     columns = width // TILE // (4 if packed_scales else 1)
@@ -82,7 +92,7 @@ def inverse_rope_quantize(
     values = torch.empty(groups, tokens, width, dtype=torch.uint8, device=o.device)
     dtype = torch.int32 if packed_scales else torch.float32
     scales = torch.empty(groups, columns, padded, dtype=dtype, device=o.device)
-    call = dispatch.Call(OPERATION, o.device, o.dtype, head_dim=head_dim, h_q=heads)
+    call = dispatch.CallSpec(OPERATION, o.device, o.dtype, head_dim=head_dim, h_q=heads)
     backend = dispatch.select(call, backend)
     if tokens:
         _inverse_rope_quantize(o, cos_sin, positions, values, scales, backend)

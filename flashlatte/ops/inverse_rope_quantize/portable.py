@@ -1,4 +1,4 @@
-"""``inverse_rope_quantize`` in Triton: one program takes a tile of some heads of a token."""
+"""``inverse_rope_quantize`` in Triton: one program processes a tile of some heads of a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
 TILE, SMALLEST_AMAX = 128, 1e-10
-# Heads that a program takes, and its warps.
+# Heads and warps of a program.
 HEADS, WARPS = 16, 2
 
 
@@ -82,9 +82,9 @@ def inverse_rope_quantize_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Tokens from ``num_tokens`` on exist in the scales only, where they are 0."""
+    """Tokens from ``num_tokens`` on are padding of the scales, which is 0."""
     TILES: tl.constexpr = D // TILE
-    # Tiles of the same heads are neighbours in the grid.
+    # Tiles of the same heads are adjacent in the grid.
     tile, block = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     token = (block // head_blocks).to(tl.int64)
     head = (block % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -96,11 +96,11 @@ def inverse_rope_quantize_kernel(
     first = D - ROPE - tile * TILE
     if first < TILE:
         position = tl.load(positions + token * position_stride, mask=token < num_tokens, other=0).to(tl.int64)
-        # Loaded along one axis, they take their layout from x; along two, x takes it from them.
+        # 1-D loads get their layout from x; with 2-D loads, x would get its layout from them.
         cosine, sine = angles(cos_sin, position, num_positions, tl.arange(0, TILE // 2) - first // 2, ROPE)
         x = rotate_tail_by(x, cosine[None, :], -sine[None, :], first, BLOCK_H, TILE)
     scaled, factors = scale_rows(x, smallest_amax, True)
-    # The heads of a group stand side by side, the groups one after the other.
+    # The heads of a group are contiguous; the groups follow each other.
     group = head // group_heads
     place = (group * num_tokens + token) * group_heads + head % group_heads
     out_row = values + place * D
@@ -108,7 +108,7 @@ def inverse_rope_quantize_kernel(
 
     factors = tl.where(real, factors, 0.0)
     if PACKED:
-        # A byte of the word of four tiles.
+        # One byte of the word that packs four tiles' scales.
         at = ((head * (TILES // 4) + tile // 4) * padded + token) * 4 + tile % 4
         tl.store(scales + at, (factors.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=there)
     else:

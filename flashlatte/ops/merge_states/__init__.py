@@ -1,4 +1,4 @@
-"""Partial attention results over disjoint keys into one."""
+"""Merge of attention results over disjoint keys."""
 
 from flashlatte.ops.merge_states.api import merge_attn_states, merge_states
 

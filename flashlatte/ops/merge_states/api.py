@@ -1,4 +1,4 @@
-"""``merge_states``: its arguments, their checks, and the choice of implementation."""
+"""``merge_states``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,23 @@ from flashlatte.runtime.torch_op import records_gradient, register_op
 
 OPERATION = "merge_states"
 
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.merge_states.portable import merge_states_into
+
+    return merge_states_into
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.merge_states.reference import merge_states_into
+
+    return merge_states_into
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.merge_states.portable:merge_states_into", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.merge_states.reference:merge_states_into"),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -32,33 +45,33 @@ def merge_states(
     out_scale: float | torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention results of the same queries over disjoint sets of keys into the result over all keys.
+    """Merge the attention results of the same queries over disjoint sets of keys.
 
-    lse = log Σ e^lse_i and out = Σ e^(lse_i - lse) · out_i (arXiv:2501.01005, §2.2). Where gradients are
-    recorded, they flow to every out_i and lse_i.
+    lse = log Σ e^lse_i and out = Σ e^(lse_i - lse) · out_i (arXiv:2501.01005, §2.2). If gradients are recorded, they
+    flow to every out_i and lse_i.
 
     Args:
-        outs: n ≥ 2 tensors [..., d] (tokens, heads, values, say), bf16, fp16 or float32; or one [n, ..., d]. Any axis
+        outs: n ≥ 2 tensors [..., d] (such as [tokens, heads, d]), bf16, fp16 or float32; or one [n, ..., d]. Any axis
             may be empty.
-        lses: for each its natural-log float32 [...], or one [n, ...]. An infinite lse of either sign marks a part
-            without keys, whose out is not looked at.
-        out: like one of ``outs``, to write into; float8_e4m3fn with ``out_scale``.
-        lse: like one of ``lses``, to write into.
-        context_tokens: entries of the first axis from this one on are the last part as it is, an infinite lse too, and
-            no other is looked at: requests without a context, say, whose tokens lie behind the others. A number, or a
-            one-element int32 or int64 tensor, whose value may change in a CUDA graph. None: every part counts
-            everywhere.
-        out_scale: out is float8_e4m3fn, the result times 1 / out_scale, saturated at 448. A number, or a one-element
+        lses: natural-log float32 [...] of each, or one [n, ...]. An infinite lse of either sign marks a state without
+            keys, whose out is not read.
+        out: to write to, like one of ``outs``; float8_e4m3fn with ``out_scale``.
+        lse: to write to, like one of ``lses``.
+        context_tokens: entries of the first axis from this index on are copied from the last state, including an
+            infinite lse, and the other states are not read: for example tokens of requests without a context, placed
+            after the others. A number, or a one-element int32 or int64 tensor, whose value may change between replays
+            of a CUDA graph. None: all entries are merged.
+        out_scale: out is float8_e4m3fn: the result times 1 / out_scale, saturated at 448. A number, or a one-element
             float32 tensor on the device of ``outs``.
-        backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
+        backend: "portable" or "reference"; None selects one; a named backend that cannot run the call is an error.
 
     Returns:
-        out in the dtype of ``outs`` (float8_e4m3fn with ``out_scale``), and lse, natural logarithm, float32. Where
-        every part is empty, 0 and -inf.
+        out in the dtype of ``outs`` (float8_e4m3fn with ``out_scale``), and lse (natural logarithm), float32. If all
+        states are empty, 0 and -inf.
 
     Raises:
-        TypeError, ValueError: fewer than two parts, parts that differ in shape, dtype or device, or an output of
-            a wrong shape.
+        TypeError, ValueError: fewer than two states, states that differ in shape, dtype or device, or an output of the
+            wrong shape.
     """
     return _merge_parts(_parts("outs", outs), _parts("lses", lses), out, lse, context_tokens, out_scale, backend)
 
@@ -73,7 +86,7 @@ def _merge_parts(
     out_scale: float | torch.Tensor | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``merge_states`` of single tensors, by whose addresses a repeat tells them, also those of a stack."""
+    """``merge_states`` with a list of tensors instead of a stack: ``repeats_launches`` matches tensors by address."""
     if len(outs) < 2 or len(outs) != len(lses):
         raise ValueError(
             f"outs and lses must hold the same number of parts, at least 2, got {len(outs)} and {len(lses)}"
@@ -95,15 +108,15 @@ def _merge_parts(
     context_tensor, context_number = _check_context(context_tokens, first)
     if records_gradient(*outs, *lses):
         if out is not None or lse is not None:
-            raise ValueError("out and lse must be None where gradients are recorded, got tensors to write into")
+            raise ValueError("out and lse must be None if gradients are recorded, got tensors to write into")
         if out_scale is not None:
-            raise ValueError("out_scale must be None where gradients are recorded, as e4m3 has none, got one")
+            raise ValueError("out_scale must be None if gradients are recorded, as e4m3 has none, got one")
         if backend not in (None, "reference"):
-            raise ValueError(f"backend must be 'reference' or None where gradients are recorded, got {backend!r}")
+            raise ValueError(f"backend must be 'reference' or None if gradients are recorded, got {backend!r}")
         return reference.merge_states(outs, lses, context_tokens)
     scale_tensor, scale_value = scales.split("out_scale", out_scale, first.device)
     out_dtype = first.dtype if out_scale is None else torch.float8_e4m3fn
-    call = dispatch.Call(OPERATION, first.device, first.dtype, head_dim_v=first.shape[-1])
+    call = dispatch.CallSpec(OPERATION, first.device, first.dtype, head_dim_v=first.shape[-1])
     refuse_tangents(OPERATION, *outs, *lses)
     backend = dispatch.select(call, backend)
     if out is None:
@@ -129,17 +142,18 @@ def merge_attn_states(
     prefill_tokens_with_context: int | torch.Tensor | None = None,
     output_scale: float | torch.Tensor | None = None,
 ) -> None:
-    """``merge_states`` of two parts with vLLM's arguments.
+    """``merge_states`` of two states, with vLLM's arguments.
 
-    An infinite lse of either sign marks an empty part; where both are empty the result is 0 and -inf.
+    An infinite lse of either sign marks an empty state; if both are empty, the result is 0 and -inf.
 
     Args:
-        output: [tokens, heads, d], written; bf16, fp16 or float32 as the parts, or float8_e4m3fn with ``output_scale``.
+        output: [tokens, heads, d], written to; the dtype of the inputs, bf16, fp16 or float32, or float8_e4m3fn with
+            ``output_scale``.
         prefix_output, suffix_output: [tokens, heads, d].
-        prefix_lse, suffix_lse: float32 [heads, tokens], natural logarithm, of any strides.
-        output_lse: float32 [heads, tokens], written if given.
-        prefill_tokens_with_context: tokens from this one on are the suffix, and their lse its lse, as they are.
-        output_scale: of an e4m3 output, which is the result times 1 / output_scale.
+        prefix_lse, suffix_lse: float32 [heads, tokens], natural logarithm, any strides.
+        output_lse: float32 [heads, tokens], written to if given.
+        prefill_tokens_with_context: tokens from this index on are copied from the suffix, with their lse.
+        output_scale: scale of an e4m3 output: the result times 1 / output_scale.
 
     Raises:
         TypeError, ValueError: as ``merge_states``.
@@ -182,7 +196,7 @@ def _merge_states(
 
 
 def _check_context(value: int | torch.Tensor | None, first: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
-    """context_tokens as a tensor or a number; both None where it is."""
+    """context_tokens as (tensor, None) or (None, number); (None, None) if it is None."""
     if value is None:
         return None, None
     if first.dim() < 2:
@@ -193,7 +207,7 @@ def _check_context(value: int | torch.Tensor | None, first: torch.Tensor) -> tup
         raise TypeError(f"context_tokens must be an int or an int32 or int64 tensor, got {value.dtype}")
     if value.numel() != 1 or value.device != first.device:
         raise ValueError(
-            f"context_tokens must hold one number on {first.device}, got shape {list(value.shape)} on {value.device}"
+            f"context_tokens must have one element on {first.device}, got shape {list(value.shape)} on {value.device}"
         )
     return value.reshape(()), None
 

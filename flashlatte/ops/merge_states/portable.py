@@ -1,4 +1,4 @@
-"""The merge in Triton: parts are read where they lie, each value once."""
+"""The merge in Triton: strided states are read in place, each value once."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def merge_states_into(
     scale_value: float,
 ) -> None:
     if lse.numel() > 0:
-        states = [State(*state) for state in zip(outs, lses, strict=True)]
-        options = Options(context_tensor, context_tokens, scale_tensor, scale_value)
-        _merge(states, State(as_bytes(out), lse), options)
+        states = [MergeState(*state) for state in zip(outs, lses, strict=True)]
+        options = MergeOptions(context_tensor, context_tokens, scale_tensor, scale_value)
+        _merge(states, MergeState(as_bytes(out), lse), options)
 
 
-class Options(NamedTuple):
-    """Which rows a merge takes, and how it writes them.
+class MergeOptions(NamedTuple):
+    """Options of a merge.
 
     Attributes:
-        context_tensor, context_tokens: entries of the first axis from this one on are the last state as it is: a
-            number on the device, or on the host. Both None: every state counts everywhere.
-        scale_tensor, scale_value: of an e4m3 output.
-        first_token: where the first axis at hand begins.
-        has_last: whether the last state at hand is the last of all.
+        context_tensor, context_tokens: entries of the first axis from this index on are copied from the last state: a
+            tensor, or a number. Both None: all entries are merged.
+        scale_tensor, scale_value: scale of an e4m3 output.
+        first_token: index of the first entry of the current slice of the first axis.
+        has_last: whether the current states include the last of all.
     """
 
     context_tensor: torch.Tensor | None
@@ -59,47 +59,48 @@ class Options(NamedTuple):
     has_last: bool = True
 
 
-class State(NamedTuple):
-    """An attention result [..., d] whose keys weigh ``row_sum`` · e^``lse`` ([...]) together; ``row_sum`` None is 1.
+class MergeState(NamedTuple):
+    """An attention result [..., d] with total weight ``row_sum`` · e^``lse`` ([...]); None means a row_sum of 1.
 
-    Where more states are merged than a launch takes, what is merged so far has a ``row_sum``: rounded into an lse of
-    some size (5,000, say) it would lose all but a few of its bits.
+    If more states are merged than one launch supports, intermediate results have a ``row_sum``: added to a large lse
+    (such as 5,000), log(row_sum) would lose most of its bits.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     row_sum: torch.Tensor | None = None
 
-    def narrow(self, axis: int, start: int, length: int) -> State:
-        return State(*(None if tensor is None else tensor.narrow(axis, start, length) for tensor in self))
+    def narrow(self, axis: int, start: int, length: int) -> MergeState:
+        return MergeState(*(None if tensor is None else tensor.narrow(axis, start, length) for tensor in self))
 
 
-def _merge(states: Sequence[State], target: State, options: Options) -> None:
+def _merge(states: Sequence[MergeState], target: MergeState, options: MergeOptions) -> None:
     """Merge into ``target``. The first state and the target may have a ``row_sum``, strided like their lse."""
     axes = _fused_axes([*states, target])
-    numbers = target.out.numel() + 2 * target.lse.numel()
+    elements = target.out.numel() + 2 * target.lse.numel()
     if len(axes.sizes) > MAX_AXES:
         shape = target.lse.shape
         _merge_halves(states, target, min((size, axis) for axis, size in enumerate(shape) if size > 1)[1], options)
     elif len(states) <= MAX_PARTS:
         _launch(states, target, axes, options)
-    elif target.lse.numel() > 1 and 4 * numbers > SCRATCH_BYTES:
+    elif target.lse.numel() > 1 and 4 * elements > SCRATCH_BYTES:
         _merge_halves(states, target, target.lse.shape.index(max(target.lse.shape)), options)
     else:
         _fold(states, target, options)
 
 
-def _merge_halves(states: Sequence[State], target: State, axis: int, options: Options) -> None:
+def _merge_halves(states: Sequence[MergeState], target: MergeState, axis: int, options: MergeOptions) -> None:
     half = target.lse.shape[axis] // 2
     for start, length in ((0, half), (half, target.lse.shape[axis] - half)):
         part = options._replace(first_token=options.first_token + (start if axis == 0 else 0))
         _merge([state.narrow(axis, start, length) for state in states], target.narrow(axis, start, length), part)
 
 
-def _fold(states: Sequence[State], target: State, options: Options) -> None:
-    """More states than a launch takes: what is merged so far, in float32, is the first one of the next launch."""
+def _fold(states: Sequence[MergeState], target: MergeState, options: MergeOptions) -> None:
+    """Merge more states than one launch supports: the intermediate result, in float32, is the first state of the next
+    launch."""
     out, lse = target.out, target.lse
-    merged = State(
+    merged = MergeState(
         torch.empty(out.shape, dtype=torch.float32, device=out.device),
         torch.empty(lse.shape, dtype=torch.float32, device=out.device),
         torch.empty(lse.shape, dtype=torch.float32, device=out.device),
@@ -113,14 +114,14 @@ def _fold(states: Sequence[State], target: State, options: Options) -> None:
 
 
 class Axes(NamedTuple):
-    """Leading axes: their sizes, and for each of them the strides of all states, first of out and then of lse."""
+    """Leading axes: their sizes, and the strides of all states for each axis, first of out, then of lse."""
 
     sizes: list[int]
     strides: list[list[int]]
 
 
-def _fused_axes(states: Sequence[State]) -> Axes:
-    """The leading axes of states, those fused that every tensor can walk as one."""
+def _fused_axes(states: Sequence[MergeState]) -> Axes:
+    """The leading axes of states, where adjacent axes are fused if the strides of all tensors allow it."""
     out_strides = zip(*(state.out.stride()[:-1] for state in states), strict=True)
     lse_strides = zip(*(state.lse.stride() for state in states), strict=True)
     sizes: list[int] = []
@@ -138,7 +139,7 @@ def _fused_axes(states: Sequence[State]) -> Axes:
     return Axes(sizes, strides) if sizes else Axes([1], [[0] * (2 * len(states))])
 
 
-def _launch(states: Sequence[State], target: State, axes: Axes, options: Options) -> None:
+def _launch(states: Sequence[MergeState], target: MergeState, axes: Axes, options: MergeOptions) -> None:
     every = [*states, target]
     d = target.out.shape[-1]
     columns = [state.out.stride(-1) for state in every] if d > 1 else [1] * len(every)
@@ -163,7 +164,8 @@ def _launch(states: Sequence[State], target: State, axes: Axes, options: Options
         merged_row_sum=target.row_sum,
         context_tensor=options.context_tensor,
         scale_tensor=options.scale_tensor,
-        # Triton compiles anew for integers of a tuple that are 1 or divisible by 16; odd ones from 3 on are neither.
+        # Triton specialises integers of a tuple that are 1 or divisible by 16; odd integers from 3 on are not
+        # specialised.
         walks=tuple(2 * walk + 3 for walk in walks),
         num_rows=num_rows,
         size_1=axes.sizes[1] if len(axes.sizes) > 1 else 1,
@@ -191,7 +193,7 @@ def _launch(states: Sequence[State], target: State, axes: Axes, options: Options
 
 @triton.jit
 def _offsets(index, walks, FIRST: tl.constexpr, AXES: tl.constexpr):
-    """Offsets of rows at ``index``, one coordinate an axis, by the AXES strides from walks[FIRST] on."""
+    """Offsets of rows at ``index`` (a coordinate per axis), with the AXES strides from walks[FIRST] on."""
     offsets = index[0].to(tl.int64) * _stride(walks[FIRST])
     for axis in tl.static_range(1, AXES):
         offsets += index[axis].to(tl.int64) * _stride(walks[FIRST + axis])
@@ -202,7 +204,8 @@ def _offsets(index, walks, FIRST: tl.constexpr, AXES: tl.constexpr):
 def _tile_offsets(
     index, columns, walks, FIRST: tl.constexpr, AXES: tl.constexpr, UNIT: tl.constexpr, CONTIGUOUS: tl.constexpr
 ):
-    """Offsets of ``columns`` [1, BLOCK_D] of the rows at ``index``, for a tensor whose walk begins at walks[FIRST]."""
+    """Offsets of ``columns`` [1, BLOCK_D] of the rows at ``index``, for a tensor whose strides begin at
+    walks[FIRST]."""
     within_row = columns if CONTIGUOUS else columns * _stride(walks[FIRST + 2 * AXES])
     return (_offsets(index, walks, FIRST, AXES) * UNIT)[:, None] + within_row
 
@@ -214,14 +217,14 @@ def _stride(walk):
 
 @triton.jit
 def _load_lse(lse, offsets, in_use):
-    """A part's lse, -inf where the part is empty."""
+    """The lse of a state, -inf if the state is empty."""
     value = tl.load(lse + offsets, mask=in_use, other=float("-inf"))
     return tl.where(value == float("inf"), float("-inf"), value)
 
 
 @triton.jit
 def _weight(part_lse, maximum, row_sum, offsets, in_use, PART: tl.constexpr):
-    """What a part weighs, relative to e^maximum; ``row_sum`` is that of part 0, or None."""
+    """The weight of a state relative to e^maximum; ``row_sum`` is that of state 0, or None."""
     weight = tl.exp(part_lse - maximum)
     if PART == 0 and row_sum is not None:
         weight *= tl.load(row_sum + offsets, mask=in_use, other=0.0)
@@ -259,10 +262,10 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """outs[PARTS] and lses[PARTS] are the outputs; ``first_row_sum`` of outs[0] and ``merged_row_sum`` of the output
-    lie as their lses do, or are None (``State``).
+    have the strides of their lses, or are None (``MergeState``).
 
     ``walks`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units
-    of UNIT numbers), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
+    of UNIT elements), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
     ``rows_per_token`` rows each, are the last of all parts as it is, which is the last one here if HAS_LAST.
     """
     WALK: tl.constexpr = 2 * AXES + 1
@@ -274,10 +277,10 @@ def merge_kernel(
     if LIMITED:
         if context_tensor is not None:
             context_tokens = tl.load(context_tensor).to(tl.int64)
-        # Clamped before it is multiplied: what the device holds may be any number.
+        # Clamped before the multiplication, because the tensor may have any value.
         context_tokens = tl.minimum(tl.maximum(context_tokens, first_token) - first_token, num_tokens)
         has_context = in_use & (rows < context_tokens * rows_per_token)
-    # Rows [BLOCK_R] that are the last part's, as it has them.
+    # Rows [BLOCK_R] that are copied from the last state.
     copied = in_use & ~has_context
     if not WIDE:
         rows = rows.to(tl.int32)
@@ -296,7 +299,7 @@ def merge_kernel(
         counts = in_use if HAS_LAST and part == LAST else has_context
         part_lse = _load_lse(lses[part], _offsets(index, walks, part * WALK + AXES, AXES), counts)
         maximum = tl.maximum(maximum, part_lse)
-    # With every part empty this keeps -inf - -inf from being NaN.
+    # If all states are empty, -inf - -inf would be NaN.
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.zeros([BLOCK_R], tl.float32)
     for part in tl.static_range(PARTS):
@@ -320,7 +323,7 @@ def merge_kernel(
             part_lse = _load_lse(lses[part], lse_offsets, counts)
             weight = _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
             offsets = _tile_offsets(index, columns, walks, part * WALK, AXES, UNIT, CONTIGUOUS)
-            # An empty part's out is not looked at: it may be NaN.
+            # The out of an empty state is not read: it may be NaN.
             used = in_use & (part_lse != float("-inf"))
             if COPIES and part == LAST:
                 weight = tl.where(copied, 1.0, weight)
@@ -339,7 +342,7 @@ def merge_kernel(
 
     if COPIES:
         last_lse = tl.load(lses[LAST] + _offsets(index, walks, LAST * WALK + AXES, AXES), mask=copied, other=0.0)
-    # Another warp may still read the lse of these rows from where this one is about to write: merging in place.
+    # When merging in place, another warp may still read the lse that this one overwrites.
     tl.debug_barrier()
     lse_offsets = _offsets(index, walks, OUT_WALK + AXES, AXES)
     if merged_row_sum is None:

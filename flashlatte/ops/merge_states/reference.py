@@ -1,4 +1,4 @@
-"""The merge in plain PyTorch: the specification, and the formula that gradients go through."""
+"""The merge in plain PyTorch: the specification, and the formula that autograd differentiates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def merge_states(
     lses: Sequence[torch.Tensor],
     context_tokens: torch.Tensor | int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of the first axis from ``context_tokens`` on (all before it if None) are the last part as it is."""
+    """Entries of the first axis from ``context_tokens`` on (none if None) are copied from the last state."""
     out, lse = _merge(outs, lses, context_tokens)
     return out.to(outs[0].dtype), lse
 
@@ -50,7 +50,7 @@ def _merge(
         empty = empty | copied
     part_lse = part_lse.masked_fill(empty, float("-inf"))
     all_empty = empty.all(dim=0)
-    # A finite stand-in keeps -inf - -inf, and its gradient, from being NaN.
+    # A finite value instead of -inf, so that -inf - -inf and its gradient are not NaN.
     part_lse = part_lse.masked_fill(all_empty, 0.0)
     lse = torch.logsumexp(part_lse, dim=0)
     weights = torch.softmax(part_lse, dim=0)

@@ -1,4 +1,5 @@
-"""What stands between DeepSeek-V4's layers: streams of hidden states are mixed into one, and its result into them."""
+"""DeepSeek-V4's hyper-connections: mix the streams of hidden states to a layer's input, and its result into the
+streams."""
 
 from flashlatte.ops.mhc.api import mhc_post, mhc_pre
 

@@ -1,4 +1,4 @@
-"""``mhc_pre`` and ``mhc_post``: their arguments, their checks, and the choice of implementation."""
+"""``mhc_pre`` and ``mhc_post``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -9,15 +9,45 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 PRE, POST = "mhc_pre", "mhc_post"
-# The matrix that mixes a token's streams is one program's. DeepSeek-V4 has 4.
+# A program holds the whole mixing matrix of a token's streams. DeepSeek-V4 has 4 streams.
 MAX_STREAMS = 16
 
-for _operation in (PRE, POST):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("portable", f"flashlatte.ops.mhc.portable:{_operation}", refusals.triton),
-        dispatch.Implementation("reference", f"flashlatte.ops.mhc.reference:{_operation}"),
-    )
+
+def _load_portable_pre() -> dispatch.Function:
+    from flashlatte.ops.mhc.portable import mhc_pre
+
+    return mhc_pre
+
+
+def _load_reference_pre() -> dispatch.Function:
+    from flashlatte.ops.mhc.reference import mhc_pre
+
+    return mhc_pre
+
+
+def _load_portable_post() -> dispatch.Function:
+    from flashlatte.ops.mhc.portable import mhc_post
+
+    return mhc_post
+
+
+def _load_reference_post() -> dispatch.Function:
+    from flashlatte.ops.mhc.reference import mhc_post
+
+    return mhc_post
+
+
+dispatch.define(
+    PRE,
+    dispatch.Implementation("portable", _load_portable_pre, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_pre),
+)
+
+dispatch.define(
+    POST,
+    dispatch.Implementation("portable", _load_portable_post, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_post),
+)
 
 
 @repeats_launches
@@ -32,28 +62,29 @@ def mhc_pre(
     iterations: int = 20,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a layer of DeepSeek-V4 sees of a token's n streams, and how its result becomes part of them.
+    """The input of a DeepSeek-V4 layer from a token's n streams, and the coefficients to add its result to them.
 
-    Manifold-constrained hyper-connections (mHC, arXiv:2512.24880). With the root mean square r of all of a token's
-    numbers and z = projected / r · scale + base, of which the first n numbers are a, the next n are b and the rest is
-    a matrix C: the layer sees Σ (sigmoid(aᵢ) + eps) streamᵢ, the shares are 2 sigmoid(b), and the mixture is softmax(C)
-    + eps with columns and then, ``iterations`` - 1 times, rows and columns divided by their sums + eps (Sinkhorn).
-    Computed in float32. No gradient flows through it: a warning, once, says so where gradients are recorded.
+    Manifold-constrained hyper-connections (mHC, arXiv:2512.24880). Let r be the root mean square of all elements of a
+    token, and z = projected / r · scale + base, split in a (n elements), b (n elements) and a matrix C. The layer's
+    input is Σ (sigmoid(aᵢ) + eps) streamᵢ, and the shares are 2 sigmoid(b). The mixture is softmax(C) + eps, normalised
+    by Sinkhorn's iteration: its columns, then ``iterations`` - 1 times its rows and columns, are divided by their sums
+    + eps. Computed in float32. It has no backward pass, and warns once if gradients are enabled and an input requires
+    one.
 
     Args:
         streams: [T, n, hidden_size], bf16, fp16 or float32, contiguous; n from 1 to 16. T may be 0.
-        projected: float32 [T, (2 + n) · n], the token's numbers, not normalised, times the layer's projection.
+        projected: float32 [T, (2 + n) · n], the token's elements, not normalised, times the layer's projection.
         base: float32 [(2 + n) · n].
         scale: float32 [3], of a, b and C.
         rms_eps: added to the mean square.
         iterations: at least 1.
-        backend: "portable" or "reference"; None chooses.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        shares float32 [T, n], mixture float32 [T, n, n], and what the layer sees [T, hidden_size] in streams' dtype.
+        shares float32 [T, n], mixture float32 [T, n, n], and the layer's input [T, hidden_size] in streams' dtype.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device.
     """
     tokens, count, width = _check_streams(streams)
     numbers, device = (2 + count) * count, streams.device
@@ -64,7 +95,7 @@ def mhc_pre(
     rms_eps, eps = checks.epsilon("rms_eps", rms_eps), checks.epsilon("eps", eps)
     iterations = checks.positive_int("iterations", iterations)
     gradients.warn_if_dropped(PRE, streams, projected, base, scale)
-    backend = dispatch.select(dispatch.Call(PRE, device, streams.dtype, head_dim=count), backend)
+    backend = dispatch.select(dispatch.CallSpec(PRE, device, streams.dtype, head_dim=count), backend)
     shares, mixture = projected.new_empty(tokens, count), projected.new_empty(tokens, count, count)
     seen = streams.new_empty(tokens, width)
     if tokens:
@@ -83,20 +114,20 @@ def mhc_post(
 ) -> torch.Tensor:
     """The streams after a layer: streamⱼ becomes Σᵢ mixtureᵢⱼ streamᵢ + sharesⱼ result, rounded once.
 
-    No gradient flows through it: a warning, once, says so where gradients are recorded.
+    It has no backward pass, and warns once if gradients are enabled and an input requires one.
 
     Args:
         result: [T, hidden_size], of the layer; bf16, fp16 or float32, contiguous. T may be 0.
-        streams: [T, n, hidden_size] before the layer, alike.
-        shares: float32 [T, n], contiguous, as ``mhc_pre`` gives them.
+        streams: [T, n, hidden_size] before the layer, likewise.
+        shares: float32 [T, n], contiguous, as returned by ``mhc_pre``.
         mixture: float32 [T, n, n], likewise.
-        backend: "portable" or "reference"; None chooses.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
         [T, n, hidden_size] in streams' dtype.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device.
     """
     tokens, count, width = _check_streams(streams)
     device = streams.device
@@ -106,7 +137,7 @@ def mhc_post(
     for name, value in (("result", result), ("shares", shares), ("mixture", mixture)):
         _check_contiguous(name, value)
     gradients.warn_if_dropped(POST, result, streams, shares, mixture)
-    backend = dispatch.select(dispatch.Call(POST, device, streams.dtype, head_dim=count), backend)
+    backend = dispatch.select(dispatch.CallSpec(POST, device, streams.dtype, head_dim=count), backend)
     out = torch.empty_like(streams)
     if tokens:
         _mhc_post(result, streams, shares, mixture, out, backend)
@@ -117,7 +148,7 @@ def _check_streams(streams: torch.Tensor) -> torch.Size:
     checks.tensor("streams", streams, ("T", "n", "hidden_size"), checks.FLOAT_DTYPES, may_be_empty=1)
     _check_contiguous("streams", streams)
     if streams.shape[1] > MAX_STREAMS:
-        raise ValueError(f"streams must be at most {MAX_STREAMS} of a token, got {streams.shape[1]}")
+        raise ValueError(f"streams must have at most {MAX_STREAMS} streams per token, got {streams.shape[1]}")
     return streams.shape
 
 

@@ -1,4 +1,4 @@
-"""``mhc_pre`` and ``mhc_post`` in Triton: a program has all streams of a token, or of some of its columns."""
+"""``mhc_pre`` and ``mhc_post`` in Triton: a program processes all streams of a token, or some of its columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
-# Columns of a stream that a program takes at a time, and its warps. The work is bound by memory and latency.
+# Columns of a stream per step, and warps of a program. The kernels are bound by memory and latency.
 PRE_COLUMNS, PRE_WARPS = 2048, 8
 POST_COLUMNS, POST_WARPS = 1024, 4
 
@@ -72,7 +72,7 @@ def mhc_post(
 
 
 def _unit(*rows: torch.Tensor) -> int:
-    """The elements, as many as 16 bytes hold at most, at multiples of which rows of all begin and end."""
+    """The largest number of elements, up to 16 bytes, of which the addresses and widths of all rows are multiples."""
     return min(alignment_elements(x, x.shape[-1]) for x in rows)
 
 
@@ -95,7 +95,7 @@ def mhc_pre_kernel(
     UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A token. ``units`` of UNIT columns are a stream's."""
+    """Process one token. A stream has ``units`` · UNIT columns."""
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, BLOCK_N)
     there = stream < N
@@ -135,13 +135,13 @@ def mhc_pre_kernel(
 
 @triton.jit
 def _scaled(projected, base, factor, place, inside):
-    """Projected numbers times a factor, and their base."""
+    """Projected values times a factor, plus their base."""
     return tl.load(projected + place, mask=inside, other=0.0) * factor + tl.load(base + place, mask=inside, other=0.0)
 
 
 @triton.jit
 def _divisor(sums, eps, there):
-    """What rows or columns are divided by: 1 beyond the last stream."""
+    """The divisors of rows or columns; 1 beyond the last stream."""
     return tl.where(there, sums + eps, 1.0)
 
 
@@ -158,7 +158,7 @@ def mhc_post_kernel(
     UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """BLOCK_D columns of a token. ``units`` of UNIT columns are a stream's."""
+    """Process BLOCK_D columns of a token. A stream has ``units`` · UNIT columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     wanted = column < units * UNIT

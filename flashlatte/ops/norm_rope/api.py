@@ -1,4 +1,4 @@
-"""``latent_rows`` and ``rotate_heads``: their checks and the choice of implementation."""
+"""``latent_rows`` and ``rotate_heads``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -9,20 +9,49 @@ from flashlatte.runtime import checks, dispatch, gradients, refusals, value_chec
 from flashlatte.runtime.torch_op import register_op
 
 LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
-# Widths of a row that a program holds in registers.
+# Maximum width of a row, which a program holds in registers.
 PORTABLE_MAX_WIDTH = 8192
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, PORTABLE_MAX_WIDTH)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, PORTABLE_MAX_WIDTH)
 
 
-for _operation in (LATENT_ROWS, ROTATE_HEADS):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("portable", f"flashlatte.ops.norm_rope.portable:{_operation}", _refuses_portable),
-        dispatch.Implementation("reference", f"flashlatte.ops.norm_rope.reference:{_operation}"),
-    )
+def _load_portable_latent_rows() -> dispatch.Function:
+    from flashlatte.ops.norm_rope.portable import latent_rows
+
+    return latent_rows
+
+
+def _load_reference_latent_rows() -> dispatch.Function:
+    from flashlatte.ops.norm_rope.reference import latent_rows
+
+    return latent_rows
+
+
+def _load_portable_rotate_heads() -> dispatch.Function:
+    from flashlatte.ops.norm_rope.portable import rotate_heads
+
+    return rotate_heads
+
+
+def _load_reference_rotate_heads() -> dispatch.Function:
+    from flashlatte.ops.norm_rope.reference import rotate_heads
+
+    return rotate_heads
+
+
+dispatch.define(
+    LATENT_ROWS,
+    dispatch.Implementation("portable", _load_portable_latent_rows, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference_latent_rows),
+)
+
+dispatch.define(
+    ROTATE_HEADS,
+    dispatch.Implementation("portable", _load_portable_rotate_heads, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference_rotate_heads),
+)
 
 
 def latent_rows(
@@ -38,27 +67,27 @@ def latent_rows(
     slot_mapping: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Cache rows of new tokens from what kv_a_proj gave, the norm of the query's latent, and the cache write.
+    """Compute cache rows of new tokens from kv_a_proj's output, write them to a cache, and normalise query latents.
 
-    No gradient flows through it: a warning, once, says so where gradients are recorded and an input requires one.
+    It has no backward pass, and warns once if gradients are enabled and an input requires one.
 
     Args:
         kv_a: [T, latent + rope] as projected; bf16, fp16 or float32, last stride 1. T may be 0.
-        weight: [latent], of the latent's RMSNorm.
-        rotary: the tokens' rotation; rope is twice the frequencies of its table.
-        eps, q_eps: of the two RMSNorms.
-        q_a: [T, rank], the query's latent; None if the query has none.
-        q_weight: [rank], of its RMSNorm.
-        cache: [pages, page_size, 1, latent + rope], bf16, fp16 or float32, to write the rows into; None to write none.
-        slot_mapping: int32 or int64 [T] beside ``cache``; a slot below 0 or beyond the cache skips its token.
-        backend: "portable" or "reference"; None chooses.
+        weight: [latent], weight of the latent's RMSNorm.
+        rotary: the tokens' rotation; rope is twice the number of frequencies of its table.
+        eps, q_eps: epsilons of the two RMSNorms.
+        q_a: [T, rank], the queries' latents; None if queries have no latent.
+        q_weight: [rank], weight of its RMSNorm.
+        cache: [pages, page_size, 1, latent + rope], bf16, fp16 or float32, to write the rows to; None for no write.
+        slot_mapping: int32 or int64 [T], given with ``cache``; tokens whose slot is outside the cache are skipped.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
         rows [T, latent + rope]: the normalised latent and the rotated rope; and q_a normalised, or None. Both in
         kv_a's dtype, computed in float32.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("kv_a", kv_a, ("T", "latent + rope"), checks.FLOAT_DTYPES, may_be_empty=1)
     device, dtype, tokens = kv_a.device, kv_a.dtype, kv_a.shape[0]
@@ -68,12 +97,12 @@ def latent_rows(
     checks.tensor("weight", weight, (latent_dim,), (dtype,), device)
     eps, q_eps = checks.epsilon("eps", eps), checks.epsilon("q_eps", q_eps)
     if (q_a is None) != (q_weight is None):
-        raise ValueError("q_a and q_weight belong together, got one of them")
+        raise ValueError("q_a and q_weight must be given together, got only one")
     if q_a is not None and q_weight is not None:
         checks.tensor("q_a", q_a, (tokens, "rank"), (dtype,), device)
         checks.tensor("q_weight", q_weight, (q_a.shape[1],), (dtype,), device)
     if (cache is None) != (slot_mapping is None):
-        raise ValueError("cache and slot_mapping belong together, got one of them")
+        raise ValueError("cache and slot_mapping must be given together, got only one")
     if cache is not None and slot_mapping is not None:
         shape = ("pages", "page_size", 1, latent_dim + rope_dim)
         checks.output("cache", cache, shape, checks.FLOAT_DTYPES, device)
@@ -81,7 +110,7 @@ def latent_rows(
         value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     gradients.warn_if_dropped(LATENT_ROWS, kv_a, weight, q_a, q_weight)
     width = max(latent_dim, 0 if q_a is None else q_a.shape[1])
-    backend = dispatch.select(dispatch.Call(LATENT_ROWS, device, dtype, head_dim=width), backend)
+    backend = dispatch.select(dispatch.CallSpec(LATENT_ROWS, device, dtype, head_dim=width), backend)
     rows = torch.empty(tokens, latent_dim + rope_dim, dtype=dtype, device=device)
     q_out = None if q_a is None else torch.empty(q_a.shape, dtype=dtype, device=device)
     if tokens == 0:
@@ -127,27 +156,27 @@ def _latent_rows(
 
 
 def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend: str | None = None) -> None:
-    """Rotate the rope part of queries. No gradient flows through it; see ``latent_rows``.
+    """Rotate the rope part of queries. It has no backward pass; see ``latent_rows``.
 
     Args:
         x: [T, h, rope], bf16, fp16 or float32, last stride 1.
         rotary: the tokens' rotation.
-        out: [T, h, rope] in a float dtype, last stride 1, to write into; it may be ``x`` itself.
-        backend: "portable" or "reference"; None chooses.
+        out: [T, h, rope] in a float dtype, last stride 1, to write to; it may be ``x`` itself.
+        backend: "portable" or "reference"; None selects one.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
     """
     checks.tensor("x", x, ("T", "h", rotary.table.shape[1]), checks.FLOAT_DTYPES, may_be_empty=1)
     checks.output("out", out, tuple(x.shape), checks.FLOAT_DTYPES, x.device)
     _check_rotary(rotary, x.shape[0], x.device)
     backend = dispatch.select(
-        dispatch.Call(ROTATE_HEADS, x.device, x.dtype, head_dim=x.shape[2], h_q=x.shape[1]), backend
+        dispatch.CallSpec(ROTATE_HEADS, x.device, x.dtype, head_dim=x.shape[2], h_q=x.shape[1]), backend
     )
     gradients.warn_if_dropped(ROTATE_HEADS, x, out)
     if x.shape[0] == 0:
         return
-    # An operation may not write into what it also reads, so a call in place passes no x.
+    # A registered operation must not read and write the same tensor, so an in-place call passes no x.
     _rotate_heads(None if out is x else x, rotary.table, rotary.positions, rotary.interleaved, out, backend)
 
 

@@ -1,4 +1,4 @@
-"""Norms, rotation and plain cache writes in Triton. Each number is read once and written once."""
+"""Norms, rotation and unquantised cache writes in Triton. Each element is read once and written once."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def latent_rows_kernel(
     WIDE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The first programs take a token's row each, those behind them a token's query latent."""
+    """The first programs process a token's row each, the following ones a token's query latent."""
     program = tl.program_id(0).to(tl.int64)
     if program >= num_tokens:
         token = program - num_tokens
@@ -161,7 +161,7 @@ def latent_rows_kernel(
         tl.store(out_row + LATENT + first, from_float32(x, rows.dtype.element_ty, INTERPRETED), mask=mask)
         tl.store(out_row + LATENT + second, from_float32(y, rows.dtype.element_ty, INTERPRETED), mask=mask)
         if cache is not None:
-            # The cache holds the rounded row, whatever its dtype.
+            # The cache stores the rounded row, also in a wider dtype.
             x = to_float32(from_float32(x, rows.dtype.element_ty, INTERPRETED), INTERPRETED)
             y = to_float32(from_float32(y, rows.dtype.element_ty, INTERPRETED), INTERPRETED)
             mask = mask & stored
@@ -173,7 +173,7 @@ def latent_rows_kernel(
 def store_normalised(
     row, weight, out_row, cache_row, stored, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """The RMSNorm of one row of WIDTH numbers, to ``out_row`` and, where ``stored``, to ``cache_row``."""
+    """Write the RMSNorm of one row of WIDTH elements to ``out_row`` and, where ``stored``, to ``cache_row``."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     x = to_float32(tl.load(row + column, mask=inside, other=0.0), INTERPRETED)
@@ -188,7 +188,7 @@ def store_normalised(
 
 @triton.jit
 def load_rotation(table, positions, token, num_positions, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
-    """Cosines and sines of a token: float32 [BLOCK_PAIRS]; a position outside the table takes the nearest."""
+    """Cosines and sines of a token: float32 [BLOCK_PAIRS]; positions outside the table are clamped."""
     position = tl.load(positions + token).to(tl.int64)
     position = tl.minimum(tl.maximum(position, 0), num_positions - 1)
     pair = tl.arange(0, BLOCK_PAIRS)
@@ -226,7 +226,7 @@ def rotate_heads_kernel(
     INTERLEAVED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """BLOCK_H heads of a token. x and out may be the same. Strides count units of X_UNIT and OUT_UNIT elements."""
+    """BLOCK_H heads of a token. x and out may be the same. Strides are in units of X_UNIT and OUT_UNIT elements."""
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     cosine, sine = load_rotation(table, positions, token, num_positions, PAIRS, BLOCK_PAIRS)

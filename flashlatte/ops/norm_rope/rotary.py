@@ -1,4 +1,4 @@
-"""What a step's tokens are rotated by."""
+"""The rotation of a step's tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Rotary:
     """The rotation of a step's tokens.
 
     Attributes:
-        table: float32 [n, rope_dim], cosines and then sines of each frequency.
-        positions: int32 or int64 [tokens], the table's row of each token. A position outside it takes the nearest.
-        interleaved: whether a frequency turns dims 2i and 2i + 1; else i and i + rope_dim / 2.
+        table: float32 [n, rope_dim], the cosines, then the sines of each frequency.
+        positions: int32 or int64 [tokens], the table's row of each token. Positions outside the table are clamped.
+        interleaved: whether a frequency rotates dims 2i and 2i + 1; else i and i + rope_dim / 2.
     """
 
     table: torch.Tensor

@@ -1,4 +1,4 @@
-"""Requests one after the other as rows of equal length, and back."""
+"""Conversion of packed requests to padded rows, and back."""
 
 from flashlatte.ops.pack_seq.api import pack_seq, unpack_seq
 

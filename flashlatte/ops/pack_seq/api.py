@@ -1,4 +1,4 @@
-"""``pack_seq`` and ``unpack_seq``: their arguments, the checks, and the choice of implementation."""
+"""``pack_seq`` and ``unpack_seq``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,42 @@ DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int32),
 )
 
-for _operation in (PACK, UNPACK):
-    dispatch.define(
-        _operation,
-        dispatch.Implementation("portable", f"flashlatte.ops.pack_seq.portable:{_operation}", refusals.triton),
-        dispatch.Implementation("reference", f"flashlatte.ops.pack_seq.reference:{_operation}"),
-    )
+
+def _load_portable_pack() -> dispatch.Function:
+    from flashlatte.ops.pack_seq.portable import pack_seq
+
+    return pack_seq
+
+
+def _load_reference_pack() -> dispatch.Function:
+    from flashlatte.ops.pack_seq.reference import pack_seq
+
+    return pack_seq
+
+
+def _load_portable_unpack() -> dispatch.Function:
+    from flashlatte.ops.pack_seq.portable import unpack_seq
+
+    return unpack_seq
+
+
+def _load_reference_unpack() -> dispatch.Function:
+    from flashlatte.ops.pack_seq.reference import unpack_seq
+
+    return unpack_seq
+
+
+dispatch.define(
+    PACK,
+    dispatch.Implementation("portable", _load_portable_pack, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_pack),
+)
+
+dispatch.define(
+    UNPACK,
+    dispatch.Implementation("portable", _load_portable_unpack, refusals.triton),
+    dispatch.Implementation("reference", _load_reference_unpack),
+)
 
 
 @repeats_launches
@@ -35,24 +65,25 @@ def pack_seq(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Requests that lie one after the other, each as a row of ``max_seqlen`` tokens.
+    """Pad packed requests to rows of ``max_seqlen`` tokens.
 
-    No gradient flows through it: a warning, once, says so where gradients are recorded and an input requires one.
+    It has no backward pass, and warns once if gradients are enabled and an input requires one.
 
     Args:
-        x: [T, …], bf16, fp16, float32, e4m3, e5m2, uint8, int8 or int32; a token's numbers in one piece. T may be 0.
+        x: [T, …], bf16, fp16, float32, e4m3, e5m2, uint8, int8 or int32; the elements of a token contiguous. T may be
+            0.
         cu_seqlens: int32 or int64 [b + 1]: request i has tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1.
-        max_seqlen: tokens of a row, at least 0. Of a longer request the first ones are taken.
-        pad_value: a number that x's dtype holds (e4m3 makes NaN of an infinity): behind a request's tokens, and where
-            ``cu_seqlens`` points beyond T.
-        out: [b, max_seqlen, …] in x's dtype to write into, contiguous.
-        backend: "portable" or "reference"; None chooses.
+        max_seqlen: tokens of a row, at least 0. Longer requests are truncated.
+        pad_value: a number that is representable in x's dtype (in e4m3 an infinity becomes NaN), for positions after a
+            request's tokens, and where ``cu_seqlens`` exceeds T.
+        out: [b, max_seqlen, …] in x's dtype to write to, contiguous.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
         [b, max_seqlen, …].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device.
     """
     rows = _rows("x", x, 1)
     requests = _check_boundaries(cu_seqlens, x.device)
@@ -65,9 +96,9 @@ def pack_seq(
         checks.output("out", out, shape, (x.dtype,), x.device)
         if not out.is_contiguous():
             raise ValueError(f"out must be contiguous, got strides {out.stride()}")
-        checks.apart("out", out, x=x)
+        checks.no_overlap("out", out, x=x)
     gradients.warn_if_dropped(PACK, x)
-    backend = dispatch.select(dispatch.Call(PACK, x.device, x.dtype), backend)
+    backend = dispatch.select(dispatch.CallSpec(PACK, x.device, x.dtype), backend)
     if out.numel():
         _pack_seq(_storage(rows), cu_seqlens, pad, _storage(out).flatten(2), backend)
     return out
@@ -87,21 +118,21 @@ def unpack_seq(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The inverse of ``pack_seq``: the tokens of each row's request, one request after the other.
+    """The inverse of ``pack_seq``: concatenate the tokens of all requests.
 
     Args:
-        packed: [b, max_seqlen, …] in one of ``pack_seq``'s dtypes; a token's numbers in one piece.
+        packed: [b, max_seqlen, …] in one of ``pack_seq``'s dtypes; the elements of a token contiguous.
         cu_seqlens: int32 or int64 [b + 1]: request i goes to tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1.
         total_tokens: tokens of the result.
-        out: [total_tokens, …] in packed's dtype to write into, last axes in one piece. Tokens that no row has are left.
-        backend: "portable" or "reference"; None chooses.
+        out: [total_tokens, …] in packed's dtype to write to, the elements of a token contiguous. Tokens that no row has
+            are not written.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        [total_tokens, …]. Tokens that no row has, as behind the ``max_seqlen`` first of a request, are 0 where ``out``
-        is not given.
+        [total_tokens, …]. Tokens that no row has, such as those truncated by ``pack_seq``, are 0 if ``out`` is None.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device.
     """
     rows = _rows("packed", packed, 2)
     requests = _check_boundaries(cu_seqlens, packed.device)
@@ -113,9 +144,9 @@ def unpack_seq(
         out = torch.zeros(shape, dtype=stored, device=packed.device).view(packed.dtype)
     else:
         checks.output("out", out, shape, (packed.dtype,), packed.device)
-        checks.apart("out", out, packed=packed)
+        checks.no_overlap("out", out, packed=packed)
     gradients.warn_if_dropped(UNPACK, packed)
-    backend = dispatch.select(dispatch.Call(UNPACK, packed.device, packed.dtype), backend)
+    backend = dispatch.select(dispatch.CallSpec(UNPACK, packed.device, packed.dtype), backend)
     if out.numel() and packed.numel():
         _unpack_seq(_storage(rows), cu_seqlens, _storage(_rows("out", out, 1)), backend)
     return out
@@ -127,38 +158,38 @@ def _unpack_seq(packed: torch.Tensor, cu_seqlens: torch.Tensor, out: torch.Tenso
 
 
 def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
-    """x with the axes after the first ``axes`` as one, which has last stride 1."""
+    """x with the axes after the first ``axes`` flattened to one of stride 1."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be {checks.dtype_names(DTYPES)}, got {checks.dtype_names([x.dtype])}")
     if x.dim() <= axes or 0 in x.shape[axes:]:
-        raise ValueError(f"{name} must have numbers behind its first {axes} axes, got shape {list(x.shape)}")
+        raise ValueError(f"{name} must have non-empty axes after its first {axes}, got shape {list(x.shape)}")
     try:
         rows = x.view(*x.shape[:axes], math.prod(x.shape[axes:]))
     except RuntimeError:
         rows = None
     if rows is None or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
-        raise ValueError(f"{name} must have a token's numbers in one piece, got strides {x.stride()}")
+        raise ValueError(f"{name} must have contiguous tokens, got strides {x.stride()}")
     return rows
 
 
 def _check_boundaries(cu_seqlens: torch.Tensor, device: torch.device) -> int:
-    """How many requests there are."""
+    """The number of requests."""
     checks.tensor("cu_seqlens", cu_seqlens, ("b + 1",), checks.INDEX_DTYPES, device, unit_last_stride=False)
     return cu_seqlens.shape[0] - 1
 
 
 def _storage(x: torch.Tensor) -> torch.Tensor:
-    """One-byte numbers as bytes: PyTorch's checks of operations cannot read float8 numbers."""
+    """One-byte dtypes as uint8: torch.library.opcheck does not support float8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 @functools.lru_cache(maxsize=64)
 def _bits(value: float, dtype: torch.dtype) -> int:
-    """Four bytes of a number's bytes, repeated."""
+    """The bytes of a number, repeated to four bytes."""
     integer = not dtype.is_floating_point
     if integer and not (value.is_integer() and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max):
-        raise ValueError(f"pad_value must be a number that {checks.dtype_names([dtype])} holds, got {value}")
+        raise ValueError(f"pad_value must be representable in {checks.dtype_names([dtype])}, got {value}")
     one = torch.tensor([value], dtype=torch.float64, device="cpu").to(dtype)
     return int(one.view(torch.uint8).repeat(4 // dtype.itemsize).view(torch.int32).item())

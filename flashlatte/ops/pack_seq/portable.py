@@ -1,4 +1,4 @@
-"""``pack_seq`` and ``unpack_seq`` in Triton: bytes of some tokens, each read once."""
+"""``pack_seq`` and ``unpack_seq`` in Triton: a program copies bytes of some tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_WARPS = 4
 
 
 def pack_seq(x: torch.Tensor, cu_seqlens: torch.Tensor, pad: int, out: torch.Tensor) -> None:
-    """x [T, width] into out [b, max_seqlen, width], contiguous; ``pad`` is four bytes of padding."""
+    """Copy x [T, width] to out [b, max_seqlen, width], contiguous; ``pad`` is four bytes of padding."""
     requests, max_seqlen, width = out.shape
     size = x.element_size()
     x_stride, width = stride_in_use(x, 0) * size, width * size
@@ -43,7 +43,7 @@ def pack_seq(x: torch.Tensor, cu_seqlens: torch.Tensor, pad: int, out: torch.Ten
 
 
 def unpack_seq(packed: torch.Tensor, cu_seqlens: torch.Tensor, out: torch.Tensor) -> None:
-    """packed [b, max_seqlen, width] into out [T, width]."""
+    """Copy packed [b, max_seqlen, width] to out [T, width]."""
     requests, max_seqlen, width = packed.shape
     size = out.element_size()
     strides = [stride_in_use(packed, axis) * size for axis in (0, 1)] + [stride_in_use(out, 0) * size]
@@ -85,7 +85,7 @@ def pack_seq_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """BLOCK_BYTES of BLOCK_R rows of ``out``. WIDTH and strides count UNIT bytes."""
+    """Write BLOCK_BYTES of BLOCK_R rows of ``out``. WIDTH and strides are in units of UNIT bytes."""
     WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
     WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
     WORDS: tl.constexpr = UNIT // WORD_BYTES
@@ -104,7 +104,7 @@ def pack_seq_kernel(
     source = x.to(tl.pointer_type(WORD)) + tl.where(found, token, 0) * x_stride * WORDS
     # [BLOCK_R, BLOCK]
     words = tl.load(source[:, None] + word, mask=found[:, None] & in_row, other=0)
-    # Of words of one byte each takes its own of the four.
+    # If words have one byte, each takes its byte of the four.
     padding = (pad >> (8 * (word % (5 - WORD_BYTES))).to(tl.int64)).to(WORD)
     target = out.to(tl.pointer_type(WORD)) + row * (WIDTH * WORDS)
     tl.store(target[:, None] + word, tl.where(found[:, None], words, padding), mask=in_use[:, None] & in_row)
@@ -127,7 +127,7 @@ def unpack_seq_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """BLOCK_BYTES of BLOCK_R rows of ``out``. WIDTH and strides count UNIT bytes."""
+    """Write BLOCK_BYTES of BLOCK_R rows of ``out``. WIDTH and strides are in units of UNIT bytes."""
     WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
     WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
     WORDS: tl.constexpr = UNIT // WORD_BYTES

@@ -6,7 +6,7 @@ import torch
 
 
 def pack_seq(x: torch.Tensor, cu_seqlens: torch.Tensor, pad: int, out: torch.Tensor) -> None:
-    """x [T, width] into out [b, max_seqlen, width]; ``pad`` is four bytes of padding."""
+    """Copy x [T, width] to out [b, max_seqlen, width]; ``pad`` is four bytes of padding."""
     begin, end = cu_seqlens[:-1].long().unsqueeze(1), cu_seqlens[1:].long().unsqueeze(1)
     token = begin + torch.arange(out.shape[1], device=x.device)  # [b, max_seqlen]
     found = (token >= 0) & (token < end) & (token < x.shape[0])
@@ -16,7 +16,7 @@ def pack_seq(x: torch.Tensor, cu_seqlens: torch.Tensor, pad: int, out: torch.Ten
 
 
 def unpack_seq(packed: torch.Tensor, cu_seqlens: torch.Tensor, out: torch.Tensor) -> None:
-    """packed [b, max_seqlen, width] into out [T, width]."""
+    """Copy packed [b, max_seqlen, width] to out [T, width]."""
     token = torch.arange(out.shape[0], device=packed.device)
     request = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
     inside = (request >= 0) & (request < packed.shape[0])

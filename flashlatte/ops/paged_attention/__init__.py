@@ -1,4 +1,4 @@
-"""Attention over a paged cache of keys and values: decode, prefill, and batches of both."""
+"""Attention over a paged cache of keys and values: decode, prefill, and mixed batches."""
 
 from flashlatte.ops.paged_attention.api import paged_attention
 

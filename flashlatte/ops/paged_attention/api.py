@@ -1,4 +1,4 @@
-"""``paged_attention``: its arguments, their checks, and the choice of implementation."""
+"""``paged_attention``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.kv_cache import scales
-from flashlatte.ops.paged_attention.choice import OPERATION, not_everywhere
-from flashlatte.ops.paged_attention.problem import Problem
+from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.paged_attention.implementations import OPERATION, optional_features
 from flashlatte.runtime import checks, dispatch, gradients, ragged, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-# Positions and their sums with tile sizes fit 32 bits.
-_MOST_KEYS = 2**30
+# Positions plus tile sizes must fit 32 bits.
+_MAX_KEYS = 2**30
 
 
 @repeats_launches
@@ -47,61 +47,64 @@ def paged_attention(
     empty_lse: float = -math.inf,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of packed queries over the pages of their requests: decode, prefill, chunks of it, and all at once.
+    """Attention of packed queries over the pages of their requests: decode, prefill, chunked prefill, or a mixed batch.
 
-    Request i has queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1 and s_k keys: seqused_k[i] of its pages, and after
-    them, where ``k`` and ``v`` are given, those of its own queries. Its query j stands at position p = j + s_k - s_q
-    among them, the last query at the last key. Query head h reads key head h // (h_q / h_kv). The score of a key n is
+    Request i has queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1 and s_k keys: seqused_k[i] in its pages, followed,
+    if ``k`` and ``v`` are given, by those of its own queries. Its query j has position p = j + s_k - s_q, so the last
+    query is aligned with the last key. Query head h reads key head h // (h_q / h_kv). The score of a key n is
 
         softcap · tanh(q · K[n] · softmax_scale / softcap) - slope · |p - n| + qq_bias
 
-    of which a call takes what it names. No gradient flows through it: a warning, once, says so where gradients are
-    recorded and an input requires one.
+    where only the terms that are given apply. It has no backward pass, and warns once if gradients are enabled and an
+    input requires one.
 
     Args:
         q: [T, h_q, d], bf16, fp16, or float32 (reference only). T may be 0.
-        k_cache: [pages, page_size, h_kv, d], any strides, so either order of tokens and heads in memory; h_kv divides
-            h_q. Of q's dtype, float8_e4m3fn, float8_e5m2 or int8. Or [pages, page_size, h_kv, d / x, x]: the view
-            ``permute(0, 3, 1, 2, 4)`` of vLLM's [pages, h_kv, d / x, page_size, x].
+        k_cache: [pages, page_size, h_kv, d], any strides, so tokens and heads may be in either order in memory; h_kv
+            divides h_q. Of q's dtype, float8_e4m3fn, float8_e5m2 or int8. Or [pages, page_size, h_kv, d / x, x]: the
+            view ``permute(0, 3, 1, 2, 4)`` of vLLM's [pages, h_kv, d / x, page_size, x].
         v_cache: [pages, page_size, h_kv, d_v], any strides, in the dtype of k_cache.
-        block_table: int32 or int64 [b, max_pages], the pages of each request in order, at most 2^30 keys of one.
-            Entries that its length or window does not reach may hold anything.
-        seqused_k: int32 or int64 [b], keys of each request in its pages; clamped to 0 and to what block_table has room
-            for, before positions are counted from it. A key whose page is not in the cache is not seen.
-        cu_seqlens_q: int32 or int64 [b + 1], not decreasing, where requests begin and the last one ends. Tokens that
-            belong to no request get out 0 and lse ``empty_lse``.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order, for at most 2^30 keys. Entries
+            outside a request's length or window are not read.
+        seqused_k: int32 or int64 [b], keys of each request in its pages; clamped to 0 and to the capacity of
+            block_table before positions are computed. Keys whose page is not in the cache are masked.
+        cu_seqlens_q: int32 or int64 [b + 1], non-decreasing boundaries of the requests. Tokens of no request have out 0
+            and lse ``empty_lse``.
         k, v: [T, h_kv, d] and [T, h_kv, d_v] in q's dtype, last stride 1: keys and values of the queries' own tokens,
             which are not in the cache yet. Both or neither.
         softmax_scale: above 0; d^-0.5 if None.
-        causal: a query sees no key beyond its position.
-        window: None; an int w ≥ 1: a query sees its position and the w - 1 before it; or a pair (left, right): it sees
-            p - left to p + right, -1 for no bound. ``causal`` caps right at 0. NaN in a key or value that it hides from
-            all queries of a request reaches no output. NaN in a value that another query of the request sees may.
-        prefix_ranges: int32 or int64 [b, r, 2], first and last position of ranges, as of an image, within which every
-            query sees every key, whatever ``causal`` and ``window`` say. One whose last is before its first is none.
+        causal: a query attends to no key after its position.
+        window: None; an int w ≥ 1: a query attends to its position and the w - 1 before it; or a pair (left, right): it
+            attends to p - left to p + right, -1 for unbounded. ``causal`` limits right to 0. NaN in a key or value that
+            is masked for all queries of a request reaches no output; NaN in a value that is visible to another query of
+            the request may.
+        prefix_ranges: int32 or int64 [b, r, 2], first and last position of ranges (such as images) within which every
+            query attends to every key, regardless of ``causal`` and ``window``. A range whose last position is before
+            its first is empty.
         softcap: above 0, or 0 for none.
         alibi_slopes: float32 [h_q].
-        alibi_sqrt: √|p - n| takes the place of |p - n|.
-        qq_bias: float32 [n, n], added where query i of a request meets the key of its query j, for i and j below n;
-            -inf hides, as between the branches of a tree of drafts.
-        attn_sink: float32 [h_q], the score of one more key, whose value is 0. lse does not include it.
-        k_scale: of a quantised k_cache: key = number · k_scale. A number, or float32 with one element, [h_kv], or
-            [pages, page_size, h_kv]; above 0; on q's device; default 1.
-        v_scale: the same of v_cache.
-        out: [T, h_q, d_v] to write into; last stride 1; in q's dtype, or float8_e4m3fn. It shares no memory with what
-            is read.
-        out_scale: out is float8_e4m3fn, and holds the result divided by it, saturated. A number or a one-element
-            float32 tensor. Without it, an ``out`` in float8_e4m3fn has scale 1.
-        lse: float32 [T, h_q] to write into, any strides.
-        empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
-        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+        alibi_sqrt: use √|p - n| instead of |p - n|.
+        qq_bias: float32 [n, n], added to the score of query i and the key of query j of a request, for i and j below n;
+            -inf masks, as for a draft tree.
+        attn_sink: float32 [h_q], the score of an additional key whose value is 0. lse does not include it.
+        k_scale: scale of a quantised k_cache: key = element · k_scale. A number, or float32 with one element, [h_kv],
+            or [pages, page_size, h_kv]; above 0; on q's device; default 1.
+        v_scale: the same for v_cache.
+        out: [T, h_q, d_v] to write to; last stride 1; in q's dtype, or float8_e4m3fn. It must not share memory with an
+            input.
+        out_scale: out is float8_e4m3fn: the result divided by out_scale, saturated. A number or a one-element float32
+            tensor. Without it, an ``out`` in float8_e4m3fn has scale 1.
+        lse: float32 [T, h_q] to write to, any strides.
+        empty_lse: lse of a query that has no visible key, inf or -inf; its out is 0.
+        backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
+            error.
 
     Returns:
-        out [T, h_q, d_v], and lse, natural logarithm, float32 [T, h_q], a new one with strides (1, T).
+        out [T, h_q, d_v], and lse (natural logarithm), float32 [T, h_q]; a newly allocated one has strides (1, T).
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other; cu_seqlens_q on the CPU that decreases or goes beyond T; a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments;
+            cu_seqlens_q on the CPU that decreases or exceeds T; a backend that cannot run the call.
     """
     checks.tensor("q", q, ("T", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
     tokens, h_q, head_dim = q.shape
@@ -120,11 +123,11 @@ def paged_attention(
         checks.tensor("v", v, (tokens, h_kv, head_dim_v), (q.dtype,), device)
     window_left, window_right = ragged.window_sides(window, checks.flag("causal", causal))
     if not 0 <= checks.number("softcap", softcap) < math.inf:
-        raise ValueError(f"softcap must be a finite number from 0, got {softcap}")
+        raise ValueError(f"softcap must be a finite number of at least 0, got {softcap}")
     if softcap:
         checks.float32_factor("softcap", softcap)
     if value_checks.ENABLED:
-        # Pages before the window may be another request's by now.
+        # Pages before the window may have been reused.
         first = seqused_k.long() - (0 if k is not None else cu_seqlens_q.diff()) - window_left
         starts = first.clamp_min(0)
         value_checks.pages(block_table, seqused_k, num_pages, page_size, name="seqused_k", starts=starts)
@@ -132,12 +135,12 @@ def paged_attention(
     k_scale, k_scale_value = _cache_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _cache_scale("v_scale", v_scale, v_cache)
     out, lse = _outputs(q, head_dim_v, out, out_scale, lse)
-    checks.apart("out", out, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    checks.no_overlap("out", out, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     out_scale, out_scale_value = scales.split("out_scale", out_scale, device)
     empty_lse = checks.empty_lse(empty_lse)
     scale = checks.softmax_scale(softmax_scale, head_dim)
 
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         device,
         q.dtype,
@@ -146,15 +149,15 @@ def paged_attention(
         head_dim_v=head_dim_v,
         h_q=h_q,
         h_kv=h_kv,
-        # Of one request, beside one of each other.
+        # Maximum for one request; every other request has at least one token.
         rows=(tokens - cu_seqlens_q.shape[0] + 2) * h_q,
-        asks_for=not_everywhere(q, k_cache, v_cache, k, prefix_ranges, softcap, alibi_slopes, qq_bias, out),
+        optional_features=optional_features(q, k_cache, v_cache, k, prefix_ranges, softcap, alibi_slopes, qq_bias, out),
         rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(k_cache) and checks.rows_aligned(v_cache),
     )
     gradients.warn_if_dropped(OPERATION, q, k_cache, v_cache, k, v)
     backend = dispatch.select(call, backend)
     if tokens:
-        problem = Problem(
+        args = PagedAttentionArgs(
             q=q,
             k_cache=k_cache,
             v_cache=v_cache,
@@ -182,20 +185,20 @@ def paged_attention(
             out=out,
             lse=lse,
         )
-        _paged_attention(*problem, backend)
+        _paged_attention(*args, backend)
     return out, lse
 
 
-@register_op(OPERATION, mutates=("out", "lse"), record=Problem)
-def _paged_attention(problem: Problem, backend: str) -> None:
-    dispatch.implementation(OPERATION, backend)(problem)
+@register_op(OPERATION, mutates=("out", "lse"), record=PagedAttentionArgs)
+def _paged_attention(args: PagedAttentionArgs, backend: str) -> None:
+    dispatch.implementation(OPERATION, backend)(args)
 
 
 def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The cache with its rows in one piece as a last axis, or in pieces as the last two."""
+    """Check a cache with contiguous rows as the last axis, or with split rows as the last two."""
     head_dim = q.shape[2]
     dtypes = (q.dtype, *QUANTISED)
-    checks.agree_in_dtype("k_cache", k_cache, q, *QUANTISED)
+    checks.same_dtype("k_cache", k_cache, q, *QUANTISED)
     if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 5:
         x = max(k_cache.shape[4], 1)
         shape = ("pages", "page_size", "h_kv", head_dim // x, x if head_dim % x == 0 else head_dim)
@@ -221,11 +224,11 @@ def _check_requests(
             f"got {list(cu_seqlens_q.shape)}"
         )
     ragged.check_boundaries("cu_seqlens_q", cu_seqlens_q, tokens)
-    # A request whose keys are all new has no page.
+    # A request may have no pages if all of its keys are new.
     checks.tensor("block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=2)
-    if block_table.shape[1] * page_size > _MOST_KEYS:
+    if block_table.shape[1] * page_size > _MAX_KEYS:
         raise ValueError(
-            f"block_table must have room for at most {_MOST_KEYS} keys of a request, got {block_table.shape[1]} pages "
+            f"block_table must have room for at most {_MAX_KEYS} keys of a request, got {block_table.shape[1]} pages "
             f"of {page_size}"
         )
     checks.tensor("seqused_k", seqused_k, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
@@ -247,7 +250,7 @@ def _check_score_terms(
         if per_head is not None:
             checks.tensor(name, per_head, (h_q,), float32, device, unit_last_stride=False)
     if checks.flag("alibi_sqrt", alibi_sqrt) and alibi_slopes is None:
-        raise ValueError("alibi_sqrt belongs to alibi_slopes, and there are none")
+        raise ValueError("alibi_sqrt must be False if alibi_slopes is None")
     if qq_bias is not None:
         checks.tensor("qq_bias", qq_bias, ("n", "n"), float32, device)
         if qq_bias.shape[0] != qq_bias.shape[1]:
@@ -257,7 +260,7 @@ def _check_score_terms(
 def _cache_scale(
     name: str, scale: float | torch.Tensor | None, cache: torch.Tensor
 ) -> tuple[torch.Tensor | None, float]:
-    """The scale as one for each token and head of the cache, or None and a number."""
+    """The scale as (tensor per token and head, 1.0), or as (None, number)."""
     if scale is not None and cache.dtype not in QUANTISED:
         accepted = checks.dtype_names(QUANTISED)
         raise ValueError(

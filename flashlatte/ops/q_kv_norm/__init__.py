@@ -1,4 +1,4 @@
-"""The RMSNorms of a layer's query latent and of its keys, in one launch."""
+"""The RMSNorms of a layer's query latent and keys, in one launch."""
 
 from flashlatte.ops.q_kv_norm.api import q_kv_norm
 

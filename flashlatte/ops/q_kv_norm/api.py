@@ -1,4 +1,4 @@
-"""``q_kv_norm``: its arguments, their checks, and the choice of implementation."""
+"""``q_kv_norm``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,30 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "q_kv_norm"
-# Widths of a row that a program holds in registers.
+# Maximum width of a row, which a program holds in registers.
 _PORTABLE_MAX_WIDTH = 8192
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_WIDTH)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_WIDTH)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.q_kv_norm.portable import q_kv_norm
+
+    return q_kv_norm
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.q_kv_norm.reference import q_kv_norm
+
+    return q_kv_norm
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.q_kv_norm.portable:q_kv_norm", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.q_kv_norm.reference:q_kv_norm"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -34,22 +46,22 @@ def q_kv_norm(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The RMSNorms x / √(mean x² + eps) · weight (arXiv:1910.07467) of two tensors' rows.
+    """Apply an RMSNorm, x / √(mean x² + eps) · weight (arXiv:1910.07467), to the rows of each of two tensors.
 
-    Both may be columns of one projection's result. Computed in float32, and rounded once. No gradient flows through it:
-    a warning, once, says so where gradients are recorded and an input requires one.
+    Both may be column ranges of one projection's result. Computed in float32 and rounded once. It has no backward pass,
+    and warns once if gradients are enabled and an input requires one.
 
     Args:
-        q, kv: [T, rank] and [T, head_dim], bf16, fp16 or float32, both alike; last stride 1. T may be 0.
-        q_weight, kv_weight: [rank] and [head_dim], bf16, fp16 or float32, both alike.
-        eps: of both.
-        backend: "portable" or "reference"; None chooses.
+        q, kv: [T, rank] and [T, head_dim], bf16, fp16 or float32, the same for both; last stride 1. T may be 0.
+        q_weight, kv_weight: [rank] and [head_dim], bf16, fp16 or float32, the same for both.
+        eps: epsilon of both.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
         q and kv normalised, contiguous, in their dtype.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
     """
     checks.tensor("q", q, ("T", "rank"), checks.FLOAT_DTYPES, may_be_empty=1)
     checks.tensor("kv", kv, (q.shape[0], "head_dim"), (q.dtype,), q.device)
@@ -58,7 +70,7 @@ def q_kv_norm(
     eps = checks.epsilon("eps", eps)
     gradients.warn_if_dropped(OPERATION, q, kv, q_weight, kv_weight)
     width = max(q.shape[1], kv.shape[1])
-    backend = dispatch.select(dispatch.Call(OPERATION, q.device, q.dtype, head_dim=width), backend)
+    backend = dispatch.select(dispatch.CallSpec(OPERATION, q.device, q.dtype, head_dim=width), backend)
     q_out, kv_out = torch.empty(q.shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
     if q.shape[0]:
         _q_kv_norm(q, kv, q_weight, kv_weight, eps, q_out, kv_out, backend)

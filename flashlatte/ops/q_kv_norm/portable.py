@@ -1,4 +1,4 @@
-"""``q_kv_norm`` in Triton: the first programs take a token's query latent each, those behind them its key."""
+"""``q_kv_norm`` in Triton: the first programs process a token's query latent each, the following ones its key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
-# Of a program, for each byte of a number: 2 for bf16, 4 for float32, so that a thread always holds as many bytes.
+# Warps of a program per byte of an element (2 for bf16, 4 for float32), so that a thread holds the same number of
+# bytes.
 WARPS_PER_BYTE = 1
 
 
@@ -26,8 +27,8 @@ def q_kv_norm(
     kv_out: torch.Tensor,
 ) -> None:
     strides = stride_in_use(q, 0), stride_in_use(kv, 0)
-    # Strides are passed in units of what they are multiples of, at most 16 bytes: so the compiler knows how wide a load
-    # may be, without a variant for each stride.
+    # Strides are passed in units of their alignment, at most 16 bytes. The compiler can then vectorise loads without a
+    # variant for each stride.
     q_unit = alignment_elements(q, strides[0])
     kv_unit = alignment_elements(kv, strides[1])
     tokens = q.shape[0]
@@ -85,7 +86,7 @@ def q_kv_norm_kernel(
 
 @triton.jit
 def store_norm(row, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Write the RMSNorm of one row of WIDTH numbers; BLOCK is the power of two that holds them."""
+    """Write the RMSNorm of one row of WIDTH elements; BLOCK is the next power of two."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     x = to_float32(tl.load(row + column, mask=inside, other=0.0), INTERPRETED)

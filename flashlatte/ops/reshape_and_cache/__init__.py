@@ -1,4 +1,4 @@
-"""New keys and values into pages, quantised to the cache's dtype."""
+"""Write of new keys and values to a paged cache, quantised to its dtype."""
 
 from flashlatte.ops.reshape_and_cache.api import reshape_and_cache
 

@@ -1,4 +1,4 @@
-"""``reshape_and_cache``: its arguments, their checks, and the choice of implementation."""
+"""``reshape_and_cache``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "reshape_and_cache"
-# Numbers of a head that a program holds in registers.
+# Maximum width of a head, which a program holds in registers.
 PORTABLE_MAX_WIDTH = 1024
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, PORTABLE_MAX_WIDTH)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, PORTABLE_MAX_WIDTH)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.reshape_and_cache.portable import reshape_and_cache
+
+    return reshape_and_cache
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.reshape_and_cache.reference import reshape_and_cache
+
+    return reshape_and_cache
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.reshape_and_cache.portable:reshape_and_cache", _refuses_portable
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.reshape_and_cache.reference:reshape_and_cache"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -40,33 +50,32 @@ def reshape_and_cache(
     v_scale: float | torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """Write new keys and values into the pages that ``paged_attention`` reads, in place, quantised to their dtype.
+    """Write new keys and values to the paged caches of ``paged_attention``, in place, quantised to their dtype.
 
-    Caches and scales are as ``paged_attention`` takes them. vLLM's two layouts are views: of its pages
-    [pages, page_size, h_kv, d] as they are, whichever of tokens and heads comes first in memory; of
-    [pages, h_kv, d / x, page_size, x] and [pages, h_kv, d_v, page_size] ``k_cache.permute(0, 3, 1, 2, 4)`` and
-    ``v_cache.permute(0, 3, 1, 2)``.
+    Caches and scales have the layout of ``paged_attention``. vLLM's layouts can be passed as views: [pages, page_size,
+    h_kv, d] unchanged, with tokens and heads in either order in memory; [pages, h_kv, d / x, page_size, x] and [pages,
+    h_kv, d_v, page_size] as ``k_cache.permute(0, 3, 1, 2, 4)`` and ``v_cache.permute(0, 3, 1, 2)``.
 
     Args:
-        key: [T, h_kv, d], bf16, fp16 or float32, last stride 1; T ≥ n, tokens from n on are padding and are not
-            looked at. T may be 0.
-        value: [T, h_kv, d_v] in key's dtype. d_v need not be d.
+        key: [T, h_kv, d], bf16, fp16 or float32, last stride 1; T ≥ n, tokens from n on are padding and are not read. T
+            may be 0.
+        value: [T, h_kv, d_v] in key's dtype. d_v may differ from d.
         k_cache: [pages, page_size, h_kv, d], any strides, or [pages, page_size, h_kv, d / x, x] with last stride 1; in
             key's dtype, float8_e4m3fn, float8_e5m2 or int8.
         v_cache: [pages, page_size, h_kv, d_v], any strides, in k_cache's dtype.
-        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
-            skips its token. Slots must differ from each other.
-        k_scale: of a quantised k_cache, which holds key / k_scale, to nearest even and saturated. A number, or float32
-            with one element or [h_kv], on key's device; default 1. Or float32 [pages, page_size, h_kv], any strides,
-            to write into: the scale of each token and head, its largest magnitude / the largest number of the dtype
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A token whose slot is outside the
+            cache is skipped. Slots must differ from each other.
+        k_scale: scale of a quantised k_cache, which stores key / k_scale, rounded to nearest even and saturated. A
+            number, or float32 with one element or [h_kv], on key's device; default 1. Or float32 [pages, page_size,
+            h_kv], any strides, to write to: the scale of each token and head, amax / the largest value of the dtype
             (448, 57344 or 127), at least 1e-6.
-        v_scale: the same of v_cache.
-        backend: "portable" or "reference"; None chooses.
+        v_scale: the same for v_cache.
+        backend: "portable" or "reference"; None selects one.
 
-    A NaN stays one in fp8 and makes its token's and head's scale NaN; in int8 with a given scale it becomes 0.
+    NaN stays NaN in fp8, and a computed scale becomes NaN; in int8 with a given scale NaN becomes 0.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
     checks.tensor("key", key, ("T", "h_kv", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
     tokens, heads, width = key.shape
@@ -86,7 +95,7 @@ def reshape_and_cache(
         raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
     k_scale, k_scale_value = _check_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _check_scale("v_scale", v_scale, v_cache)
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION, device, key.dtype, page_size=k_cache.shape[1], head_dim=width, head_dim_v=value.shape[2], h_kv=heads
     )
     gradients.warn_if_dropped(OPERATION, key, value)
@@ -111,7 +120,7 @@ def _reshape_and_cache(
     v_scale_value: float,
     backend: str,
 ) -> None:
-    """Caches come with their rows in pieces, as the last two axes. Scales with three axes are written."""
+    """The rows of caches are split over the last two axes. Scales with three axes are written to."""
     run = dispatch.implementation(OPERATION, backend)
     run(key, k_cache, slot_mapping, k_scale, k_scale_value, value, v_cache, v_scale, v_scale_value)
 
@@ -119,7 +128,7 @@ def _reshape_and_cache(
 def _check_cache(
     name: str, cache: torch.Tensor, rows: torch.Tensor, dtypes: tuple[torch.dtype, ...], split: bool = False
 ) -> torch.Tensor:
-    """The cache with its rows in pieces whose numbers lie side by side, as the last two axes."""
+    """Check a cache; returns it with rows split over the last two axes, the last of them contiguous."""
     heads, width = rows.shape[1:]
     if split and isinstance(cache, torch.Tensor) and cache.dim() == 5:
         x = max(cache.shape[4], 1)
@@ -132,7 +141,7 @@ def _check_cache(
 def _check_scale(
     name: str, scale: float | torch.Tensor | None, cache: torch.Tensor
 ) -> tuple[torch.Tensor | None, float]:
-    """The scale as a tensor [1], [h_kv] or [pages, page_size, h_kv], or None and a number."""
+    """The scale as (tensor [1], [h_kv] or [pages, page_size, h_kv], 1.0), or as (None, number)."""
     if scale is not None and cache.dtype not in LARGEST:
         raise ValueError(
             f"{name} belongs to a cache in {checks.dtype_names(LARGEST)}, and this one is "

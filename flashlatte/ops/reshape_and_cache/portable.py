@@ -1,4 +1,4 @@
-"""``reshape_and_cache`` in Triton: a row of a head at a time, keys and values of a token in the same program."""
+"""``reshape_and_cache`` in Triton: a program writes rows (token, head) of keys and of values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NUMBERS = 4096  # of a key tile
 NUM_WARPS = 4
 
 
-class Rows(NamedTuple):
-    """Heads' rows on their way: where they come from, the cache and the scales that they go to.
+class KeyValueRows(NamedTuple):
+    """Rows of heads: their source, and the cache and scales that they are written to.
 
-    Strides but ``scale_*`` come divided by the alignment of what they belong to. Of the scales' strides those that are
-    0 make one scale hold for a head, or for all.
+    Strides, except ``scale_*``, are divided by the alignment of their tensor. A scale's strides are 0 if it applies to
+    a whole head or to all.
     """
 
     rows: Any
@@ -85,7 +85,7 @@ def _arguments(
     scale_strides = [0, 0, 0] if scale is None else [0] * (3 - scale.dim()) + list(scale.stride())
     if scale is not None and scale.numel() == 1:
         scale_strides = [0, 0, 0]
-    values = Rows(
+    values = KeyValueRows(
         rows,
         *(stride // align for stride in strides),
         cache.view(torch.uint8) if cache.dtype in LARGEST else cache,
@@ -130,13 +130,13 @@ def _store_rows(
     mask = valid[:, None] & (column < WIDTH)
     row = x.rows + (token * x.token_stride + head * x.head_stride) * ALIGN
     # [BLOCK_R, BLOCK]
-    numbers = tl.load(row[:, None] + column, mask=mask, other=0.0)
+    elements = tl.load(row[:, None] + column, mask=mask, other=0.0)
     if DTYPE is not None:
-        numbers = to_float32(numbers, INTERPRETED)
+        elements = to_float32(elements, INTERPRETED)
         scale_at = page * x.scale_page_stride + offset * x.scale_slot_stride + head * x.scale_head_stride
         if WRITES_SCALE:
-            # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.
-            amax = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+            # Compared as integers, magnitudes keep their order and NaN is the largest; a float maximum would drop NaN.
+            amax = tl.max(elements.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
             scale = tl.div_rn(amax, LARGEST)
             scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
             tl.store(x.scale + scale_at, scale, mask=valid)
@@ -144,18 +144,18 @@ def _store_rows(
             scale = tl.load(x.scale + scale_at, mask=valid, other=1.0)
         else:
             scale = tl.full(page.shape, 1.0, tl.float32) * x.scale_value
-        numbers = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape))
+        elements = tl.div_rn(elements, tl.broadcast_to(scale[:, None], elements.shape))
         if DTYPE == "torch.int8":
-            numbers = float_to_int8(numbers)
+            elements = float_to_int8(elements)
         elif DTYPE == "torch.float8_e5m2":
-            numbers = float_to_e5m2(numbers)
+            elements = float_to_e5m2(elements)
         else:
-            numbers = float_to_e4m3(numbers, NATIVE)
+            elements = float_to_e4m3(elements, NATIVE)
     cache_row = x.cache + (page * x.page_stride + offset * x.slot_stride + head * x.cache_head_stride) * CACHE_ALIGN
     within = column
     if PIECE < WIDTH:
         within = (column // PIECE).to(tl.int64) * x.piece_stride * CACHE_ALIGN + column % PIECE
-    tl.store(cache_row[:, None] + within, numbers, mask=mask)
+    tl.store(cache_row[:, None] + within, elements, mask=mask)
 
 
 @kernel(by_element=("slot_mapping",))
@@ -214,7 +214,7 @@ def reshape_and_cache_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """BLOCK_R rows, each of a token and a head, of keys and of values: arguments as in ``Rows``."""
+    """Write BLOCK_R rows (token, head) of keys and of values; arguments as in ``KeyValueRows``."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     if WIDE:
         token, head = row // heads, row % heads
@@ -223,7 +223,7 @@ def reshape_and_cache_kernel(
         head = row - token * heads
     slots = Slots(slot_mapping, slot_mapping_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, token, WIDE)
-    keys = Rows(
+    keys = KeyValueRows(
         k_rows,
         k_token_stride,
         k_head_stride,
@@ -257,7 +257,7 @@ def reshape_and_cache_kernel(
         NATIVE,
         INTERPRETED,
     )
-    values = Rows(
+    values = KeyValueRows(
         v_rows,
         v_token_stride,
         v_head_stride,

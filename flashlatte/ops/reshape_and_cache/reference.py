@@ -21,7 +21,7 @@ def reshape_and_cache(
     v_scale: torch.Tensor | None,
     v_scale_value: float,
 ) -> None:
-    """Caches [pages, page_size, h_kv, pieces, x]. Scales [pages, page_size, h_kv] are written."""
+    """Caches [pages, page_size, h_kv, pieces, x]. Scales [pages, page_size, h_kv] are written to."""
     page_size = k_cache.shape[1]
     tokens, slots = stored_tokens(slot_mapping, k_cache)
     where = (slots // page_size, slots % page_size)
@@ -36,7 +36,7 @@ def _write(
     scale: torch.Tensor | None,
     scale_value: float,
 ) -> None:
-    numbers = rows
+    elements = rows
     if cache.dtype in LARGEST:
         rows = rows.float()
         if scale is None:
@@ -46,5 +46,5 @@ def _write(
             scale[where] = row_scale.squeeze(-1)
         else:
             row_scale = scale.unsqueeze(-1)
-        numbers = quantize(rows, row_scale, cache.dtype)
-    raw_view(cache)[where] = raw_view(numbers).unflatten(-1, cache.shape[3:])
+        elements = quantize(rows, row_scale, cache.dtype)
+    raw_view(cache)[where] = raw_view(elements).unflatten(-1, cache.shape[3:])

@@ -1,4 +1,4 @@
-"""New tokens rotated and written into a paged latent cache in one launch."""
+"""Rotation of new tokens and their write to a paged latent cache, in one launch."""
 
 from flashlatte.ops.rope_cache_write.api import rope_cache_write
 

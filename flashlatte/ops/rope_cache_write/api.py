@@ -1,4 +1,4 @@
-"""``rope_cache_write``: its arguments, their checks, and the choice of implementation."""
+"""``rope_cache_write``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "rope_cache_write"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.triton(call):
         return reason
     if call.cache_format is None or _is_written(format_class(call.cache_format)):
@@ -27,10 +27,22 @@ def _is_written(layout: type[CacheFormat]) -> bool:
     return layout.plain
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.rope_cache_write.portable import rope_cache_write
+
+    return rope_cache_write
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.rope_cache_write.reference import rope_cache_write
+
+    return rope_cache_write
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.rope_cache_write.portable:rope_cache_write", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.rope_cache_write.reference:rope_cache_write"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -49,27 +61,28 @@ def rope_cache_write(
     scale: float | torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """Rotate the rope part of new keys, and of their queries, in place, and write the keys into a paged cache.
+    """Rotate the rope part of new keys and queries in place, and write the keys to a paged cache.
 
-    A pair (a, b) becomes (a cos - b sin, b cos + a sin), in float32, rounded once; the cache takes the rounded numbers.
-    No gradient flows through it: a warning, once, says so where gradients are recorded and an input requires one.
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin), in float32, rounded once; the cache stores the rounded values.
+    It has no backward pass, and warns once if gradients are enabled and an input requires one.
 
     Args:
-        cache: [pages, page_size, 1, width] (or without the 1), any format of latents, written.
-        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
-            is not written; its token is rotated all the same. Slots must differ from each other.
-        latent: [T, latent_dim], bf16, fp16 or float32; T ≥ n, tokens from n on are padding, and are left. T may be 0.
+        cache: [pages, page_size, 1, width] (or without the 1), any format of latents, written to.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A token whose slot is outside the
+            cache is rotated but not written. Slots must differ from each other.
+        latent: [T, latent_dim], bf16, fp16 or float32; T ≥ n, tokens from n on are padding and are not changed. T may
+            be 0.
         k_rope: [T, rope_dim] in latent's dtype, rotated in place.
-        positions: int32 or int64 [T], cos_sin's row of each token. One outside it takes the nearest.
-        cos_sin: [positions, rope_dim], bf16, fp16 or float32, cosines and then sines of each frequency.
-        interleaved: whether a frequency turns dims 2i and 2i + 1; else i and i + rope_dim / 2.
-        q_rope: [T, h, rope_dim] in latent's dtype, rotated in place; None for none.
-        cache_format: inferred from the cache if None.
-        scale: format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
-        backend: "portable" or "reference"; None chooses.
+        positions: int32 or int64 [T], the row of cos_sin for each token. Positions outside the table are clamped.
+        cos_sin: [positions, rope_dim], bf16, fp16 or float32, the cosines, then the sines of each frequency.
+        interleaved: whether a frequency rotates dims 2i and 2i + 1; else i and i + rope_dim / 2.
+        q_rope: [T, h, rope_dim] in latent's dtype, rotated in place; may be None.
+        cache_format: None infers it from the cache.
+        scale: for format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
+        backend: "portable" or "reference"; None selects one.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
     checks.not_expanded("cache", cache)
@@ -100,7 +113,7 @@ def rope_cache_write(
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     gradients.warn_if_dropped(OPERATION, latent, k_rope, q_rope)
     heads = 0 if q_rope is None else q_rope.shape[1]
-    call = dispatch.Call(OPERATION, device, latent.dtype, layout.name, cache.shape[1], layout.head_dim, h_q=heads)
+    call = dispatch.CallSpec(OPERATION, device, latent.dtype, layout.name, cache.shape[1], layout.head_dim, h_q=heads)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0]:

@@ -1,4 +1,5 @@
-"""``rope_cache_write`` in Triton: the first programs take a token's key each, those behind them some of its heads."""
+"""``rope_cache_write`` in Triton: the first programs process a token's key each, the following ones some of its
+heads."""
 
 from __future__ import annotations
 
@@ -119,9 +120,9 @@ def rope_cache_write_kernel(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Programs of one token's key, then programs of BLOCK_H heads of one token's query.
+    """The first programs process one token's key each, the following ones BLOCK_H heads of one token's query.
 
-    Strides of the query count units of Q_UNIT elements.
+    Strides of the query are in units of Q_UNIT elements.
     """
     program = tl.program_id(0).to(tl.int64)
     is_key = program < num_tokens
@@ -148,12 +149,12 @@ def rope_cache_write_kernel(
         valid, page, offset = locate_slots(slots, token, WIDE)
         cache_row = cache + page * page_stride + offset * row_stride
         scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
-        store_numbers(cache_row + LATENT + first, a, scale, in_rope & valid, NATIVE, INTERPRETED)
-        store_numbers(cache_row + LATENT + second, b, scale, in_rope & valid, NATIVE, INTERPRETED)
+        store_elements(cache_row + LATENT + first, a, scale, in_rope & valid, NATIVE, INTERPRETED)
+        store_elements(cache_row + LATENT + second, b, scale, in_rope & valid, NATIVE, INTERPRETED)
         column = tl.arange(0, BLOCK_LATENT)[None, :]
         inside = (column < LATENT) & valid
-        numbers = tl.load(latent + token * latent_stride + column, mask=inside, other=0.0)
-        store_numbers(cache_row + column, numbers, scale, inside, NATIVE, INTERPRETED)
+        elements = tl.load(latent + token * latent_stride + column, mask=inside, other=0.0)
+        store_elements(cache_row + column, elements, scale, inside, NATIVE, INTERPRETED)
     elif q_rope is not None:
         head = (behind - of_query * head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         rows = q_rope + (token * q_stride + head * q_head_stride) * Q_UNIT
@@ -162,7 +163,7 @@ def rope_cache_write_kernel(
 
 @triton.jit
 def rotate_in_place(rows, first, second, cosine, sine, mask, INTERPRETED: tl.constexpr):
-    """The rotated numbers of each pair, rounded, which are stored where they came from."""
+    """Rotate and round the elements of each pair, and store them in place."""
     a = to_float32(tl.load(rows + first, mask=mask, other=0.0), INTERPRETED)
     b = to_float32(tl.load(rows + second, mask=mask, other=0.0), INTERPRETED)
     x = from_float32(a * cosine - b * sine, rows.dtype.element_ty, INTERPRETED)
@@ -173,7 +174,7 @@ def rotate_in_place(rows, first, second, cosine, sine, mask, INTERPRETED: tl.con
 
 
 @triton.jit
-def store_numbers(places, x, scale, mask, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
+def store_elements(places, x, scale, mask, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
     """x in the cache's dtype; bytes (uint8) are e4m3 of x / scale."""
     if places.dtype.element_ty == tl.uint8:
         x = to_float32(x, INTERPRETED)

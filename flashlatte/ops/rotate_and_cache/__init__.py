@@ -1,4 +1,4 @@
-"""Queries normalised and rotated, keys rotated and written into their cache, in one launch."""
+"""Norm and rotation of queries, rotation of keys and their write to the cache, in one launch."""
 
 from flashlatte.ops.rotate_and_cache.api import rotate_and_cache
 

@@ -1,4 +1,4 @@
-"""``rotate_and_cache``: its arguments, their checks, and the choice of implementation."""
+"""``rotate_and_cache``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
-from flashlatte.kv_cache.rows import as_row_cache, refuses_rows
+from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -15,14 +15,26 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "rotate_and_cache"
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_rows(call)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.rotate_and_cache.portable import rotate_and_cache
+
+    return rotate_and_cache
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.rotate_and_cache.reference import rotate_and_cache
+
+    return rotate_and_cache
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.rotate_and_cache.portable:rotate_and_cache", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.rotate_and_cache.reference:rotate_and_cache"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -41,32 +53,33 @@ def rotate_and_cache(
     scale_rounding: str = "power_of_two",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Normalise and rotate the heads of queries; rotate keys and write them, quantised, into a paged cache.
+    """Normalise and rotate the heads of queries; rotate keys, quantise them and write them to a paged cache.
 
-    What DeepSeek-V4 does between its projections and attention. A head of q becomes q / √(mean q² + q_eps), without a
-    weight; then the last rope_dim numbers of each head, and of each key, turn in pairs (2i, 2i + 1) by the token's
-    position. All in float32, rounded once. No gradient flows through it: a warning, once, says so where gradients
-    are recorded and an input requires one.
+    DeepSeek-V4's step between its projections and attention. A head of q becomes q / √(mean q² + q_eps), without a
+    weight. Then the last rope_dim elements of each head and of each key are rotated in pairs (2i, 2i + 1) by the
+    token's position. Computed in float32 and rounded once. It has no backward pass, and warns once if gradients are
+    enabled and an input requires one.
 
     Args:
         q: [T, H, head_dim] as projected, bf16, fp16 or float32. T may be 0.
-        kv: [T, head_dim], normalised already, in q's dtype.
-        cos_sin: float32 [n, rope_dim], cosines and then sines of each frequency.
-        positions: int32 or int64 [T], the table's row of each token. One outside it takes the nearest.
-        cache: [pages, page_size, 1, width] (or without the 1) that takes rows of head_dim: ``model1``, ``bf16``,
+        kv: [T, head_dim], already normalised, in q's dtype.
+        cos_sin: float32 [n, rope_dim], the cosines, then the sines of each frequency.
+        positions: int32 or int64 [T], the table's row of each token. Positions outside the table are clamped.
+        cache: [pages, page_size, 1, width] (or without the 1) for rows of head_dim elements: ``model1``, ``bf16``,
             ``fp16`` or ``fp32``.
-        slot_mapping: int32 or int64 [T], page · page_size + offset of each token; one outside the cache is skipped.
-        q_eps: of the norm; None leaves q's length as it is.
-        out: [T, H, head_dim] in q's dtype to write into; it may be ``q`` itself.
-        cache_format: inferred from the cache if None.
-        scale_rounding: for formats that have a choice.
-        backend: "portable" or "reference"; None chooses.
+        slot_mapping: int32 or int64 [T], page · page_size + offset of each token; tokens whose slot is outside the
+            cache are skipped.
+        q_eps: epsilon of the norm; None omits the norm.
+        out: [T, H, head_dim] in q's dtype to write to; it may be ``q`` itself.
+        cache_format: None infers it from the cache.
+        scale_rounding: for formats that support several.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
         The queries [T, H, head_dim], or ``out``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("q", q, ("T", "H", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     tokens, heads, head_dim = q.shape
@@ -86,11 +99,11 @@ def rotate_and_cache(
     else:
         checks.output("out", out, tuple(q.shape), (q.dtype,), device)
     gradients.warn_if_dropped(OPERATION, q, kv)
-    call = dispatch.Call(OPERATION, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
+    call = dispatch.CallSpec(OPERATION, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if tokens:
-        # An operation may not write into what it also reads, so a call in place passes no q.
+        # A registered operation must not read and write the same tensor, so an in-place call passes no q.
         source = None if out is q else q
         arguments = (kv, cos_sin, positions, slot_mapping, q_eps, layout.name, scale_rounding)
         _rotate_and_cache(source, *arguments, out, cache, backend)

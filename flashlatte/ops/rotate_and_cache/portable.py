@@ -1,4 +1,5 @@
-"""``rotate_and_cache`` in Triton: the first programs take a token's key each, those behind them some of its heads."""
+"""``rotate_and_cache`` in Triton: the first programs process a token's key each, the following ones some of its
+heads."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
-# Numbers of queries that a program takes, and its warps.
+# Query elements and warps of a program.
 NUMBERS, WARPS = 1024, 1
 
 
@@ -34,7 +35,7 @@ def rotate_and_cache(
     cache = as_bytes(cache)
     tokens, heads, head_dim = q.shape
     page_stride = stride_in_use(cache, 0)
-    # Formats of bytes have a distance of their own from token to token.
+    # The token stride of one-byte formats is the format's.
     row_stride = 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
     unit = alignment_elements(cache, page_stride, row_stride)
     q_strides = stride_in_use(q, 0), stride_in_use(q, 1)
@@ -124,7 +125,7 @@ def rotate_and_cache_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """q and out may be the same: a program has read its heads before it writes them."""
+    """q and out may be the same tensor: a program reads its heads before it writes them."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, D)[None, :]
     if program < num_tokens:

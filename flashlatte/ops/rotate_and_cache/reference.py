@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kernels.rope import rotate_tail
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.rows import encode_rows
+from flashlatte.kv_cache.row_caches import encode_rows
 from flashlatte.kv_cache.slots import stored_tokens, write_slots
 
 

@@ -1,4 +1,4 @@
-"""Few queries over selected tokens of a paged cache."""
+"""Attention of few queries over selected tokens of a paged cache."""
 
 from flashlatte.ops.sparse_decode.api import sparse_decode
 

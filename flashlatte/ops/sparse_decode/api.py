@@ -1,4 +1,4 @@
-"""``sparse_decode``: its arguments, their checks, and the choice of implementation."""
+"""``sparse_decode``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "sparse_decode"
-# A row is one tile in shared memory.
+# A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 1024
 
 
-# Formats with scales that kernels unpack: latent numbers that share a scale, and scales of a token.
+# Formats with a scale per tile: (latent values per scale, scales per token).
 _TILES = ((128, 4), (64, 7))
-# Those whose scales stand with the token, and that have no numbers but those: likewise, and the bytes of a token.
+# Formats with a scale per block and no other values: (values per scale, scales per token, bytes per token).
 _BLOCKS = ((32, 16, 528), (16, 32, 288))
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.dtype(call, torch.bfloat16) or refusals.capability(call, 9, 0):
         return reason
     if reason := _refuses_format(call, _hopper_reads):
@@ -43,18 +43,18 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.triton(call):
         return reason
-    if reason := _refuses_format(call, _portable_reads) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM):
+    if reason := _refuses_format(call, _portable_reads) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM):
         return reason
     layout = None if call.cache_format is None else as_format(call.cache_format)
     if layout is not None and not layout.plain and (call.head_dim_v or 0) > layout.value_dim:
-        return f"takes {layout.name}'s {layout.value_dim} latent numbers as values, not {call.head_dim_v}"
+        return f"takes {layout.name}'s {layout.value_dim} latent elements as values, not {call.head_dim_v}"
     return None
 
 
-def _refuses_format(call: dispatch.Call, reads: Callable[[type[CacheFormat]], bool]) -> str | None:
+def _refuses_format(call: dispatch.CallSpec, reads: Callable[[type[CacheFormat]], bool]) -> str | None:
     if call.cache_format is None or reads(format_class(call.cache_format)):
         return None
     return f"takes caches in {names_of(reads)}, not {call.cache_format}"
@@ -84,11 +84,29 @@ def _reference_reads(layout: type[CacheFormat]) -> bool:
     return not layout.takes_scale
 
 
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.sparse_decode.hopper import sparse_decode
+
+    return sparse_decode
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.sparse_decode.portable import sparse_decode
+
+    return sparse_decode
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.sparse_decode.reference import sparse_decode
+
+    return sparse_decode
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.sparse_decode.hopper:sparse_decode", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.sparse_decode.portable:sparse_decode", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.sparse_decode.reference:sparse_decode"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -112,46 +130,47 @@ def sparse_decode(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few query tokens a request over the cache tokens that each of them selected.
+    """Attention of a few query tokens per request over the cache tokens that each query token selected.
 
-    A key is a dequantised cache row, a value its first ``head_dim_v`` numbers; there is no causal mask, the
-    indices are the mask. A second cache with indices of its own (DeepSeek-V4's compressed tokens beside its
-    window) joins the same softmax. No gradient flows through it: a warning, once, says so where gradients are recorded
-    and an input requires one.
+    A key is a dequantised cache row, a value its first ``head_dim_v`` elements. There is no causal mask: the indices
+    are the mask. A second cache with its own indices (DeepSeek-V4's compressed tokens, next to its window) joins the
+    same softmax. It has no backward pass, and warns once if gradients are enabled and an input requires one.
 
-    The reference computes with keys in float32. Kernels round the keys of a format with scales to bf16, also for
-    queries in fp16. That is exact where scales are powers of two; with others a score, and the lse, is off by at most
-    2^-9 · softmax_scale · Σ |q_i · k_i|. fp16 queries need keys below 65,504.
+    The reference computes with float32 keys. Kernels round the keys of a format with scales to bf16, also for fp16
+    queries. This is exact if scales are powers of two; else the error of a score, and of the lse, is at most 2^-9 ·
+    softmax_scale · Σ |q_i · k_i|. fp16 queries need keys below 65,504.
 
     Args:
         q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is the format's: 576 for ``v32``, 512 for
             ``model1``, ``v41`` and ``v41_fp4``, the row width for the others. b and s_q may be 0.
         k_cache: [pages, page_size, 1, width] of any page size, in format ``v32``, ``model1``, ``v41``, ``v41_fp4``,
             ``bf16``, ``fp16`` or ``fp32``; on the reference also ``nvfp4_ds_mla``.
-        indices: int32 or int64 [b, s_q, topk], topk ≥ 1: page · page_size + offset. Any value outside the cache
-            (-1, say) selects nothing; a token selected twice counts twice.
-        cache_format: of k_cache; inferred from it if None.
-        topk_length: int32 or int64 [b] or [b, s_q]: only the first so many indices count; all if None.
-        attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it. -inf is no
-            sink, +inf gives 0.
-        extra_k_cache: a second cache in the same format, or in ``v41_fp4`` beside ``v41``, with its own page size.
+        indices: int32 or int64 [b, s_q, topk], topk ≥ 1: page · page_size + offset. A value outside the cache, such as
+            -1, selects nothing; a token selected twice counts twice.
+        cache_format: of k_cache; None infers it.
+        topk_length: int32 or int64 [b] or [b, s_q]: the number of indices that count, from the first; all if None.
+        attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it. -inf has no
+            effect; +inf makes out 0.
+        extra_k_cache: a second cache in the same format, or in ``v41_fp4`` if k_cache is ``v41``; its page size may
+            differ.
         extra_indices, extra_topk_length: as ``indices`` and ``topk_length``, for the second cache.
         softmax_scale: above 0; d^-0.5 if None.
         head_dim_v: width of a value, at most d.
-        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
-        lse: float32 [b, h_q, s_q] to write into, any strides.
-        empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0, whatever the sink.
-        batch_invariant: make a query token's result independent, bit for bit, of what else is in the batch: its keys
-            are not split, which takes longer where there are few query tokens.
-        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+        out: [b, s_q, h_q, head_dim_v] in q's dtype to write to; last stride 1. It must not share memory with an input.
+        lse: float32 [b, h_q, s_q] to write to, any strides.
+        empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0, also with a sink.
+        batch_invariant: make a query token's result bitwise independent of the rest of the batch: its keys are not
+            split, which is slower for few query tokens.
+        backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
+            error.
 
     Returns:
-        out [b, s_q, h_q, head_dim_v] in q's dtype, and lse, natural logarithm, float32 [b, h_q, s_q]. A new lse
-        has strides (s_q · h_q, 1, h_q).
+        out [b, s_q, h_q, head_dim_v] in q's dtype, and lse (natural logarithm), float32 [b, h_q, s_q]. A newly
+        allocated lse has strides (s_q · h_q, 1, h_q).
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other; a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
+            backend that cannot run the call.
     """
     checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
     batch, s_q, h_q, head_dim = q.shape
@@ -163,14 +182,14 @@ def sparse_decode(
     if extra_k_cache is None:
         for name, value in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
             if value is not None:
-                raise ValueError(f"{name} needs extra_k_cache beside it, got {name} alone")
+                raise ValueError(f"{name} must be None if extra_k_cache is None, got a tensor")
         extra_layout = None
     else:
         if extra_indices is None:
-            raise ValueError("extra_k_cache needs extra_indices beside it, got None")
+            raise ValueError("extra_indices must be given if extra_k_cache is, got None")
         extra_layout = layout
         if isinstance(extra_k_cache, torch.Tensor) and extra_k_cache.dim():
-            extra_layout = layout.beside(extra_k_cache.shape[-1])
+            extra_layout = layout.second_format(extra_k_cache.shape[-1])
         extra_k_cache, _ = as_cache(extra_k_cache, extra_layout, "extra_k_cache")
         _check_cache("extra_k_cache", extra_k_cache, extra_layout, q)
         _check_selection("extra_indices", extra_indices, "extra_topk_length", extra_topk_length, q, extra_k_cache)
@@ -183,7 +202,7 @@ def sparse_decode(
     out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache, extra_k_cache=extra_k_cache)
 
     caches = [cache for cache in (k_cache, extra_k_cache) if cache is not None]
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         q.device,
         q.dtype,
@@ -264,10 +283,10 @@ def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.T
         raise ValueError(f"{name} must be on {q.device} like the other arguments, got {cache.device}")
     if layout.head_dim != q.shape[-1]:
         raise ValueError(
-            f"{name} of format {layout.name} has rows of {layout.head_dim}, and q's last dimension is {q.shape[-1]}"
+            f"{name} of format {layout.name} must have rows of q's {q.shape[-1]} elements, got {layout.head_dim}"
         )
     if layout.plain:
-        checks.agree_in_dtype(name, cache, q)
+        checks.same_dtype(name, cache, q)
 
 
 def _check_selection(

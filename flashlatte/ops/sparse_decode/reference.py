@@ -28,7 +28,7 @@ def sparse_decode(
 ) -> None:
     scopes = [(k_cache, layout, indices, topk_length)]
     if extra_k_cache is not None and extra_indices is not None:
-        scopes.append((extra_k_cache, layout.beside(extra_k_cache.shape[-1]), extra_indices, extra_topk_length))
+        scopes.append((extra_k_cache, layout.second_format(extra_k_cache.shape[-1]), extra_indices, extra_topk_length))
 
     for request in range(q.shape[0]):
         rows, visible = [], []

@@ -1,4 +1,4 @@
-"""Many queries over selected tokens of a contiguous latent."""
+"""Attention of many queries over selected tokens of a contiguous latent."""
 
 from flashlatte.ops.sparse_prefill.api import sparse_prefill
 

@@ -1,4 +1,4 @@
-"""``sparse_prefill``: its arguments, their checks, and the choice of implementation."""
+"""``sparse_prefill``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "sparse_prefill"
-# A row is one tile in shared memory.
+# A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 1024
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
@@ -24,19 +24,37 @@ def _refuses_hopper(call: dispatch.Call) -> str | None:
     )
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
     )
+
+
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.sparse_prefill.hopper import sparse_prefill
+
+    return sparse_prefill
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.sparse_prefill.portable import sparse_prefill
+
+    return sparse_prefill
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.sparse_prefill.reference import sparse_prefill
+
+    return sparse_prefill
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.sparse_prefill.hopper:sparse_prefill", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.sparse_prefill.portable:sparse_prefill", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.sparse_prefill.reference:sparse_prefill"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -54,38 +72,38 @@ def sparse_prefill(
     empty_lse: float = -math.inf,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of many query tokens, each over the tokens of a contiguous latent that it selected.
+    """Attention of many query tokens, each over selected tokens of a contiguous latent.
 
-    A key is a row of ``kv``, a value its first ``d_v`` numbers. Any strides but the last are free. No gradient flows
-    through it: a warning, once, says so where gradients are recorded and an input requires one.
+    A key is a row of ``kv``, a value its first ``d_v`` elements. All strides but the last are free. It has no backward
+    pass, and warns once if gradients are enabled and an input requires one.
 
     Args:
-        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0, or above 65,535. d is 576 or 512 in
-            MLA.
+        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0. d is 576 or 512 in MLA.
         kv: [s_kv, 1, d] in q's dtype.
-        indices: int32 or int64 [s_q, 1, topk], topk ≥ 1. Any value outside 0 to s_kv - 1 selects nothing; a token
+        indices: int32 or int64 [s_q, 1, topk], topk ≥ 1. A value outside 0 to s_kv - 1 selects nothing; a token
             selected twice counts twice.
         softmax_scale: above 0; d^-0.5 if None.
         d_v: width of a value, at most d.
         attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it.
-        topk_length: int32 or int64 [s_q]: only the first so many indices count; all if None.
-        out: [s_q, h_q, d_v] in q's dtype to write into; last stride 1. It shares no memory with what is read.
+        topk_length: int32 or int64 [s_q]: the number of indices that count, from the first; all if None.
+        out: [s_q, h_q, d_v] in q's dtype to write to; last stride 1. It must not share memory with an input.
         empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0 and its max_logits -inf.
-        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused.
+        backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
+            error.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype; max_logits, the largest q · k · softmax_scale, and lse, natural
         logarithm, both float32 [s_q, h_q], contiguous.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other; a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
+            backend that cannot run the call.
     """
     checks.tensor("q", q, ("s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
     s_q, h_q, head_dim = q.shape
     device = q.device
     may_be_empty = 0 if s_q else 3
-    checks.agree_in_dtype("kv", kv, q)
+    checks.same_dtype("kv", kv, q)
     checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
     checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
     if attn_sink is not None:
@@ -102,11 +120,11 @@ def sparse_prefill(
         out = q.new_empty(s_q, h_q, d_v)
     else:
         checks.output("out", out, (s_q, h_q, d_v), (q.dtype,), device)
-        checks.apart("out", out, q=q, kv=kv)
+        checks.no_overlap("out", out, q=q, kv=kv)
     max_logits = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
     lse = torch.empty_like(max_logits)
 
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         device,
         q.dtype,

@@ -1,6 +1,7 @@
 """Sparse prefill in Triton: a program gathers the selected rows for one query token and a block of its heads.
 
-That is the portable implementation. The one for Hopper has it compute anew what its tiles of several tokens could not.
+This is the portable implementation. The Hopper implementation uses it to recompute tiles of several tokens that it
+cannot process.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -61,11 +62,12 @@ def sparse_prefill_kernel(
     OUT_ALIGN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A query token and a block of its heads by each program; only tokens i with damaged[i // GROUP], if given.
+    """A program processes a query token and a block of its heads; if ``damaged`` is given, only tokens i with damaged[i
+    // GROUP].
 
-    Strides of q, kv and out are in units of Q_ALIGN, KV_ALIGN and OUT_ALIGN numbers.
+    Strides of q, kv and out are in units of Q_ALIGN, KV_ALIGN and OUT_ALIGN elements.
 
-    The programs of a token's head blocks have adjacent numbers, so that the L2 cache serves all but the first.
+    The programs of a token's head blocks have adjacent indices, so all but the first hit the L2 cache.
     """
     head_blocks = tl.cdiv(h_q, STEP.block_h)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -121,7 +123,8 @@ def sparse_prefill(
     damaged: torch.Tensor | None = None,
     group: int = 1,
 ) -> None:
-    """``max_logits`` and ``lse`` are contiguous. ``damaged``, int32: tokens i with damaged[i // group] = 0 are left."""
+    """``max_logits`` and ``lse`` are contiguous. ``damaged``, int32: tokens i with damaged[i // group] = 0 are not
+    written."""
     s_q, h_q, head_dim = q.shape
     config, constants = _compiled_for(gpu_class(q.device), h_q, head_dim, out.shape[2])
     q_align, kv_align, out_align = row_align(q), row_align(kv), row_align(out)
@@ -158,7 +161,7 @@ def sparse_prefill(
 
 @functools.lru_cache(maxsize=256)
 def _compiled_for(gpu: str, h_q: int, head_dim: int, d_v: int) -> tuple[AttentionConfig, dict[str, Any]]:
-    """The configuration of a shape, and what the kernel is compiled for beside the alignment of rows."""
+    """The configuration of a shape, and the kernel's constants except for the alignment of rows."""
     config, step = choose(SELECTED_ROWS, gpu, h_q, head_dim, d_v, in_place=True)
     return config, {
         "STEP": step,

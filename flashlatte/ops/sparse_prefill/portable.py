@@ -1,4 +1,4 @@
-"""Sparse prefill in Triton, for any GPU that it serves, and for the CPU through its interpreter."""
+"""Sparse prefill in Triton, for all GPUs that Triton supports, and for the CPU in Triton's interpreter."""
 
 from flashlatte.ops.sparse_prefill.by_token import sparse_prefill
 

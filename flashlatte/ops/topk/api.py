@@ -1,4 +1,4 @@
-"""``topk``: its arguments, their checks, and the choice of implementation."""
+"""``topk``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -13,33 +13,51 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "topk"
 LOGIT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_K = 4096
-# Of a list that fits shared memory.
+# A list of selected entries must fit shared memory.
 _HOPPER_MAX_K = 2048
-# Of so many rows two CTAs read each, and of more columns portable is faster. Of fewer rows eight do; more rows keep the
-# GPU busy.
-_HOPPER_TWO_CTAS, _HOPPER_MOST_COLUMNS = range(9, 33), 262_144
+# With this number of rows, two CTAs read each row, and beyond this number of columns the portable kernel is faster.
+# With fewer rows eight CTAs read each; more rows fill the GPU.
+_HOPPER_TWO_CTAS, _HOPPER_MAX_COLUMNS = range(9, 33), 262_144
 
 
-def _refuses_hopper(call: dispatch.Call) -> str | None:
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if reason := refusals.capability(call, 9, 0):
         return reason
     if call.k is not None and call.k > _HOPPER_MAX_K:
         return f"takes k up to {_HOPPER_MAX_K}, not {call.k}"
     if call.rows is None or call.columns is None or call.rows not in _HOPPER_TWO_CTAS:
         return None
-    if call.columns > _HOPPER_MOST_COLUMNS:
+    if call.columns > _HOPPER_MAX_COLUMNS:
         return (
-            f"takes up to {_HOPPER_MOST_COLUMNS} columns of {_HOPPER_TWO_CTAS[0]} to {_HOPPER_TWO_CTAS[-1]} rows "
+            f"takes up to {_HOPPER_MAX_COLUMNS} columns of {_HOPPER_TWO_CTAS[0]} to {_HOPPER_TWO_CTAS[-1]} rows "
             f"(portable is faster with more), not {call.columns} of {call.rows}"
         )
     return None
 
 
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.topk.hopper.launch import topk
+
+    return topk
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.topk.portable.launch import topk
+
+    return topk
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.topk.reference import topk
+
+    return topk
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", "flashlatte.ops.topk.hopper.launch:topk", _refuses_hopper),
-    dispatch.Implementation("portable", "flashlatte.ops.topk.portable.launch:topk", refusals.triton),
-    dispatch.Implementation("reference", "flashlatte.ops.topk.reference:topk"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("portable", _load_portable, refusals.triton),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -104,35 +122,34 @@ def topk(
     return_values: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The indices of the k largest entries of each row, exactly.
+    """The indices of the k largest entries of each row, exact.
 
-    Entries are ordered by value, NaN below all others and -0 equal to 0; of equal ones the lower index comes first. So
-    the result does not depend on the batch or on the implementation. A row with at most k entries gives all of them.
-    No gradient flows through values: a warning, once, says so where gradients are recorded and ``logits`` require one.
+    Entries are ordered by value, with NaN below all others and -0 equal to 0; ties are resolved in favour of the lower
+    index. So the result does not depend on the batch or the implementation. If a row has at most k entries, all are
+    selected. values has no backward pass: a warning is given once if gradients are enabled and ``logits`` requires one.
 
     Args:
         logits: [rows, width], float32 or bf16, last stride 1. Either may be 0.
         k: 1 to 4096.
-        start: int32 or int64 [rows], the column where each row begins; 0 if None, and where it is below. Indices are
-            relative to it.
-        end: int32 or int64 [rows], the column before which each row ends; or [rows / next_n], one a request, of whose
-            next_n rows the last ends there and each other one a column before the next. The width if None. What lies
-            outside a row is not looked at.
-        next_n: rows of a request.
-        sort: in descending order of value (of equal ones, in ascending order of index) instead of in ascending order
-            of index.
-        indices: int32 [rows, k] with last stride 1 to write into.
-        values: float32 [rows, k] with last stride 1 to write into, for the chosen entries; no part of ``logits``.
+        start: int32 or int64 [rows], the first column of each row, clamped to 0; None means 0. Indices are relative to
+            it.
+        end: int32 or int64 [rows], the end (exclusive) of each row; or [rows / next_n], one per request: the last of
+            its next_n rows ends there, and each other row one column before the next. None means width. Elements
+            outside a row are not read.
+        next_n: rows per request.
+        sort: sort by descending value (ties by ascending index) instead of by ascending index.
+        indices: int32 [rows, k] with last stride 1 to write to.
+        values: float32 [rows, k] with last stride 1 to write to: the selected entries; it must not overlap ``logits``.
         return_values: whether to return values.
-        backend: "hopper", "portable" or "reference"; None chooses.
+        backend: "hopper", "portable" or "reference"; None selects one.
 
     Returns:
-        indices int32 [rows, k], -1 behind a row's last. With ``return_values`` or ``values`` also values float32
-        [rows, k], -inf behind a row's last.
+        indices int32 [rows, k], padded with -1. With ``return_values`` or ``values`` also values float32 [rows, k],
+        padded with -inf.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other; a
-            backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments; a backend
+            that cannot run the call.
     """
     checks.flag("sort", sort)
     checks.flag("return_values", return_values)
@@ -157,7 +174,7 @@ def _unsorted(
     with_values: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The indices, and the values if they are given or asked for."""
+    """The indices, and the values if ``values`` or ``return_values`` is given."""
     checks.tensor("logits", logits, ("rows", "width"), LOGIT_DTYPES, may_be_empty=2)
     rows, width = logits.shape
     device = logits.device
@@ -178,10 +195,12 @@ def _unsorted(
         checks.output("indices", indices, (rows, k), (torch.int32,), device)
     if values is not None:
         checks.output("values", values, (rows, k), (torch.float32,), device)
-        checks.apart("values", values, logits=logits)
+        checks.no_overlap("values", values, logits=logits)
     elif with_values:
         values = torch.empty(rows, k, dtype=torch.float32, device=device)
-    backend = dispatch.select(dispatch.Call(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend)
+    backend = dispatch.select(
+        dispatch.CallSpec(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend
+    )
     if rows and width:
         _topk(logits, start, end, next_n, indices, values, backend)
     elif rows:
@@ -205,9 +224,9 @@ def _topk(
 
 
 def _sort(indices: torch.Tensor, values: torch.Tensor) -> None:
-    """Sort rows in place by value, what is padding behind all others; they are in ascending order of index."""
+    """Sort rows, which are in ascending order of index, in place by value, with padding last."""
     rank = values.masked_fill(values.isnan(), -torch.inf)
-    # NaN behind -inf, and padding behind NaN.
+    # NaN after -inf, and padding after NaN.
     kind = values.isnan().to(torch.int8) + 2 * (indices < 0).to(torch.int8)
     order = rank.sort(dim=1, descending=True, stable=True).indices
     order = order.gather(1, kind.gather(1, order).sort(dim=1, stable=True).indices)

@@ -1,4 +1,4 @@
-"""Rows and their entries, as every kernel of ``topk`` reads them: entries are compared as ordered integers."""
+"""Loading of rows and entries for all kernels of ``topk``: entries are compared as ordered integers."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -18,7 +18,7 @@ HIGHEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST: tl.constexpr):
-    """First column of a row and the one behind its last, int64, within the width."""
+    """First column and end (exclusive) of a row, int64, within the width."""
     first = tl.zeros([], tl.int64)
     last = width
     if start is not None:
@@ -40,7 +40,7 @@ def load_values(pointers, inside, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def ordered(x, inside):
-    """int32 that are ordered as float32 x is: NaN gives LOWEST, -0 what 0 does, and what is not inside OUTSIDE."""
+    """int32 keys in the order of float32 x: LOWEST for NaN, the same for -0 and 0, OUTSIDE where not inside."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = tl.where(x == x, keys, LOWEST)
@@ -49,7 +49,7 @@ def ordered(x, inside):
 
 @triton.jit
 def store_all(entries, index_row, value_row, place, length, k, INTERPRETED: tl.constexpr):
-    """All ``length`` <= k entries, and padding behind them."""
+    """Write all ``length`` <= k entries, followed by padding."""
     inside = place < length
     tl.store(index_row + place, tl.where(inside, place, -1), mask=place < k)
     if value_row is not None:

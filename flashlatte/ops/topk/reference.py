@@ -1,13 +1,14 @@
 """``topk`` in plain PyTorch: the specification.
 
-Entries are ordered by value, NaN below all others and -0 equal to 0; of equal ones the lower index comes first.
+Entries are ordered by value, with NaN below all others and -0 equal to 0; ties are resolved in favour of the lower
+index.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Entries that are sorted at once.
+# Entries that are sorted together.
 ENTRIES = 2**25
 # Below every ordered value: no entry of the row.
 OUTSIDE = torch.iinfo(torch.int32).min
@@ -43,7 +44,7 @@ def topk(
 
 
 def ordered(x: torch.Tensor) -> torch.Tensor:
-    """int32 that are ordered as the values are; NaN gives the least above ``OUTSIDE``."""
+    """int32 keys in the order of the values; NaN becomes the lowest key above ``OUTSIDE``."""
     bits = (x.float() + 0.0).view(torch.int32)  # -0 + 0 is 0
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return torch.where(x.isnan(), OUTSIDE + 1, keys)
@@ -52,7 +53,7 @@ def ordered(x: torch.Tensor) -> torch.Tensor:
 def row_ranges(
     start: torch.Tensor | None, end: torch.Tensor | None, next_n: int, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """First column of each row, and the one behind its last, int64."""
+    """First column and end (exclusive) of each row, int64."""
     rows, width = logits.shape
     first = (
         torch.zeros(rows, dtype=torch.int64, device=logits.device) if start is None else start.long().clamp(0, width)

@@ -1,4 +1,4 @@
-"""Attention of a few query tokens a request over the pages of a TurboQuant cache."""
+"""Attention of a few query tokens per request over a TurboQuant cache."""
 
 from flashlatte.ops.turboquant_decode.api import turboquant_decode
 

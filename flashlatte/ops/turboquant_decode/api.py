@@ -1,4 +1,4 @@
-"""``turboquant_decode``: its arguments, their checks, and the choice of implementation."""
+"""``turboquant_decode``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -12,33 +12,43 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "turboquant_decode"
-# A rotation is one product, whose matrix a program holds.
+# A program holds the whole rotation matrix.
 _PORTABLE_MAX_HEAD_DIM = 128
-# The kernel reads 32-bit words from the cache's beginning; records may begin in the middle of one.
+# The kernel reads 32-bit words relative to the cache's address; a record may begin inside a word.
 _WORD_BYTES, _RECORD_ALIGNMENT = 4, 2
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.triton(call)
-        or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
         or _unaligned(call)
     )
 
 
-def _unaligned(call: dispatch.Call) -> str | None:
+def _unaligned(call: dispatch.CallSpec) -> str | None:
     if call.rows_aligned:
         return None
     return "takes caches that begin at multiples of 4 bytes, with records at multiples of 2"
 
 
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.turboquant_decode.portable import turboquant_decode
+
+    return turboquant_decode
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.turboquant_decode.reference import turboquant_decode
+
+    return turboquant_decode
+
+
 dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.turboquant_decode.portable:turboquant_decode", _refuses_portable
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.turboquant_decode.reference:turboquant_decode"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -57,36 +67,37 @@ def turboquant_decode(
     empty_lse: float = -math.inf,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few query tokens a request over all tokens of its TurboQuant cache.
+    """Attention of a few query tokens per request over all tokens of its TurboQuant cache.
 
-    out = softmax(q · Kᵀ · softmax_scale) · V, where K and V are what ``turboquant_gather`` would read. Query head h
-    reads key head h // (h_q / h_kv). Keys are not rotated back: the queries are rotated instead. Results over other
-    keys, such as new tokens that are not in the cache, are joined with these by ``merge_states``.
+    out = softmax(q · Kᵀ · softmax_scale) · V, where K and V are the dequantised keys and values, as
+    ``turboquant_gather`` returns them. Query head h reads key head h // (h_q / h_kv). Queries are rotated instead of
+    undoing the rotation of keys. To include other keys, such as new tokens that are not in the cache, use
+    ``merge_states``.
 
     Args:
         q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). b and s_q may be 0.
-        cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1, as ``turboquant_store`` fills it; h_kv
+        cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1, as written by ``turboquant_store``; h_kv
             divides h_q.
-        block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries that its length
-            does not reach may hold anything.
-        cache_seqlens: int32 or int64 [b], keys of each request; clamped to 0 and to what block_table has room for. A
-            key whose page is not in the cache is not seen.
-        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
+        block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries beyond a request's
+            length are not read.
+        cache_seqlens: int32 or int64 [b], keys of each request; clamped to 0 and to the capacity of block_table. Keys
+            whose page is not in the cache are masked.
+        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; None infers it from the width of a record.
         softmax_scale: above 0; d^-0.5 if None.
-        causal: query token j sees keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
+        causal: query token j attends to keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
             alignment).
-        out: [b, s_q, h_q, d] in q's dtype to write into; last stride 1. It shares no memory with what is read.
-        lse: float32 [b, h_q, s_q] to write into, any strides.
-        empty_lse: lse of a query that sees no key, inf or -inf; its out is 0.
-        backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
+        out: [b, s_q, h_q, d] in q's dtype to write to; last stride 1. It must not share memory with an input.
+        lse: float32 [b, h_q, s_q] to write to, any strides.
+        empty_lse: lse of a query that has no visible key, inf or -inf; its out is 0.
+        backend: "portable" or "reference"; None selects one; a named backend that cannot run the call is an error.
 
     Returns:
-        out [b, s_q, h_q, d] in q's dtype, and lse, natural logarithm, float32 [b, h_q, s_q]. A new lse has strides
-        (s_q · h_q, 1, h_q).
+        out [b, s_q, h_q, d] in q's dtype, and lse (natural logarithm), float32 [b, h_q, s_q]. A newly allocated lse has
+        strides (s_q · h_q, 1, h_q).
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other; a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
+            backend that cannot run the call.
     """
     checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
     batch, s_q, h_q, head_dim = q.shape
@@ -105,7 +116,7 @@ def turboquant_decode(
     scale = checks.softmax_scale(softmax_scale, head_dim)
     checks.flag("causal", causal)
     out, lse = decode_outputs.prepare(q, head_dim, out, lse, cache=cache)
-    call = dispatch.Call(
+    call = dispatch.CallSpec(
         OPERATION,
         device,
         q.dtype,

@@ -1,4 +1,4 @@
-"""Keys and values of several requests out of a TurboQuant cache."""
+"""Gather of keys and values of several requests from a TurboQuant cache."""
 
 from flashlatte.ops.turboquant_gather.api import turboquant_gather
 

@@ -1,30 +1,40 @@
-"""``turboquant_gather``: its arguments, their checks, and the choice of implementation."""
+"""``turboquant_gather``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "turboquant_gather"
-# A rotation is one product, whose matrix a program holds.
+# A program holds the whole rotation matrix.
 _PORTABLE_MAX_HEAD_DIM = 128
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.turboquant_gather.portable import turboquant_gather
+
+    return turboquant_gather
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.turboquant_gather.reference import turboquant_gather
+
+    return turboquant_gather
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation(
-        "portable", "flashlatte.ops.turboquant_gather.portable:turboquant_gather", _refuses_portable
-    ),
-    dispatch.Implementation("reference", "flashlatte.ops.turboquant_gather.reference:turboquant_gather"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -43,33 +53,33 @@ def turboquant_gather(
     value: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of several requests out of a TurboQuant cache, dequantised and rotated back.
+    """Gather keys and values of several requests from a TurboQuant cache, dequantised, with the rotation undone.
 
-    For prefill over a context that is in the cache: what comes back is what ``dense_prefill`` takes.
+    The result can be passed to ``dense_prefill``, for prefill over a cached context.
 
     Args:
         cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1.
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. b may be 0.
-        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b], without
-            the end: the last request's rows go on to the end of the result.
+        cu_seqlens: int32 or int64 [b + 1]: request i goes to rows cu_seqlens[i] to cu_seqlens[i + 1]. Or [b]: the last
+            request then extends to the end of the result.
         total_tokens: rows of the result.
-        head_dim: numbers of a key and of a value.
-        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
-        seq_starts: int32 or int64 [b], the token of each request to begin with; 0 if None.
+        head_dim: elements of a key and of a value.
+        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; None infers it from the width of a record.
+        seq_starts: int32 or int64 [b], the first token of each request; 0 if None.
         dtype: of the result: bf16, fp16 or float32.
-        key, value: [total_tokens, h_kv, head_dim] in ``dtype`` with last stride 1, to write into. Rows from
-            cu_seqlens[b] on are left.
-        backend: "portable" or "reference"; None chooses.
+        key, value: [total_tokens, h_kv, head_dim] in ``dtype`` with last stride 1, to write to. Rows from cu_seqlens[b]
+            on are not written.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        key and value [total_tokens, h_kv, head_dim]. A token whose page is not in the table or not in the cache comes
-        back as zeros.
+        key and value [total_tokens, h_kv, head_dim]. Tokens whose page is not in the table or not in the cache are
+        returned as zeros.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
     layout = as_turboquant_cache(cache, cache_format, checks.positive_int("head_dim", head_dim))
-    requests.check(block_table, cu_seqlens, seq_starts, cache.device)
+    gather_slots.check(block_table, cu_seqlens, seq_starts, cache.device)
     if dtype not in checks.FLOAT_DTYPES:
         raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
     shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), cache.shape[2], head_dim)
@@ -79,12 +89,12 @@ def turboquant_gather(
         else checks.output(name, rows, shape, (dtype,), cache.device)
         for name, rows in (("key", key), ("value", value))
     )
-    checks.apart("value", value, key=key)
-    call = dispatch.Call(
+    checks.no_overlap("value", value, key=key)
+    call = dispatch.CallSpec(
         OPERATION, cache.device, dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=cache.shape[2]
     )
     backend = dispatch.select(call, backend)
-    requests.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
+    gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
     if total_tokens and block_table.shape[0]:
         _turboquant_gather(cache, block_table, cu_seqlens, seq_starts, layout.name, key, value, backend)
     return key, value

@@ -1,6 +1,6 @@
 """``turboquant_gather`` in Triton: tiles of rows, each the key or the value of a token's head.
 
-A program takes several tiles of one side: keys and values together would take the registers of two programs.
+A program processes several tiles, of either keys or values: both together would need twice the registers.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -25,7 +25,7 @@ from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK_R = 64
 NUM_WARPS = 8
-# Programs of an SM at once, of which each makes the matrix, and the registers that leaves to a thread.
+# Programs per SM (each builds the matrix), and the resulting registers per thread.
 PROGRAMS = 2
 REGISTERS = 128
 
@@ -125,7 +125,7 @@ def turboquant_gather_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Strides count the ALIGN of what they belong to. CODEBOOK: centroids above 0, for N(0, 1)."""
+    """Strides are in units of their tensor's ALIGN. CODEBOOK: positive centroids for N(0, 1)."""
     operand: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
     HALF_ALIGN: tl.constexpr = min(CACHE_ALIGN, 2)
     VALUE_ALIGN: tl.constexpr = CACHE_ALIGN if VALUE_OFFSET % 4 == 0 else HALF_ALIGN
@@ -152,7 +152,7 @@ def turboquant_gather_kernel(
                 rotated = centroids_of(load_codes(record, found, D, KEY_BITS, CACHE_ALIGN), CODEBOOK)
                 length = tl.sqrt_rn(tl.sum(rotated * rotated, axis=1))
                 norm = load_half(record + NORM_OFFSET, found, HALF_ALIGN)
-                # Once more by the matrix, which is D times its own inverse.
+                # Multiply by the matrix again: it is D times its own inverse.
                 k = tl.dot(rotated.to(operand), rotation, input_precision="ieee")
                 k *= (norm / length * (1.0 / D**0.5))[:, None]
             k_row = key + (token * k_token_stride + head * k_head_stride) * K_ALIGN

@@ -1,10 +1,10 @@
-"""``turboquant_gather`` in plain PyTorch: the specification. What a record holds is the format's."""
+"""``turboquant_gather`` in plain PyTorch: the specification. The format defines the record."""
 
 from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache import requests
+from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
 
 
@@ -19,7 +19,7 @@ def turboquant_gather(
     value: torch.Tensor,
 ) -> None:
     page_size = cache.shape[1]
-    inside, slots = requests.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, key.shape[0])
+    inside, slots = gather_slots.slots_of_rows(cache, block_table, cu_seqlens, seq_starts, key.shape[0])
     slot = slots.clamp_min(0)
     found = (slots >= 0)[:, None, None]
     for rows, out in zip(layout.decode(cache[slot // page_size, slot % page_size]), (key, value), strict=True):

@@ -1,4 +1,4 @@
-"""New keys and values into the pages of a TurboQuant cache."""
+"""Write of new keys and values to a TurboQuant cache."""
 
 from flashlatte.ops.turboquant_store.api import turboquant_store
 

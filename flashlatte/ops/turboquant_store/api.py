@@ -1,4 +1,4 @@
-"""``turboquant_store``: its arguments, their checks, and the choice of implementation."""
+"""``turboquant_store``: arguments, checks, and choice of the implementation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,30 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "turboquant_store"
-# A rotation is one product, whose matrix a program holds.
+# A program holds the whole rotation matrix.
 _PORTABLE_MAX_HEAD_DIM = 128
 
 
-def _refuses_portable(call: dispatch.Call) -> str | None:
-    return refusals.triton(call) or refusals.too_wide(call, _PORTABLE_MAX_HEAD_DIM)
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.turboquant_store.portable import turboquant_store
+
+    return turboquant_store
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.turboquant_store.reference import turboquant_store
+
+    return turboquant_store
 
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("portable", "flashlatte.ops.turboquant_store.portable:turboquant_store", _refuses_portable),
-    dispatch.Implementation("reference", "flashlatte.ops.turboquant_store.reference:turboquant_store"),
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
 )
 
 
@@ -35,28 +47,27 @@ def turboquant_store(
     cache_format: str | None = None,
     backend: str | None = None,
 ) -> None:
-    """Write new keys and values into the pages of a TurboQuant cache, in place.
+    """Write new keys and values to a TurboQuant cache, in place.
 
-    A key is stored as its norm and the codes of its direction, rotated by a Hadamard matrix, in the Lloyd-Max codebook
-    for normally distributed numbers; a value in equal steps from its minimum to its maximum
-    (``kv_cache.turboquant``; arXiv:2504.19874).
+    A key is divided by its norm, rotated by a Hadamard matrix and quantised with a Lloyd-Max codebook for normally
+    distributed values. A value is quantised uniformly between its minimum and maximum (``kv_cache.turboquant``;
+    arXiv:2504.19874).
 
     Args:
         key: [T, h_kv, d], bf16, fp16 or float32, last stride 1, d a power of two from 16 to 512; T ≥ n, tokens from n
-            on are padding and are not looked at. T may be 0.
+            on are padding and are not read. T may be 0.
         value: [T, h_kv, d] in key's dtype.
-        cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1, as ``kv_cache.turboquant.allocate`` makes
-            it, or vLLM's.
-        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A slot below 0 or beyond the cache
-            skips its token. Slots must differ from each other.
-        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; what the width of a record tells if None.
-        backend: "portable" or "reference"; None chooses.
+        cache: uint8 [pages, page_size, h_kv, record_bytes], last stride 1, from ``kv_cache.turboquant.allocate`` or
+            vLLM.
+        slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A token whose slot is outside the
+            cache is skipped. Slots must differ from each other.
+        cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; None infers it from the width of a record.
+        backend: "portable" or "reference"; None selects one.
 
-    What is beyond fp16 saturates: norms, and scales and minima of values. Those of a row with a NaN or an infinity are
-    NaN.
+    Norms, scales and minima beyond the range of fp16 saturate. Those of a row with a NaN or an infinity are NaN.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
     checks.tensor("key", key, ("T", "h_kv", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
     tokens, heads, head_dim = key.shape
@@ -69,7 +80,7 @@ def turboquant_store(
     )
     if slot_mapping.shape[0] > tokens:
         raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
-    call = dispatch.Call(OPERATION, device, key.dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=heads)
+    call = dispatch.CallSpec(OPERATION, device, key.dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=heads)
     gradients.warn_if_dropped(OPERATION, key, value)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)

@@ -1,4 +1,4 @@
-"""``turboquant_store`` in plain PyTorch: the specification. The record itself is the format's."""
+"""``turboquant_store`` in plain PyTorch: the specification. The format encodes the record."""
 
 from __future__ import annotations
 

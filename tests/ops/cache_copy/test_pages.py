@@ -145,7 +145,7 @@ ONE_PAGE = OTHER[:1].expand(2, -1, -1, -1)
         (
             lambda: kv_cache.copy_blocks(CACHE, [0, 1], [2]),
             ValueError,
-            r"^dst_pages must be as many as src_pages \(2\)",
+            r"^dst_pages must have src_pages' length 2",
         ),
         (lambda: kv_cache.copy_blocks(CACHE, [0, 1], [2, 2]), ValueError, "^dst_pages must differ from each other"),
         (lambda: kv_cache.copy_blocks(CACHE, [4], [0]), ValueError, "^src_pages must be pages from 0 to 3, got 4$"),
@@ -156,7 +156,7 @@ ONE_PAGE = OTHER[:1].expand(2, -1, -1, -1)
         (
             lambda: kv_cache.copy_blocks(torch.zeros(2, 1, dtype=torch.complex64), [0], [1]),
             TypeError,
-            "^caches must hold real numbers or bytes, got complex64$",
+            "^caches must have a real dtype, got complex64$",
         ),
         (lambda: kv_cache.swap_blocks([0], CACHE, [0], [0]), TypeError, "^src_cache must be a tensor, got list$"),
         (lambda: kv_cache.swap_blocks(CACHE, torch.zeros(3), [0], [0]), ValueError, "^dst_cache must have shape"),
@@ -174,7 +174,7 @@ ONE_PAGE = OTHER[:1].expand(2, -1, -1, -1)
         (
             lambda: kv_cache.swap_blocks(CACHE.to("meta"), CACHE, [0], [1]),
             ValueError,
-            "^dst_cache must have memory as src_cache has, got cpu and meta$",
+            "^dst_cache must be a meta tensor if src_cache is, and only then, got cpu and meta$",
         ),
         (
             lambda: kv_cache.swap_blocks(CACHE, OTHER, [3], [2]),

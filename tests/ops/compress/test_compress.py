@@ -324,7 +324,7 @@ def call(**change):
             "^cache must not be an expanded tensor",
         ),
         ({"cache_format": "bf16"}, TypeError, "^cache of format bf16 must be bfloat16"),
-        ({"state_table": None}, ValueError, "^state_cache and state_table belong together"),
+        ({"state_table": None}, ValueError, "^state_cache and state_table must be given together"),
         ({"state_cache": torch.zeros(5, 3, 63)}, ValueError, r"^state_cache must have shape \[pages, page_size, 64\]"),
         (
             {"state_table": torch.zeros(1, 2, dtype=torch.int32)},

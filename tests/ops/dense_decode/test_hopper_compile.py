@@ -232,9 +232,9 @@ def test_costs_beyond_32_bits_use_the_common_combine(max_keys, fp24):
 
 
 @functools.cache
-def call_of(**fields: Any) -> dispatch.Call:
+def call_of(**fields: Any) -> dispatch.CallSpec:
     defaults = {"cache_format": "bf16", "page_size": 64, "head_dim": 576, "head_dim_v": 512}
-    return dispatch.Call("dense_decode", torch.device("cuda"), torch.bfloat16, **(defaults | fields))
+    return dispatch.CallSpec("dense_decode", torch.device("cuda"), torch.bfloat16, **(defaults | fields))
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"cu_seqlens_q": CU_Q[None]}, ValueError, r"^cu_seqlens_q must have shape \[b \+ 1\]"),
         ({"cu_seqlens_q": CU_Q.to(META)}, ValueError, "^cu_seqlens_q must be on cpu"),
         ({"cu_seqlens_q": CU_Q.flip(0)}, ValueError, "^cu_seqlens_q must not decrease, got"),
-        ({"cu_seqlens_q": CU_Q + 1}, ValueError, "^cu_seqlens_q must lie between 0 and the"),
-        ({"cu_seqlens_q": CU_Q - 1}, ValueError, f"^cu_seqlens_q must lie between 0 and the {TOKENS} tokens"),
+        ({"cu_seqlens_q": CU_Q + 1}, ValueError, "^cu_seqlens_q must be between 0 and "),
+        ({"cu_seqlens_q": CU_Q - 1}, ValueError, f"^cu_seqlens_q must be between 0 and {TOKENS}, the number of tokens"),
         ({"cu_seqlens_k": CU_K[:-1]}, ValueError, r"^cu_seqlens_k must have shape \[4\] .* got \[3\]$"),
         ({"cu_seqlens_k": CU_K.flip(0)}, ValueError, "^cu_seqlens_k must not decrease"),
         ({"max_seqlen_q": -1}, ValueError, "^max_seqlen_q must be at least 0, got -1$"),
@@ -49,7 +49,11 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"deterministic": None}, TypeError, "^deterministic must be True or False, got None$"),
         ({"window": 0}, ValueError, "^window must be at least 1, or a pair, got 0$"),
         ({"window": 1.5}, TypeError, "^window must be an int, a pair of ints or None, got 1.5$"),
-        ({"window": (1, -2)}, ValueError, r"^window must hold lengths from 0, or -1 for no bound, got \(1, -2\)$"),
+        (
+            {"window": (1, -2)},
+            ValueError,
+            r"^window must hold lengths of at least 0, or -1 for unbounded, got \(1, -2\)$",
+        ),
         ({"window": (1, None)}, TypeError, r"^window must be an int, a pair of ints or None, got \(1, None\)$"),
         ({"window": (1, 2, 3)}, TypeError, r"^window must be an int, a pair of ints or None, got \(1, 2, 3\)$"),
         ({"empty_lse": 0}, ValueError, r"^empty_lse must be float\('inf'\) or float\('-inf'\), got 0$"),
@@ -67,7 +71,7 @@ def test_errors_name_the_argument(change, error, message):
 def test_out_where_gradients_are_recorded():
     out = torch.empty(TOKENS, 4, 16, dtype=BF16)
     given = VALID | {"v": V.clone().requires_grad_()}
-    with pytest.raises(ValueError, match=r"^out must be None where gradients are recorded"):
+    with pytest.raises(ValueError, match=r"^out must be None if gradients are recorded"):
         dense_prefill(**given, out=out)
     with torch.no_grad():
         dense_prefill(**given, out=out)
@@ -75,7 +79,7 @@ def test_out_where_gradients_are_recorded():
 
 def test_other_head_dims_are_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
-    call = dispatch.Call("dense_prefill", torch.device("cuda"), BF16, head_dim=576, head_dim_v=512)
+    call = dispatch.CallSpec("dense_prefill", torch.device("cuda"), BF16, head_dim=576, head_dim_v=512)
     reasons = {choice.backend: choice.refusal for choice in dispatch.explain(call)}
     assert reasons["hopper"] == "takes head dims from 64 to 256 by 8, not 576"
     assert reasons["portable"] == "takes head dims up to 256, not 576"

@@ -90,7 +90,7 @@ Q = torch.zeros(1, 4, 2, 8)
         ({"k": Q[0]}, ValueError, r"^k must have 4 axes like q, got \[4, 2, 8\]$"),
         ({"v": [0]}, TypeError, "^v must be a tensor, got list$"),
         ({"k": Q[..., :4]}, ValueError, r"^k must have shape \[T_k, h_k, 8\]"),
-        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "^cu_seqlens must lie between 0 and the 4 tokens"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "^cu_seqlens must be between 0 and 4, the number of tokens"),
         ({"max_seqlen": torch.zeros(2).int()}, ValueError, "^max_seqlen must be an int or hold one integer"),
         ({"max_seqlen": -1}, ValueError, "^max_seqlen must be at least 0, got -1$"),
         ({"out": Q[0]}, ValueError, "^out must have 4 axes like q"),

@@ -207,7 +207,7 @@ def test_rows_that_tma_cannot_address_are_an_error(record):
 def test_rows_that_tma_cannot_address_go_to_the_portable_kernel(monkeypatch, operation):
     """A view whose rows lie 129 or 137 numbers apart, and one that begins between multiples of 16 bytes."""
     monkeypatch.setattr(api.dispatch, "select", lambda call, _: calls.append(call) or "reference")
-    calls: list[api.dispatch.Call] = []
+    calls: list[api.dispatch.CallSpec] = []
     storage = torch.zeros(2 * 8 * 200, dtype=torch.float8_e4m3fn)
     for stride, offset in ((128, 0), (144, 0), (129, 0), (137, 0), (128, 8)):
         q = storage.as_strided((2, 8, 128), (8 * stride, stride, 1), offset)

@@ -313,7 +313,7 @@ FP8 = torch.zeros(5, 32).to(torch.float8_e4m3fn)
     [
         ({"q": torch.zeros(3, 8, 48).bfloat16()}, ValueError, "q must have a head dim of 32, 64 or 128, got 48"),
         ({"q": torch.zeros(3, 129, 32).bfloat16()}, ValueError, "q must have 1 to 128 heads, got 129"),
-        ({"q": torch.zeros(3, 8, 32)}, TypeError, "k must be float32 if q is, and only then, got bfloat16"),
+        ({"q": torch.zeros(3, 8, 32)}, TypeError, "k must be float32 if and only if q is, got bfloat16"),
         ({"k": FP8}, TypeError, "k_scale must be a tensor, got NoneType"),
         ({"k": FP8, "k_scale": torch.ones(4)}, ValueError, r"k_scale must have shape \[5\]"),
         ({"k_scale": torch.ones(5)}, ValueError, "k_scale must be None for bfloat16 keys"),
@@ -345,7 +345,7 @@ def paged_call(**change):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": torch.zeros(2, 1, 8, 128)}, TypeError, "q must be float32 over index keys in float32"),
+        ({"q": torch.zeros(2, 1, 8, 128)}, TypeError, "q must be float32 if and only if the index keys are"),
         ({"cache": torch.zeros(4, 8, 1, 133, dtype=torch.uint8)}, ValueError, "cache must hold index keys of 128"),
         ({"weights": torch.zeros(1, 8)}, ValueError, r"weights must have shape \[2, 8\]"),
         (

@@ -212,7 +212,7 @@ def call(**change):
         ({"k": torch.zeros(3, 128)}, ValueError, "slot_mapping must not be longer than k"),
         ({"cache": torch.zeros(2, 8, 1, 131, dtype=torch.uint8)}, ValueError, "cache must hold index keys of 128"),
         ({"cache": torch.zeros(2, 8, 2, 132, dtype=torch.uint8)}, ValueError, "cache must have shape"),
-        ({"cache": torch.zeros(2, 8, 1, 264, dtype=torch.uint8)[..., :132]}, ValueError, "pages without gaps"),
+        ({"cache": torch.zeros(2, 8, 1, 264, dtype=torch.uint8)[..., :132]}, ValueError, "must have contiguous pages"),
         ({"cache": None}, TypeError, "cache must be a tensor"),
         ({"scale_rounding": "down"}, ValueError, "scale_rounding must be one of"),
         ({"slot_mapping": torch.zeros(4)}, TypeError, "slot_mapping must be int32 or int64"),

@@ -114,13 +114,13 @@ def call(**change):
     [
         ({"total_tokens": 4}, ValueError, r"^indices must have shape \[4, topk\]"),
         ({"indices": torch.zeros(3, 4)}, TypeError, "^indices must be int32 or int64"),
-        ({"indices": None}, ValueError, "^indices or topk must be given, one of them, got neither$"),
-        ({"topk": 4}, ValueError, "^indices or topk must be given, one of them, got both$"),
+        ({"indices": None}, ValueError, "^exactly one of indices and topk must be given, got neither$"),
+        ({"topk": 4}, ValueError, "^exactly one of indices and topk must be given, got both$"),
         ({"cu_seqlens_q": torch.tensor([0, 3])}, ValueError, r"^cu_seqlens_q must have shape \[3\]"),
         ({"gather_lens": torch.tensor([1])}, ValueError, r"^gather_lens must have shape \[2\]"),
         ({"window": -1}, ValueError, "^window must be at least 0, got -1$"),
         ({"ratio": 0}, ValueError, "^ratio must be at least 1, got 0$"),
-        ({"window_row": 17}, ValueError, "^window_row must be one of the 16 workspace_rows, got 17$"),
+        ({"window_row": 17}, ValueError, "^window_row must be below workspace_rows 16, got 17$"),
         ({"workspace_rows": 2**31}, ValueError, "^workspace_rows must be at most 2147483647, as rows are int32"),
     ],
 )

@@ -112,7 +112,11 @@ def call(**change):
         ),
         ({"positions": torch.arange(2)}, ValueError, r"^positions must have shape \[3\]"),
         ({"groups": 3}, ValueError, "^groups must divide o's 4 heads, got 3$"),
-        ({"packed_scales": True}, ValueError, "^packed_scales needs a head dim that is a multiple of 512, got 128$"),
+        (
+            {"packed_scales": True},
+            ValueError,
+            "^o must have a head dim that is a multiple of 512 for packed_scales, got 128$",
+        ),
         ({"packed_scales": 1}, TypeError, "^packed_scales must be True or False"),
     ],
 )

@@ -121,10 +121,10 @@ OUTS, LSES = [torch.zeros(3, 4, 8) for _ in range(2)], [torch.zeros(3, 4) for _ 
         (
             {"context_tokens": torch.tensor([1, 2])},
             ValueError,
-            "^context_tokens must hold one number on cpu",
+            "^context_tokens must have one element on cpu",
         ),
         ({"out_scale": 0.0}, ValueError, "^out_scale must be a finite number above 0, got 0.0$"),
-        ({"out_scale": torch.ones(2)}, ValueError, r"^out_scale must hold one value, got shape \[2\]$"),
+        ({"out_scale": torch.ones(2)}, ValueError, r"^out_scale must have one element, got shape \[2\]$"),
         ({"out_scale": 1.0, "out": OUTS[0]}, TypeError, "^out must be float8_e4m3fn, got float32$"),
         ({"out": OUTS[0].to(torch.float8_e4m3fn)}, TypeError, "^out must be float32, got float8_e4m3fn$"),
     ],

@@ -44,9 +44,9 @@ def test_errors_name_the_argument(change, error, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"out": torch.empty(2, 3)}, "^out and lse must be None where gradients are recorded"),
-        ({"lse": torch.empty(2)}, "^out and lse must be None where gradients are recorded"),
-        ({"backend": "portable"}, "^backend must be 'reference' or None where gradients are recorded, got 'portable'$"),
+        ({"out": torch.empty(2, 3)}, "^out and lse must be None if gradients are recorded"),
+        ({"lse": torch.empty(2)}, "^out and lse must be None if gradients are recorded"),
+        ({"backend": "portable"}, "^backend must be 'reference' or None if gradients are recorded, got 'portable'$"),
     ],
 )
 def test_what_cannot_record_gradients_is_refused(change, message):

@@ -127,7 +127,7 @@ RESULT, SHARES, MIXTURE = torch.zeros(3, 8), torch.zeros(3, 4), torch.zeros(3, 4
         ({"streams": STREAMS[0]}, ValueError, r"^streams must have shape \[T, n, hidden_size\]"),
         ({"streams": torch.zeros(3, 8, 4).mT}, ValueError, "^streams must "),
         ({"streams": torch.zeros(3, 4, 16)[..., :8]}, ValueError, "^streams must be contiguous, got strides"),
-        ({"streams": torch.zeros(3, 17, 8)}, ValueError, "^streams must be at most 16 of a token, got 17$"),
+        ({"streams": torch.zeros(3, 17, 8)}, ValueError, "^streams must have at most 16 streams per token, got 17$"),
         ({"projected": PROJECTED[:, :23]}, ValueError, r"^projected must have shape \[3, 24\]"),
         ({"projected": PROJECTED.half()}, TypeError, "^projected must be float32, got float16$"),
         ({"base": BASE[:4]}, ValueError, r"^base must have shape \[24\]"),

@@ -93,13 +93,13 @@ PACKED = torch.zeros(2, 2, 4)
     [
         ({"x": [0]}, TypeError, "^x must be a tensor, got list$"),
         ({"x": X.double()}, TypeError, "^x must be bfloat16 or .* got float64$"),
-        ({"x": X[:, 0]}, ValueError, "^x must have numbers behind its first 1 axes"),
-        ({"x": torch.zeros(2, 3).T}, ValueError, "^x must have a token's numbers in one piece"),
+        ({"x": X[:, 0]}, ValueError, "^x must have non-empty axes after its first 1"),
+        ({"x": torch.zeros(2, 3).T}, ValueError, "^x must have contiguous tokens"),
         ({"cu_seqlens": CU.float()}, TypeError, "^cu_seqlens must be int32 or int64, got float32$"),
         ({"cu_seqlens": CU.to("meta")}, ValueError, "^cu_seqlens must be on cpu"),
         ({"max_seqlen": -1}, ValueError, "^max_seqlen must be at least 0, got -1$"),
-        ({"x": X.to(torch.uint8)}, ValueError, "^pad_value must be a number that uint8 holds, got -inf$"),
-        ({"x": X.int(), "pad_value": 0.5}, ValueError, r"^pad_value must be a number that int32 holds, got 0\.5$"),
+        ({"x": X.to(torch.uint8)}, ValueError, "^pad_value must be representable in uint8, got -inf$"),
+        ({"x": X.int(), "pad_value": 0.5}, ValueError, r"^pad_value must be representable in int32, got 0\.5$"),
         ({"out": torch.zeros(2, 3, 2)}, ValueError, r"^out must have shape \[2, 2, 2\]"),
         ({"out": torch.zeros(2, 2, 4)[..., :2]}, ValueError, "^out must be contiguous"),
         ({"backend": "hopper"}, ValueError, "^backend='hopper' cannot serve"),
@@ -113,7 +113,7 @@ def test_errors_of_packing_name_the_argument(change, error, message):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"packed": PACKED[0]}, ValueError, "^packed must have numbers behind its first 2 axes"),
+        ({"packed": PACKED[0]}, ValueError, "^packed must have non-empty axes after its first 2"),
         ({"packed": PACKED[:1]}, ValueError, "^packed must have a row for each of cu_seqlens' 2 requests, got 1$"),
         ({"total_tokens": -1}, ValueError, "^total_tokens must be at least 0, got -1$"),
         ({"out": torch.zeros(2, 4)}, ValueError, r"^out must have shape \[3, 4\]"),

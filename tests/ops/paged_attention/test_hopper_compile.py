@@ -19,7 +19,7 @@ from flashlatte.testing.paged_attention_case import PagedAttentionCase
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
-H100 = dispatch.Call("paged_attention", torch.device("cuda"), BF16, page_size=64, head_dim=128, head_dim_v=128)
+H100 = dispatch.CallSpec("paged_attention", torch.device("cuda"), BF16, page_size=64, head_dim=128, head_dim_v=128)
 
 
 @pytest.mark.parametrize(
@@ -32,36 +32,36 @@ H100 = dispatch.Call("paged_attention", torch.device("cuda"), BF16, page_size=64
         ({"page_size": 8}, "takes pages of a multiple of 16 tokens, not 8"),
         ({"head_dim_v": 192}, "takes head dims up to 192 with 128, not 128 with 192"),
         ({"rows_aligned": False}, "takes tensors whose rows begin at multiples of 16 bytes"),
-        ({"asks_for": "softcap, qq_bias"}, "does not take softcap, qq_bias"),
+        ({"optional_features": "softcap, qq_bias"}, "does not take softcap, qq_bias"),
         ({"rows": -32}, r"takes calls in which one request can have 8192 query rows .*; here it can have 0"),
     ],
     ids=str,
 )
 def test_supported_calls(monkeypatch, facts, reason):
     monkeypatch.setattr(machine, "_compute_capability", lambda _: (9, 0))
-    (hopper, *_) = dispatch.explain(dispatch.Call(**(vars(H100) | facts)))
+    (hopper, *_) = dispatch.explain(dispatch.CallSpec(**(vars(H100) | facts)))
     assert hopper.backend == "hopper"
     assert re.fullmatch(reason or "", hopper.refusal or "")
 
 
 @pytest.mark.parametrize(
-    ("case", "asks_for"),
+    ("case", "optional_features"),
     [
         ({}, None),
         ({"layout": "hnd", "window": 5, "sinks": True}, None),
         ({"layout": "split"}, "rows of a cache in pieces"),
         ({"cache_dtype": torch.int8}, "a quantised cache"),
-        ({"new_keys": True, "softcap": 2.0}, "k and v beside the cache, softcap"),
+        ({"new_keys": True, "softcap": 2.0}, "k and v in addition to the cache, softcap"),
         ({"alibi": "linear", "qq_bias": 3, "prefix_ranges": 1}, "prefix_ranges, alibi_slopes, qq_bias"),
         ({"fp8_out": True}, "out in float8_e4m3fn"),
     ],
     ids=str,
 )
-def test_refused_features(monkeypatch, case, asks_for):
+def test_refused_features(monkeypatch, case, optional_features):
     calls = []
     monkeypatch.setattr(api.dispatch, "select", lambda call, _: calls.append(call) or "reference")
     paged_attention(**PagedAttentionCase(2, 3, 5, 4, 2, head_dim=16, d_v=16, decodes=3, **case).inputs())
-    assert [call.asks_for for call in calls] == [asks_for]
+    assert [call.optional_features for call in calls] == [optional_features]
     # Nine tokens; four other requests have one each.
     assert calls[0].rows == 5 * 4
 

@@ -24,7 +24,7 @@ CASES = {
     "decode": DECODE,
     "decodes and a chunk": replace(TOY, batch=1, s_q=20, decodes=3, page_size=5),
     "every term": EVERYTHING,
-    "new keys beside the cache": replace(EVERYTHING, new_keys=True),
+    "new keys": replace(EVERYTHING, new_keys=True),
     "int8, a scale a token": replace(TOY, cache_dtype=INT8, scale_kind="token", new_keys=True),
     "e4m3": replace(DECODE, cache_dtype=E4M3, scale_kind="head", layout="hnd"),
     "keys in pieces": replace(TOY, layout="split", zero_lengths=True),
@@ -115,10 +115,10 @@ OVER_E4M3 = replace(PREFILL, cache_dtype=E4M3, context=60)
 def test_many_tiles_of_a_prefill_are_a_program_each(monkeypatch, case, tiles_per_sm, is_whole, is_ahead):
     monkeypatch.setattr(launch, "_WHOLE_ABOVE_ROWS", 0)
     monkeypatch.setattr(launch, "_WHOLE_TILES_PER_SM", tiles_per_sm)
-    plan, step, seen = launch.make_plan, launch.Step, []
+    plan, step, seen = launch.make_plan, launch.PagedStep, []
     plan.cache_clear()
     monkeypatch.setattr(launch, "make_plan", lambda *args: seen.append(plan(*args)) or seen[-1])
-    monkeypatch.setattr(launch, "Step", lambda **args: seen.append(step(**args)) or seen[-1])
+    monkeypatch.setattr(launch, "PagedStep", lambda **args: seen.append(step(**args)) or seen[-1])
     arguments = case.inputs()
     table = arguments["block_table"]
     table[0, 1], table[-1, 2:] = -1, len(arguments["k_cache"])

@@ -122,7 +122,7 @@ SLOTS = torch.arange(3)
         ({"cos_sin": TABLE.double()}, TypeError, "^cos_sin must be bfloat16 or float16 or float32, got float64$"),
         ({"slot_mapping": torch.arange(4)}, ValueError, r"^slot_mapping must not be longer than latent \(3 tokens\)"),
         ({"interleaved": 1}, TypeError, "^interleaved must be True or False, got 1$"),
-        ({"scale": 2.0}, ValueError, "^scale belongs to format fp8"),
+        ({"scale": 2.0}, ValueError, "^scale must be None for format"),
         ({"backend": "hopper"}, ValueError, "^backend='hopper' cannot serve"),
     ],
 )

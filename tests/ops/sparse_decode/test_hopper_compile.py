@@ -257,9 +257,9 @@ def test_misaligned_tokens_are_an_error():
         launch._address_of(2, 8, 64, 64 * 656, 656, "k_cache", get_format("v32").tiling)
 
 
-def call(cache_format: str, head_dim: int, head_dim_v: int = 512, **facts: Any) -> dispatch.Call:
+def call(cache_format: str, head_dim: int, head_dim_v: int = 512, **facts: Any) -> dispatch.CallSpec:
     sizes: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim_v, "cache_format": cache_format}
-    return dispatch.Call(api.OPERATION, torch.device("cuda", 0), torch.bfloat16, **sizes, **facts)
+    return dispatch.CallSpec(api.OPERATION, torch.device("cuda", 0), torch.bfloat16, **sizes, **facts)
 
 
 def refusal(*shape: Any, extra: str | None = None, **facts: Any) -> str | None:

@@ -320,7 +320,7 @@ def unpacked(cache_format: str, numbers: torch.Tensor, scales: torch.Tensor, rop
     """The latent numbers [16, 512] that the kernel makes of a format's bytes."""
     layout = kv_cache.get_format(cache_format)
     _, step = choose(launch.PACKED_TOKENS, "interpreter", 16, layout.head_dim, 512, in_place=False)
-    place = tiles.Place(layout.tiling, layout.block_scaling, native=False, page_size=64, wide=False, align=16)
+    place = tiles.TokenAddress(layout.tiling, layout.block_scaling, native=False, page_size=64, wide=False, align=16)
     latent = torch.full((16, 512), torch.nan)
     words = numbers.view(torch.int32)
     _unpack[(1,)](words, scales, rope.view(torch.uint16), latent, step, place, words.shape[1], scales.shape[1])
@@ -360,7 +360,7 @@ def test_unpacks_every_number_of_every_scale_exactly(form):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="512 latent numbers as values, not 576"):
+    with pytest.raises(ValueError, match="512 latent elements as values, not 576"):
         sparse_decode(**replace(V32, head_dim_v=576).inputs(), backend="portable")
     with pytest.raises(ValueError, match="up to 1024, not 1040"):
         sparse_decode(**replace(PLAIN, head_dim=1040).inputs(), backend="portable")

@@ -173,8 +173,8 @@ def test_kv_is_not_copied(recorded):
     assert launched.arguments["kv_stride"] == 584 // 8
 
 
-def call(head_dim: int = 576, head_dim_v: int = 512, rows_aligned: bool = True) -> dispatch.Call:
-    return dispatch.Call(
+def call(head_dim: int = 576, head_dim_v: int = 512, rows_aligned: bool = True) -> dispatch.CallSpec:
+    return dispatch.CallSpec(
         "sparse_prefill",
         torch.device("cuda", 0),
         torch.bfloat16,
@@ -186,7 +186,7 @@ def call(head_dim: int = 576, head_dim_v: int = 512, rows_aligned: bool = True) 
     )
 
 
-def refusal(of: dispatch.Call) -> str | None:
+def refusal(of: dispatch.CallSpec) -> str | None:
     return {choice.backend: choice.refusal for choice in dispatch.explain(of)}["hopper"]
 
 

@@ -30,7 +30,7 @@ from flashlatte.runtime import dispatch, machine
 )
 def test_supported_calls(rows, columns, k, capability, reason, monkeypatch):
     monkeypatch.setattr(machine, "_compute_capability", lambda _: capability)
-    call = dispatch.Call(api.OPERATION, torch.device("cuda", 0), torch.float32, rows=rows, columns=columns, k=k)
+    call = dispatch.CallSpec(api.OPERATION, torch.device("cuda", 0), torch.float32, rows=rows, columns=columns, k=k)
     (choice,) = (one for one in dispatch.explain(call) if one.backend == "hopper")
     assert choice.refusal is None if reason is None else str(choice.refusal).startswith(reason)
     assert dispatch.select(call) == ("hopper" if reason is None else "portable")

@@ -133,7 +133,7 @@ def test_a_sample_gives_candidates_that_will_do(kind, monkeypatch):
     monkeypatch.setattr(launch, "_finish", finish)
     topk(rows_of(kind, rows, 9000, 1), k, backend="portable")
     assert len(totals) == rows
-    assert all(k <= total <= launch.FEWEST_PLACES for total in totals)
+    assert all(k <= total <= launch.MIN_CAPACITY for total in totals)
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])

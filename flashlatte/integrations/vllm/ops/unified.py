@@ -104,7 +104,7 @@ def unified_attention(
     )
     mode = quant_mode(kv_quant_mode)
     modes = ("NONE", "FP8_PER_TENSOR", *_SCALED_BY_TOKEN)
-    _refuse(mode not in modes, f"kv_quant_mode must be {checks.either(modes)}, got {mode}")
+    _refuse(mode not in modes, f"kv_quant_mode must be {checks.join_or(modes)}, got {mode}")
     by_token = mode in _SCALED_BY_TOKEN
     if by_token:
         k_scale, v_scale = k_scale_cache, v_scale_cache

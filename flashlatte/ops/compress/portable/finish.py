@@ -1,4 +1,4 @@
-"""What follows a group's sum: norm, rotation and quantisation; and the states that a step's tokens leave."""
+"""The steps after a group's sum: norm, rotation and quantisation of the row; and the write of the tokens' states."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from flashlatte.kernels.triton.cache_row import CacheSlot, store_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.rotate import angles, rotate_tail_by
-from flashlatte.ops.compress.portable.operands import States, Target, Tokens
-from flashlatte.ops.compress.portable.states import locate_state
+from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens, locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
 
 class Finish(NamedTuple):
-    """What a row is multiplied and turned by: gain [D], cosine and sine [1, D // 2]."""
+    """The gain [D] of the norm, and the cosine and sine [1, D // 2] of the rotation."""
 
     gain: Any
     cosine: Any
@@ -67,8 +66,8 @@ def compress_finish_kernel(
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Of ``window`` tokens, programs before ``save_blocks`` save as many numbers of the states each; that one finishes
-    rows whose ``sums`` the launch before has left."""
+    """For ``window`` tokens, the first ``save_blocks`` programs save BLOCK columns of the states each; the last one
+    finishes the rows whose ``sums`` the preceding launch has written."""
     tokens = Tokens(
         kv,
         score,
@@ -94,7 +93,7 @@ def compress_finish_kernel(
         state_token_stride,
         table_stride,
     )
-    target = Target(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
+    target = RowTarget(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
     lane = tl.arange(0, MAX_WINDOW)
     first = tl.program_id(0).to(tl.int64) * window
     looked_at = (lane < window) & (first + lane < num_tokens)
@@ -102,7 +101,7 @@ def compress_finish_kernel(
         if state_cache is not None:
             request = tl.load(request_ids + (first + lane) * id_stride, mask=looked_at, other=-1).to(tl.int64)
             position = tl.load(positions + (first + lane) * position_stride, mask=looked_at, other=-1).to(tl.int64)
-            # Unless a later token of the same call will lie there.
+            # Not if a later token of the same call has the same slot of the ring.
             later = first + lane + columns * state_page_size
             later_request = tl.load(request_ids + later * id_stride, mask=later < num_tokens, other=-1).to(tl.int64)
             saved = (request >= 0) & (request < requests) & (position >= 0) & (later_request != request)
@@ -126,13 +125,13 @@ def compress_finish_kernel(
             finish_row(x, tokens, token, finish, target, FORM)
             found = next_of(finishes, lane, found, MAX_WINDOW)
     if OVERLAPPED:
-        # Also those that found nothing: what follows this launch follows the one before, too.
+        # Also in programs without work: the next launch must come after the preceding one too.
         gdc_wait()
 
 
 @triton.jit
 def finished_in(tokens, states, first, looked_at, lane, num_slots, RATIO: tl.constexpr):
-    """Which of the tokens from ``first`` on end a group that has a slot."""
+    """Whether each token from ``first`` on completes a group that has a slot."""
     token = first + lane
     end = tl.load(tokens.positions + token * tokens.position_stride, mask=looked_at, other=-1).to(tl.int64)
     request = tl.load(tokens.request_ids + token * tokens.id_stride, mask=looked_at, other=-1).to(tl.int64)
@@ -145,13 +144,13 @@ def finished_in(tokens, states, first, looked_at, lane, num_slots, RATIO: tl.con
 
 @triton.jit
 def next_of(chosen, lane, after, MAX_WINDOW: tl.constexpr):
-    """The first lane behind ``after`` that is chosen; MAX_WINDOW if none is."""
+    """The first chosen lane after lane ``after``; MAX_WINDOW if there is none."""
     return tl.min(tl.where(chosen & (lane > after), lane, MAX_WINDOW), axis=0)
 
 
 @triton.jit
 def load_finish(target, end, FORM: tl.constexpr):
-    """Of the group that ends at position ``end``."""
+    """The gain and rotation of the group that ends at position ``end``."""
     D: tl.constexpr = FORM.head_dim
     gain = to_float32(tl.load(target.weight + tl.arange(0, D)), FORM.interpreted)
     pair = (tl.arange(0, D // 2) - (D - FORM.rope_dim) // 2)[None, :]
@@ -161,7 +160,8 @@ def load_finish(target, end, FORM: tl.constexpr):
 
 @triton.jit
 def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
-    """Norm, turn and store the sum x [head_dim] of the group that ends with ``token``, whose slot is in the cache."""
+    """Normalise, rotate and store the sum x [head_dim] of the group that ends with ``token``, whose slot is in the
+    cache."""
     D: tl.constexpr = FORM.head_dim
     ROW_BYTES: tl.constexpr = FORM.row_bytes
     slot = tl.load(tokens.slot_mapping + token * tokens.slot_stride).to(tl.int64)
@@ -174,7 +174,8 @@ def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
 
 @triton.jit
 def save_state(tokens, states, token, column, FORM: tl.constexpr, OVERLAPPED: tl.constexpr):
-    """These columns of a token's state. Inputs are read while the launch before, which reads states, ends."""
+    """Save these columns of a token's state. Inputs are loaded before the preceding launch, which reads states, has
+    ended."""
     UNITS: tl.constexpr = FORM.units
     WIDTH: tl.constexpr = FORM.head_dim * (1 + FORM.overlaps)
     request = tl.load(tokens.request_ids + token * tokens.id_stride).to(tl.int64)

@@ -1,6 +1,6 @@
-"""``compress`` in Triton: one launch sums rows, the next saves what later calls will need.
+"""``compress`` in Triton: the first launch sums rows, the second saves the states for later calls.
 
-In this order a ring of states is read before it is written, whatever its length.
+In this order a ring of states of any length is read before it is written.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from flashlatte.kernels.triton.cache_row import row_bytes
 from flashlatte.kernels.triton.dependent_launch import launch_options, launches_overlap
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
+from flashlatte.ops.compress.arguments import CompressArgs
 from flashlatte.ops.compress.portable.finish import compress_finish_kernel
-from flashlatte.ops.compress.portable.operands import Form, Units
+from flashlatte.ops.compress.portable.operands import Alignments, CompressConstants
 from flashlatte.ops.compress.portable.sums import compress_sum_kernel
-from flashlatte.ops.compress.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 
-# A thread holds so many numbers of kv at once: of neighbouring columns so many, of several rows.
+# Elements of kv that a thread holds, and how many of them are adjacent columns; maximum number of warps.
 NUMBERS, TOGETHER, MAX_WARPS = 32, 4, 4
-# Up to so many rows one program sums all columns, and each thread has all rows of its own; of more rows a program
-# takes some columns, and sums go through memory to the launch that finishes them.
+# Up to this number of rows, a program sums all columns, and a thread all rows of its columns. With more rows a program
+# sums this number of columns, and the second launch reads the sums from memory.
 SHORT_GROUP, COLUMNS_OF_LONG = 8, 32
-# So that an SM has four programs of short groups at a time, and on Hopper three of long ones, which spill
-# elsewhere.
+# Register limits, so that an SM holds four programs of short groups, and on Hopper three of long ones (which spill on
+# other GPUs).
 REGISTERS_OF_SHORT, REGISTERS_OF_LONG = 128, 168
-# A program looks for finished groups among so many tokens at most, and among fewer rather than that there are fewer
-# programs than these.
+# The maximum number of tokens that a program scans for completed groups; it is reduced to have at least this number of
+# programs.
 MAX_WINDOW, PROGRAMS = 16, 512
 MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG = 128, 16
 SAVE_BLOCK, SAVE_WARPS = 1024, 4
 MAX_SUMS_BYTES = 64 << 20
 
 
-def compress(problem: Problem) -> None:
-    kv, cache = problem.kv, as_bytes(problem.cache)
+def compress(args: CompressArgs) -> None:
+    kv, cache = args.kv, as_bytes(args.cache)
     tokens, width = kv.shape
-    head_dim = problem.weight.shape[0]
-    rows = triton.next_power_of_2(problem.ratio * (1 + problem.overlaps))
+    head_dim = args.weight.shape[0]
+    rows = triton.next_power_of_2(args.ratio * (1 + args.overlaps))
     columns = head_dim if rows <= SHORT_GROUP else min(head_dim, COLUMNS_OF_LONG)
     in_parts = columns < head_dim
     block = min(rows, NUMBERS // TOGETHER)
     lanes = min(rows // block, max(32 * MAX_WARPS * TOGETHER // columns, 1))
     largest, programs = (MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG) if in_parts else (MAX_WINDOW, PROGRAMS)
-    window = max(1, min(problem.ratio, largest, tokens // programs))
+    window = max(1, min(args.ratio, largest, tokens // programs))
 
     registers = {}
     if in_parts and gpu_class(kv.device) == "hopper":
@@ -57,16 +57,16 @@ def compress(problem: Problem) -> None:
         registers["maxnreg"] = REGISTERS_OF_SHORT
 
     save_blocks, finish_window = 0, max(1, min(MAX_WINDOW, tokens // PROGRAMS))
-    if problem.state_cache is not None and problem.state_table is not None:
+    if args.state_cache is not None and args.state_table is not None:
         save_blocks = cdiv(width, SAVE_BLOCK)
-        if problem.state_table.shape[1] * problem.state_cache.shape[1] >= tokens:
-            # A table with room for the whole step may keep all of its tokens.
+        if args.state_table.shape[1] * args.state_cache.shape[1] >= tokens:
+            # A table with room for all tokens of the call stores all of their states.
             finish_window = 1
     at_once = min(tokens, MAX_SUMS_BYTES // (4 * head_dim)) if in_parts else tokens
     sums = torch.empty((at_once, head_dim), dtype=torch.float32, device=kv.device) if in_parts else None
-    # The second launch looks for its tokens while the first one ends.
+    # The second launch scans its tokens while the first one ends.
     overlapped = launches_overlap(kv.device)
-    shared = _shared(problem, cache)
+    shared = _shared(args, cache)
     for first in range(0, tokens, at_once):
         stop = min(first + at_once, tokens)
         compress_sum_kernel[(cdiv(stop - first, window), head_dim // columns)](
@@ -85,7 +85,7 @@ def compress(problem: Problem) -> None:
             **registers,
             enable_fp_fusion=False,
         )
-        # The states of all tokens, once all sums are there.
+        # States are saved by the last launch, after all sums.
         save_now = save_blocks if stop == tokens else 0
         if save_now + in_parts == 0:
             continue
@@ -105,16 +105,16 @@ def compress(problem: Problem) -> None:
         )
 
 
-def _shared(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
-    """Tokens, states, and what becomes of a sum, as both kernels name them."""
-    kv, score, ape, states, table = problem.kv, problem.score, problem.ape, problem.state_cache, problem.state_table
+def _shared(args: CompressArgs, cache: torch.Tensor) -> dict[str, Any]:
+    """The common arguments of both kernels: tokens, states, and the target of rows."""
+    kv, score, ape, states, table = args.kv, args.score, args.ape, args.state_cache, args.state_table
     requests, columns = (0, 0) if table is None else table.shape
     state_pages, state_page_size = (1, 1) if states is None else states.shape[:2]
     state_strides = (1, 0) if states is None else (stride_in_use(states, 0), stride_in_use(states, 1))
-    # Formats of bytes have a distance of their own from token to token.
+    # The token stride of one-byte formats is the format's.
     row_strides = stride_in_use(cache, 0), 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
     num_slots = cache.shape[0] * cache.shape[1]
-    units = Units(
+    units = Alignments(
         alignment_elements(kv, stride_in_use(kv, 0)),
         alignment_elements(score, stride_in_use(score, 0)),
         alignment_elements(ape, stride_in_use(ape, 0)),
@@ -125,12 +125,12 @@ def _shared(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
         "kv": kv,
         "score": score,
         "ape": ape,
-        "request_ids": problem.request_ids,
-        "positions": problem.positions,
-        "slot_mapping": problem.slot_mapping,
-        "id_stride": problem.request_ids.stride(0),
-        "position_stride": problem.positions.stride(0),
-        "slot_stride": problem.slot_mapping.stride(0),
+        "request_ids": args.request_ids,
+        "positions": args.positions,
+        "slot_mapping": args.slot_mapping,
+        "id_stride": args.request_ids.stride(0),
+        "position_stride": args.positions.stride(0),
+        "slot_stride": args.slot_mapping.stride(0),
         "kv_stride": stride_in_use(kv, 0) // units.kv,
         "score_stride": stride_in_use(score, 0) // units.score,
         "ape_stride": stride_in_use(ape, 0) // units.ape,
@@ -143,21 +143,21 @@ def _shared(problem: Problem, cache: torch.Tensor) -> dict[str, Any]:
         "state_page_stride": state_strides[0] // units.state,
         "state_token_stride": state_strides[1] // units.state,
         "table_stride": 0 if table is None else stride_in_use(table, 0),
-        "weight": problem.weight,
-        "cos_sin": problem.cos_sin,
+        "weight": args.weight,
+        "cos_sin": args.cos_sin,
         "cache": cache,
-        "eps": problem.eps,
+        "eps": args.eps,
         "num_slots": num_slots,
         "page_size": cache.shape[1],
-        "num_positions": problem.cos_sin.shape[0],
+        "num_positions": args.cos_sin.shape[0],
         "page_stride": row_strides[0] // units.cache,
         "row_stride": row_strides[1] // units.cache,
-        "FORM": Form(
-            head_dim=problem.weight.shape[0],
-            rope_dim=problem.cos_sin.shape[1],
-            ratio=problem.ratio,
-            overlaps=problem.overlaps,
-            row_bytes=row_bytes(problem.layout, problem.scale_rounding),
+        "FORM": CompressConstants(
+            head_dim=args.weight.shape[0],
+            rope_dim=args.cos_sin.shape[1],
+            ratio=args.ratio,
+            overlaps=args.overlaps,
+            row_bytes=row_bytes(args.layout, args.scale_rounding),
             units=units,
             wide=num_slots >= 2**31,
             native=converts_e4m3(cache.device),

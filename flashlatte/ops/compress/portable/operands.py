@@ -1,8 +1,11 @@
-"""What both kernels of ``compress`` are given, in groups."""
+"""Argument groups of both kernels of ``compress``, and the addresses of the paged states."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
 
 from flashlatte.kernels.triton.cache_row import RowBytes
 
@@ -38,8 +41,9 @@ class States(NamedTuple):
     table_stride: Any
 
 
-class Target(NamedTuple):
-    """What becomes of a group's sum, and the cache that takes it. Strides are in units of the cache's alignment."""
+class RowTarget(NamedTuple):
+    """The parameters that turn a group's sum into a row, and the row's cache. Strides are in units of the cache's
+    alignment."""
 
     weight: Any
     cos_sin: Any
@@ -52,8 +56,8 @@ class Target(NamedTuple):
     row_stride: Any
 
 
-class Units(NamedTuple):
-    """Numbers of which the strides of each tensor are multiples, and in which they are counted."""
+class Alignments(NamedTuple):
+    """The alignment of the strides of each tensor, in elements; strides are passed in units of it."""
 
     kv: int
     score: int
@@ -62,16 +66,16 @@ class Units(NamedTuple):
     cache: int
 
 
-class Form(NamedTuple):
-    """A call's constants, as one of the kernels'.
+class CompressConstants(NamedTuple):
+    """A call's constants, in one constant of the kernels.
 
     Attributes:
         head_dim, rope_dim: of a row.
         ratio: tokens of a group.
-        overlaps: whether a row is made of the group before, too.
-        row_bytes: how a row becomes bytes.
-        wide: whether slots pass 32 bits.
-        native: whether the GPU converts e4m3.
+        overlaps: whether a row also depends on the preceding group.
+        row_bytes: the encoding of a row.
+        wide: whether slots exceed 32 bits.
+        native: whether the GPU has e4m3 conversion instructions.
         interpreted: whether the kernel runs in Triton's interpreter.
     """
 
@@ -80,7 +84,23 @@ class Form(NamedTuple):
     ratio: int
     overlaps: bool
     row_bytes: RowBytes
-    units: Units
+    units: Alignments
     wide: bool
     native: bool
     interpreted: bool
+
+
+@triton.jit
+def locate_state(states, request, position, wanted, STATE_UNIT: tl.constexpr):
+    """The addresses of the states of positions, and whether each wanted state exists."""
+    wanted = wanted & (position < 2**31)
+    # 64-bit divisions took longer than loading the row.
+    short, page_size = tl.where(wanted, position, 0).to(tl.uint32), states.page_size.to(tl.uint32)
+    column = short // page_size
+    offset = (short - column * page_size).to(tl.int64)
+    entry = states.table + request * states.table_stride + (column % states.columns.to(tl.uint32)).to(tl.int64)
+    page = tl.load(entry, mask=wanted, other=-1).to(tl.int64)
+    found = wanted & (page >= 0) & (page < states.num_pages)
+    # tl.where(found, ...) fails to compile here with Triton 3.6 (layout).
+    page = tl.minimum(tl.maximum(page, 0), states.num_pages - 1)
+    return (page * states.page_stride + offset * states.token_stride) * STATE_UNIT, found

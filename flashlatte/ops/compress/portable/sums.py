@@ -1,4 +1,4 @@
-"""The groups that a step's tokens finish: a softmax over their rows in each channel, and the weighted sum."""
+"""The sums of completed groups: a softmax over the rows of a group in each channel, and the weighted sum."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import triton.language as tl
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish, next_of
-from flashlatte.ops.compress.portable.operands import States, Target, Tokens
-from flashlatte.ops.compress.portable.states import locate_state
+from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens, locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
 
-class Group(NamedTuple):
+class FinishedGroup(NamedTuple):
     """A group that ends in this call.
 
     Attributes:
-        kv, score: of its last token.
+        kv, score: rows of its last token.
         request, end: that token's request and position.
-        num_new: of the rows that its sum is made of the last, which are tokens of this call.
+        num_new: number of its last rows that are tokens of this call.
     """
 
     kv: Any
@@ -75,10 +74,10 @@ def compress_sum_kernel(
     MAX_WINDOW: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some columns of the groups that end among ``window`` tokens, one group after the other.
+    """Sum some columns of the groups that end among ``window`` tokens, one group after another.
 
-    Of consecutive tokens hardly more than one ends a group. A program that has all columns finishes the row; else
-    sums go to ``sums``, float32 [tokens from first_token on, D].
+    Usually at most one token of a window completes a group. A program with all columns finishes the row; else it writes
+    ``sums``, float32 [tokens from first_token on, D].
     """
     if OVERLAPPED:
         gdc_launch_dependents()
@@ -107,7 +106,7 @@ def compress_sum_kernel(
         state_token_stride,
         table_stride,
     )
-    target = Target(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
+    target = RowTarget(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
     D: tl.constexpr = FORM.head_dim
     ROWS: tl.constexpr = FORM.ratio * (1 + FORM.overlaps)
     lane = tl.arange(0, MAX_WINDOW)
@@ -122,7 +121,7 @@ def compress_sum_kernel(
         token = first + found
         end = tl.load(positions + token * position_stride).to(tl.int64)
         request = tl.load(request_ids + token * id_stride).to(tl.int64)
-        group = Group(
+        group = FinishedGroup(
             kv + token * kv_stride * FORM.units.kv,
             score + token * score_stride * FORM.units.score,
             request,
@@ -130,24 +129,24 @@ def compress_sum_kernel(
             count_new(tokens, token, request, end, ROWS),
         )
         if sums is None:
-            # On their way before the rows: asked for behind them, they would be waited for once more.
+            # Loaded before the rows: after them, there would be a second wait for memory.
             finish = load_finish(target, end, FORM)
-        largest, total, acc = weigh(group, tokens, states, dealt, column, FORM)
+        row_max, row_sum, acc = partial_softmax(group, tokens, states, dealt, column, FORM)
         for begin in range(BLOCK_T * LANES, ROWS, BLOCK_T * LANES):
-            # A block without any row leaves all as it is.
-            its_largest, its_total, its_acc = weigh(group, tokens, states, begin + dealt, column, FORM)
-            before, largest = largest, tl.maximum(largest, its_largest)
-            base = tl.where(largest == float("-inf"), 0.0, largest)
-            alpha, its_alpha = tl.exp(before - base), tl.exp(its_largest - base)
-            total = total * alpha + its_total * its_alpha
-            acc = acc * alpha + its_acc * its_alpha
+            # A block without valid rows changes nothing.
+            block_max, block_sum, block_acc = partial_softmax(group, tokens, states, begin + dealt, column, FORM)
+            previous_max, row_max = row_max, tl.maximum(row_max, block_max)
+            base = tl.where(row_max == float("-inf"), 0.0, row_max)
+            alpha, block_alpha = tl.exp(previous_max - base), tl.exp(block_max - base)
+            row_sum = row_sum * alpha + block_sum * block_alpha
+            acc = acc * alpha + block_acc * block_alpha
         if LANES > 1:
-            base = tl.max(largest, axis=0)
+            base = tl.max(row_max, axis=0)
             base = tl.where(base == float("-inf"), 0.0, base)
-            alpha = tl.exp(largest - base[None, :])
-            total *= alpha
+            alpha = tl.exp(row_max - base[None, :])
+            row_sum *= alpha
             acc *= alpha
-        x = tl.sum(acc, axis=0) / tl.sum(total, axis=0)
+        x = tl.sum(acc, axis=0) / tl.sum(row_sum, axis=0)
         if sums is None:
             finish_row(x, tokens, token, finish, target, FORM)
         else:
@@ -157,8 +156,8 @@ def compress_sum_kernel(
 
 @triton.jit
 def count_new(tokens, token, request, end, ROWS: tl.constexpr):
-    """Rows of the group that ends with ``token`` that are tokens of this call: the last ones, as a request's tokens
-    stand together. The others are in the states."""
+    """The number of rows of the group that ends with ``token`` that are tokens of this call. They are its last rows, as
+    a request's tokens are consecutive; the others are in the states."""
     back = tl.arange(0, triton.next_power_of_2(ROWS))
     there = (back < ROWS) & (back <= end) & (back <= token)
     its_request = tl.load(tokens.request_ids + (token - back) * tokens.id_stride, mask=there, other=-1).to(tl.int64)
@@ -166,26 +165,27 @@ def count_new(tokens, token, request, end, ROWS: tl.constexpr):
 
 
 @triton.jit
-def weigh(group, tokens, states, row, column, FORM: tl.constexpr):
-    """Of rows [LANES, BLOCK_T] of a group's sum, each lane's largest score, and its sums of weights and of weighted
-    values [LANES, COLUMNS]; -inf, 0 and 0 of a lane without any."""
+def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
+    """For rows [LANES, BLOCK_T] of a group, the row_max, the row_sum and the weighted sum of values of each lane
+    [LANES, COLUMNS]; -inf, 0 and 0 for a lane without rows."""
     UNITS: tl.constexpr = FORM.units
     D: tl.constexpr = FORM.head_dim
     ROWS: tl.constexpr = FORM.ratio * (1 + FORM.overlaps)
     WIDTH: tl.constexpr = D * (1 + FORM.overlaps)
     back = ROWS - 1 - row
     is_new = (row < ROWS) & (back < group.num_new)
-    # The group before gives the first half of its numbers, the group itself the second.
+    # The preceding group contributes the first half of its elements, the group itself the second.
     half = tl.where(row >= FORM.ratio, D, 0) if FORM.overlaps else row * 0
     at = half[:, :, None] + column[None, None, :]
     kv_rows = group.kv - back * tokens.kv_stride * UNITS.kv
     score_rows = group.score - back * tokens.score_stride * UNITS.score
     bias_rows = tokens.ape + (row % FORM.ratio) * tokens.ape_stride * UNITS.ape
-    # One load from either place keeps more of them under way than two and a selection, where types allow it.
+    # If dtypes allow it, a single load with selected addresses keeps more loads in flight than two loads and a
+    # selection.
     ALIKE: tl.constexpr = tokens.kv.dtype.element_ty == tl.float32
     here = is_new
     if states.cache is not None and ALIKE:
-        # Hardly any group of a prefill does.
+        # Few groups of a prefill need states.
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
             state, is_old = state_rows(group, states, row, back, is_new, ROWS, UNITS.state)
@@ -203,15 +203,15 @@ def weigh(group, tokens, states, row, column, FORM: tl.constexpr):
             old = is_old[:, :, None]
             values = tl.where(old, tl.load(state[:, :, None] + at, mask=old, other=0.0), values)
             scores = tl.where(old, tl.load(state[:, :, None] + WIDTH + at, mask=old, other=0.0), scores)
-    largest = tl.max(scores, axis=1)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp(scores - base[:, None, :])
-    return largest, tl.sum(weights, axis=1), tl.sum(weights * values, axis=1)
+    row_max = tl.max(scores, axis=1)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    p = tl.exp(scores - base[:, None, :])
+    return row_max, tl.sum(p, axis=1), tl.sum(p * values, axis=1)
 
 
 @triton.jit
 def state_rows(group, states, row, back, is_new, ROWS: tl.constexpr, UNIT: tl.constexpr):
-    """Where the states of rows that are not tokens of this call begin, and which of them are there."""
+    """The addresses of the states of rows that are not tokens of this call, and whether they exist."""
     wanted = (row < ROWS) & (back <= group.end) & (is_new == 0)
     address, found = locate_state(states, group.request, group.end - back, wanted, UNIT)
     return states.cache + address, found

@@ -1,4 +1,4 @@
-"""Sizes of the kernel's tiles, chosen by measurement for each class of GPUs."""
+"""Tile sizes for each class of GPUs, chosen by measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TABLE: Table = {
         AttentionConfig(32, 64, num_warps=8, num_stages=3),
         AttentionConfig(64, 64, num_warps=8, num_stages=3, warpgroups=True, boxes=True),
     ),
-    # Products of 64 rows would go through tensor memory, which has no room for [64, 512] beside the scores.
+    # MMAs of 64 rows would use tensor memory, which has no room for [64, 512] in addition to the scores.
     "blackwell": (
         AttentionConfig(16, 64, num_warps=8, num_stages=3),
         AttentionConfig(32, 64, num_warps=8, num_stages=3),
@@ -34,7 +34,7 @@ TABLE: Table = {
     ),
 }
 
-# A float8_e4m3fn cache passes through registers on its way to the tensor cores, which leaves fewer for query rows.
+# float8_e4m3fn keys are converted in registers, which leaves fewer registers for query rows.
 FP8_TABLE: Table = {
     "hopper": (
         AttentionConfig(16, 64, num_warps=8, num_stages=3),

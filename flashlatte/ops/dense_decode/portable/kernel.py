@@ -1,7 +1,7 @@
 """The kernel of dense decode: an online softmax over the pages of a request, for a block of its query rows.
 
-A cache row is loaded once: whole it is a key, its latent part is the value. The queries of all tokens of a
-request that share a kv head are rows of one matrix, so that a key is multiplied with all of them.
+A cache row is loaded once: the row is the key, its latent part the value. The queries of all tokens of a request that
+share a kv head are rows of one matrix, so a key is multiplied by all of them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
-class Cache(NamedTuple):
-    """k_cache [pages, page_size, h_kv, d], strides in units of K_ALIGN numbers, and the pages of each request.
+class DenseCache(NamedTuple):
+    """k_cache [pages, page_size, h_kv, d], strides in units of K_ALIGN elements, and the pages of each request.
 
     Attributes:
-        latent_boxes, rope_boxes: TMA descriptors of its tiles' two parts, [1, 1, BLOCK_N, columns]; None for tiles
-            that are loaded by the address of each row.
+        latent_boxes, rope_boxes: TMA descriptors of the two parts of tiles, [1, 1, BLOCK_N, columns]; None if tiles are
+            loaded by row addresses.
     """
 
     k_cache: Any
@@ -44,8 +44,8 @@ class Cache(NamedTuple):
     stride_table: Any
 
 
-class Query(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of Q_ALIGN numbers."""
+class DenseQuery(NamedTuple):
+    """q [b, s_q, h_q, d], strides in units of Q_ALIGN elements."""
 
     q: Any
     q_stride_request: Any
@@ -55,28 +55,28 @@ class Query(NamedTuple):
 
 @triton.jit
 def _as_operand(x, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, step: tl.constexpr):
-    """Cache numbers as a matrix operand in q's dtype, or float32 in the interpreter."""
+    """Cache elements as an MMA operand in q's dtype, or float32 in the interpreter."""
     if x.dtype == tl.uint8:
         x = e4m3_to_float(x, NATIVE_FP8)
         if not step.interpreted:
             x = x.to(dtype)
         if step.ptx:
-            # A move that Triton cannot see through. Else it moves the bytes into the layout of each of the two
-            # products and converts them there, twice, and no longer copies tiles to shared memory ahead of use.
+            # An opaque move. Without it, Triton converts the bytes twice, in the layout of each of the two MMAs, and no
+            # longer prefetches tiles to shared memory.
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
 
 
 @triton.jit
 def _load_pages(cache, item, keys, length, PAGE_SIZE: tl.constexpr):
-    """Pages of ``keys`` (one key or a vector) as the block table has them; -1 for keys beyond the length."""
+    """The pages of ``keys`` (a scalar or a vector) from the block table; -1 for keys beyond the length."""
     entry = cache.block_table + item * cache.stride_table + keys // PAGE_SIZE
     return tl.load(entry, mask=keys < length, other=-1)
 
 
 @triton.jit
 def _load_boxes(cache, page, kv_head, token, step: tl.constexpr):
-    """The rows of a page from ``token`` on; 0 for those outside of it, and for all of page -1."""
+    """The rows of a page from ``token`` on; 0 for rows outside the page, and for page -1."""
     latent = _load_box(cache.latent_boxes, page, kv_head, token, 0, step.latent, step)
     rope = latent
     if step.rope > 0:
@@ -107,9 +107,9 @@ def _attend(
     TOKEN_STRIDE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """Attention of query rows over blocks of keys: (values, base-2 lse of each row).
+    """Attention of query rows over blocks of keys; returns (values, base-2 lse of each row).
 
-    Row r sees the keys below row_length[r], which is at most ``length``. ``scale`` includes log2(e).
+    Row r attends to the keys below row_length[r], which is at most ``length``. ``scale`` includes log2(e).
     """
     BLOCK_N: tl.constexpr = step.block_n
     PAGE_PER_BLOCK: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
@@ -128,15 +128,15 @@ def _attend(
             rows += token * (cache.k_stride_token if TOKEN_STRIDE is None else TOKEN_STRIDE)
             tile = load_tile(cache.k_cache, rows * K_ALIGN, exists, step)
         else:
-            # The last box of a request begins before its block, so that it ends with the last key: what a page has
-            # behind that may be NaN. What lies before the page reads as zeros, and so do pages that do not exist.
+            # The last box of a request is shifted to end with the last key, because later rows of the page may be NaN.
+            # TMA reads rows before the page, and pages that do not exist, as zeros.
             before = tl.maximum(start + BLOCK_N - stop, 0)
             keys -= before
             exists = in_cache & (keys >= start)
             page = tl.where(in_cache, pages, -1).to(tl.int32)
             tile = _load_boxes(cache, page, kv_head, start % PAGE_SIZE - before, step)
         visible = tl.where(exists, keys, 0x7FFFFFFF)[None, :] < row_length[:, None]
-        # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
+        # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         following = start + BLOCK_N
         pages = _load_pages(cache, item, following if PAGE_PER_BLOCK else following + in_block, length, PAGE_SIZE)
         latent = _as_operand(tile.latent, q.latent.dtype, NATIVE_FP8, step)
@@ -197,14 +197,15 @@ def dense_decode_kernel(
     MAX_SPLITS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """A CTA takes, for one group, one of ``num_splits`` balanced ranges (SPLIT_BLOCKS None) or splits of a request.
+    """A CTA processes, for one group, one of ``num_splits`` balanced ranges (if SPLIT_BLOCKS is None) or a split of a
+    request.
 
-    A group is BLOCK_H of the ``rows`` = tokens · ``heads`` query rows of a kv head, which has ``groups_per_head``.
-    The CTAs that read the same keys have adjacent numbers, so that the L2 cache serves all but the first.
+    A group is BLOCK_H of the ``rows`` = tokens · ``heads`` query rows of a kv head, which has ``groups_per_head``. The
+    CTAs that read the same keys have adjacent indices, so all but the first hit the L2 cache.
     """
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
-    cache = Cache(
+    cache = DenseCache(
         k_cache,
         latent_boxes,
         rope_boxes,

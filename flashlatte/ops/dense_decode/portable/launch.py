@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes alone."""
+"""The launches of a call: tile sizes and split, chosen on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
-from flashlatte.ops.dense_decode.portable.kernel import Cache, Query, dense_decode_kernel
+from flashlatte.ops.dense_decode.portable.kernel import DenseCache, DenseQuery, dense_decode_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, strides_in_use
@@ -22,22 +22,22 @@ from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
-# Starting on a request costs a CTA about as much as so many keys.
+# The overhead of starting a request, in keys.
 _OVERHEAD_KEYS = 64
-# With batch_invariant, keys of a split times the groups of a request's query rows, whose splits run side by side, and
-# the most splits of a request, over all groups.
+# With batch_invariant: keys per split times the groups of a request's query rows, whose splits run in parallel; and the
+# maximum number of splits of a request, over all groups.
 _SPLIT_KEYS = 1024
 _FIXED_SPLITS = 128
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
-    """What the launches of one shape have in common.
+class PortableDenseDecodePlan:
+    """The launch configuration of a shape.
 
     Attributes:
         config: tile sizes.
-        split: over how many CTAs requests are split.
-        constants: what the kernel is compiled for, but for what depends on strides.
+        split: how requests are split over CTAs.
+        constants: the kernel's constants, except those that depend on strides.
     """
 
     config: AttentionConfig
@@ -82,10 +82,10 @@ def dense_decode(
         k_cache = k_cache.view(torch.uint8)
     q_align, k_align, out_align = row_align(q), row_align(k_cache, 16 if is_fp8 else 8), row_align(out)
     heads = h_q // h_kv
-    query = Query(q, *(stride // q_align for stride in strides_in_use(q)))
+    query = DenseQuery(q, *(stride // q_align for stride in strides_in_use(q)))
     k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
     boxes = _boxes(k_cache, k_align, launch_plan.constants["STEP"], launch_plan.config)
-    cache = Cache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
+    cache = DenseCache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
     lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(
@@ -124,7 +124,7 @@ def dense_decode(
 
 
 def _boxes(k_cache: torch.Tensor, k_align: int, step: StepConfig, config: AttentionConfig) -> tuple[Any, Any]:
-    """TMA descriptors of the tiles' two parts, None where tiles are not loaded by them."""
+    """TMA descriptors of the two parts of tiles; None if tiles are not loaded by TMA."""
     if not config.boxes:
         return None, None
     num_pages, page_size, h_kv, head_dim = k_cache.shape
@@ -132,7 +132,7 @@ def _boxes(k_cache: torch.Tensor, k_align: int, step: StepConfig, config: Attent
     repeats = any(size != 1 and stride == 0 for size, stride in zip(k_cache.shape, k_cache.stride(), strict=True))
     if not whole or repeats or num_pages == 0:
         return None, None
-    # An axis of 1 has no stride that matters, but the hardware wants one above 0.
+    # TMA requires strides above 0, also for an axis of size 1.
     page_stride, token_stride, head_stride = (stride or head_dim for stride in strides_in_use(k_cache))
     shape, strides = [num_pages, h_kv, page_size, head_dim], [page_stride, head_stride, token_stride, 1]
     latent, rope = (
@@ -155,23 +155,23 @@ def make_plan(
     max_pages: int,
     is_fp8: bool,
     batch_invariant: bool,
-) -> LaunchPlan:
+) -> PortableDenseDecodePlan:
     table = FP8_TABLE if is_fp8 else TABLE
     chosen, step = choose(table, gpu, rows, head_dim, head_dim_v, in_place=not is_fp8)
     groups_per_head = -(-rows // chosen.block_h)
     groups = h_kv * groups_per_head
-    most_blocks = -(-max_pages * page_size // chosen.block_n)
+    max_blocks = -(-max_pages * page_size // chosen.block_n)
     partial = PartialShape(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(batch, groups, num_sms * chosen.programs, most_blocks, partial)
+    ranges = plan.num_ranges(batch, groups, num_sms * chosen.programs, max_blocks, partial)
     if batch_invariant:
         split_blocks, max_splits = -(-_SPLIT_KEYS * groups // chosen.block_n), max(_FIXED_SPLITS // groups, 1)
-        split = plan.fixed(partial, batch, most_blocks, groups, groups_per_head, split_blocks, max_splits)
+        split = plan.fixed(partial, batch, max_blocks, groups, groups_per_head, split_blocks, max_splits)
     elif ranges is None:
         split = plan.whole(partial, batch, groups, groups_per_head)
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-        split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
-    return LaunchPlan(
+        split = plan.balanced(partial, batch, max_blocks, groups, groups_per_head, ranges, overhead)
+    return PortableDenseDecodePlan(
         config=chosen,
         split=split,
         constants={

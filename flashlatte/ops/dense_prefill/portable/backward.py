@@ -1,5 +1,5 @@
-"""Backward: row sums, then gradients of keys and values, a program for a tile of keys, then those of queries, a program
-for a tile of queries. Weights are computed again from lse in both, so that nothing is summed by atomics.
+"""The backward pass in three kernels: row sums; dK and dV, one program per tile of keys; dQ, one program per tile of
+queries. Both of the latter recompute P from lse, so no atomics are needed.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -19,7 +19,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     load_tile,
     phases,
     seen_by_some,
-    sees,
+    visible_range,
 )
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -47,7 +47,8 @@ def row_sums_kernel(
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """lse in base 2 and Σ out · dout - dlse, side by side [heads, total_q, 2]; +inf and 0 for rows without keys."""
+    """Compute lse in base 2 and Σ out · dout - dlse, interleaved [heads, total_q, 2]; +inf and 0 for rows without
+    keys."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     token = (tl.program_id(0) // heads).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_use = token < total_q
@@ -110,7 +111,7 @@ def keys_kernel(
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Strides are in units of ALIGN numbers."""
+    """Strides are in units of ALIGN elements."""
     kv_head = (tl.program_id(0) // slots).to(tl.int64)
     tile, tiles, k_begin, s_k, q_begin, s_q = find_tile(
         tl.program_id(0) % slots, cu_seqlens_k, cu_seqlens_q, requests, total_k, total_q, BLOCK_N
@@ -119,10 +120,10 @@ def keys_kernel(
     shift = s_q - s_k
     begin, _, full, partial, end = phases(first, s_k, s_q, shift, window_right, window_left, BLOCK_N, BLOCK_M)
     key = first + tl.arange(0, BLOCK_N)
-    lower, upper = sees(key, s_q, shift, window_right, window_left)
+    lower, upper = visible_range(key, s_q, shift, window_right, window_left)
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
     v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
-    # What no query sees has no gradient, even if it is NaN.
+    # A key that is visible to no query has gradient 0, even if it is NaN.
     own_first, own_limit = seen_by_some(s_k, s_q, shift, window_right, window_left)
     k_a, k_b = load_parts(k, k_stride_token, first, own_first, own_limit, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
     value = load_tile(v, v_stride_token, first, own_first, own_limit, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
@@ -139,7 +140,8 @@ def keys_kernel(
         head_sums = sums + (head * total_q + q_begin) * 2
         for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
             row = start + tl.arange(0, BLOCK_M)
-            # As a tile: Triton would load two vectors by columns of the scores, in 4-byte pieces again in each warp.
+            # Loaded as a tile: Triton would load two vectors in the layout of the scores' columns, by 4-byte loads in
+            # each warp.
             pair = tl.load(head_sums + row[:, None] * 2 + of_pair, mask=(row < s_q)[:, None], other=0.0)
             row_lse = tl.max(tl.where(of_pair == 0, pair, float("-inf")), axis=1)
             row_delta = tl.sum(tl.where(of_pair == 1, pair, 0.0), axis=1)
@@ -219,7 +221,7 @@ def queries_kernel(
     begin, seen, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)
     in_use = row < s_q
-    lower, upper = sees(row, s_k, shift, window_left, window_right)
+    lower, upper = visible_range(row, s_k, shift, window_left, window_right)
     kv_head = (head // group).to(tl.int64)
     head = head.to(tl.int64)
     q += (q_begin.to(tl.int64) * q_stride_token + head * q_stride_head) * ALIGN
@@ -259,7 +261,7 @@ def queries_kernel(
 
 @triton.jit
 def store_columns(rows, tile, in_use, FIRST: tl.constexpr, COUNT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Columns of a tile [rows, width] to numbers FIRST to FIRST + COUNT of the rows at pointers ``rows`` [rows, 1]."""
+    """Store a tile [rows, width] to elements FIRST to FIRST + COUNT of the rows at pointers ``rows`` [rows, 1]."""
     cols = tl.arange(0, tile.shape[1])
     mask = in_use[:, None] & (cols < COUNT)[None, :]
     tl.store(rows + (FIRST + cols)[None, :], from_float32(tile, rows.dtype.element_ty, INTERPRETED), mask=mask)

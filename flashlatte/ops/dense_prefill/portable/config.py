@@ -1,4 +1,4 @@
-"""Sizes of the kernels' tiles for each class of GPUs: by what fits registers and shared memory."""
+"""Tile sizes for each class of GPUs, limited by registers and shared memory."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 from flashlatte.kernels.triton.head_dims import MIN_WIDTH
 
-# The head dims that the table is for.
+# The head dims for which the table was measured.
 _TABLE_WIDTH = 192 + 128
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of a program's tiles.
+class PrefillConfig:
+    """Tile sizes of a program.
 
     Attributes:
-        block_m: queries: of a program, or of a step where a program computes keys.
-        block_n: keys: of a step, or of a program where that computes keys.
-        num_warps: Triton's.
-        num_stages: of the loop; 1 loads in place.
+        block_m: queries per program, or per step in the kernel for dK and dV.
+        block_n: keys per step, or per program in the kernel for dK and dV.
+        num_warps: warps per program.
+        num_stages: pipeline stages of the loop; 1 for none.
     """
 
     block_m: int
@@ -28,34 +28,40 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Configs:
-    """Attributes: of the forward kernel, and of the two backward kernels for gradients of keys and of queries."""
+class PrefillConfigs:
+    """The configurations of the forward kernel, and of the backward kernels for keys (dK, dV) and queries (dQ)."""
 
-    forward: Config
-    keys: Config
-    queries: Config
+    forward: PrefillConfig
+    keys: PrefillConfig
+    queries: PrefillConfig
 
 
 # By class of GPU, for head dims up to 192 and 128. "small" has 99 KiB of shared memory. Wider head dims halve "hopper,
 # wide". "hopper, unaligned" keeps to fewer than 64 rows, and so to the tensor-core instructions of a warp: rows that
 # cannot be copied asynchronously stay in one buffer, and CUDA 12.8's ptxas, which Triton 3.6 and 3.7 bring, may read
 # the descriptor of such a buffer before it is written.
-TABLE: dict[str, Configs] = {
+TABLE: dict[str, PrefillConfigs] = {
     # With 64 keys the forward kernel takes 0.94 (of 16 × 512 tokens) to 0.97 of its time with 128.
-    "hopper": Configs(Config(128, 64, 8, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
-    "hopper, wide": Configs(Config(128, 128, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
-    "hopper, unaligned": Configs(Config(32, 64, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    "blackwell": Configs(Config(128, 64, 8, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
-    "ampere": Configs(Config(128, 32, 8, 3), Config(16, 64, 4, 2), Config(64, 16, 4, 2)),
-    "small": Configs(Config(128, 64, 8, 2), Config(16, 64, 4, 2), Config(64, 16, 4, 2)),
-    "other": Configs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    "interpreter": Configs(Config(32, 16, 1, 1), Config(16, 32, 1, 1), Config(32, 16, 1, 1)),
+    "hopper": PrefillConfigs(PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 128, 8, 2), PrefillConfig(128, 64, 8, 2)),
+    "hopper, wide": PrefillConfigs(
+        PrefillConfig(128, 128, 8, 2), PrefillConfig(64, 128, 8, 2), PrefillConfig(128, 64, 8, 2)
+    ),
+    "hopper, unaligned": PrefillConfigs(
+        PrefillConfig(32, 64, 4, 1), PrefillConfig(32, 32, 4, 1), PrefillConfig(32, 32, 4, 1)
+    ),
+    "blackwell": PrefillConfigs(PrefillConfig(128, 64, 8, 2), PrefillConfig(32, 64, 4, 2), PrefillConfig(64, 32, 4, 2)),
+    "ampere": PrefillConfigs(PrefillConfig(128, 32, 8, 3), PrefillConfig(16, 64, 4, 2), PrefillConfig(64, 16, 4, 2)),
+    "small": PrefillConfigs(PrefillConfig(128, 64, 8, 2), PrefillConfig(16, 64, 4, 2), PrefillConfig(64, 16, 4, 2)),
+    "other": PrefillConfigs(PrefillConfig(64, 32, 4, 1), PrefillConfig(32, 32, 4, 1), PrefillConfig(32, 32, 4, 1)),
+    "interpreter": PrefillConfigs(
+        PrefillConfig(32, 16, 1, 1), PrefillConfig(16, 32, 1, 1), PrefillConfig(32, 16, 1, 1)
+    ),
 }
 
 
-def choose(gpu: str, width: int, aligned: bool) -> Configs:
-    """The configurations for rows of q and v padded to ``width`` numbers together, that begin at multiples of 16 bytes
-    or, if not ``aligned``, anywhere.
+def choose(gpu: str, width: int, aligned: bool) -> PrefillConfigs:
+    """The configurations for rows of q and v padded to ``width`` elements in total. ``aligned``: all rows begin at
+    multiples of 16 bytes.
     """
     if gpu == "hopper" and not aligned:
         gpu = "hopper, unaligned"
@@ -63,11 +69,11 @@ def choose(gpu: str, width: int, aligned: bool) -> Configs:
         gpu = "hopper, wide"
     configs = TABLE[gpu]
     while width > _TABLE_WIDTH:
-        configs = Configs(_smaller(configs.forward), _smaller(configs.keys), _smaller(configs.queries))
+        configs = PrefillConfigs(_smaller(configs.forward), _smaller(configs.keys), _smaller(configs.queries))
         width //= 2
     return configs
 
 
-def _smaller(config: Config) -> Config:
+def _smaller(config: PrefillConfig) -> PrefillConfig:
     block_m, block_n = max(config.block_m // 2, MIN_WIDTH), max(config.block_n // 2, MIN_WIDTH)
     return replace(config, block_m=block_m, block_n=block_n, num_stages=min(config.num_stages, 2))

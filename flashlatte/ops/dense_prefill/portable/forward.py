@@ -1,4 +1,4 @@
-"""Forward: a program computes the output of a tile of queries of one head."""
+"""The forward kernel: a program computes the output of a tile of queries of one head."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -16,14 +16,14 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     load_parts_and_dot,
     load_tile,
     phases,
-    sees,
+    visible_range,
 )
 from flashlatte.runtime.triton_kernel import kernel
 
 
 @triton.jit
 def _masked(scores, key, lower, upper):
-    """Scores [rows, keys], -inf where a row does not see a key."""
+    """Scores [rows, keys], -inf where masked."""
     visible = (key[None, :] >= lower[:, None]) & (key[None, :] <= upper[:, None])
     return tl.where(visible, scores, float("-inf"))
 
@@ -68,10 +68,10 @@ def forward_kernel(
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Strides but those of lse are in units of ALIGN numbers.
+    """Strides, except those of lse, are in units of ALIGN elements.
 
-    The programs of a head have adjacent numbers, so that its keys stay in the L2 cache; those of a request begin with
-    its last queries, which see the most keys.
+    The programs of a head have adjacent indices, so its keys stay in the L2 cache. The first programs of a request
+    process its last queries, which have the most visible keys.
     """
     head = tl.program_id(0) // slots
     tile, tiles, q_begin, s_q, k_begin, s_k = find_tile(
@@ -81,7 +81,7 @@ def forward_kernel(
     shift = s_k - s_q
     begin, seen, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
     row = first + tl.arange(0, BLOCK_M)
-    lower, upper = sees(row, s_k, shift, window_left, window_right)
+    lower, upper = visible_range(row, s_k, shift, window_left, window_right)
     kv_head = (head // group).to(tl.int64)
     q += (q_begin.to(tl.int64) * q_stride_token + head.to(tl.int64) * q_stride_head) * ALIGN
     k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN

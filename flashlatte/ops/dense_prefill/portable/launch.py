@@ -1,4 +1,4 @@
-"""From tensors to launches of the kernels."""
+"""Launches of the forward and backward kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
-from flashlatte.ops.dense_prefill.portable.config import Config, Configs, choose
+from flashlatte.ops.dense_prefill.portable.config import PrefillConfig, PrefillConfigs, choose
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
 from flashlatte.runtime.arguments import by_name
 
 _ROW_SUMS_BLOCK = 64
-# Classes of GPUs on which masks are in a branch of the forward loop. Elsewhere Triton then misses that one product
-# depends on the other, and gives rows of P to several warps.
+# Classes of GPUs on which the forward loop applies masks in a branch. On others, Triton then does not detect the chain
+# of two MMAs, and splits rows of P over several warps.
 _BRANCHING = frozenset({"hopper", "blackwell", "interpreter"})
 
 
@@ -91,7 +91,7 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Deterministic either way."""
+    """This implementation is always deterministic."""
     total_q, heads, head_dim = q.shape
     total_k, kv_heads, head_dim_v = v.shape
     gpu = gpu_class(q.device)
@@ -149,8 +149,8 @@ def backward(
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tuple[Configs, dict[str, Any]]:
-    """The configurations for two head dims, and what all kernels are compiled for beside them."""
+def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tuple[PrefillConfigs, dict[str, Any]]:
+    """The configurations for two head dims, and the constants that all kernels share."""
     first, second = tile_widths(head_dim)
     width = padded(head_dim_v)
     return choose(gpu, first + second + width, aligned), {
@@ -163,7 +163,7 @@ def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tu
     }
 
 
-def _options(config: Config) -> dict[str, Any]:
+def _options(config: PrefillConfig) -> dict[str, Any]:
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -173,8 +173,8 @@ def _options(config: Config) -> dict[str, Any]:
 
 
 def _by_name(**tensors: torch.Tensor) -> tuple[int, dict[str, Any]]:
-    """The unit in which to give the strides of tokens and heads, of 16 bytes if all are multiples of it; and each
-    tensor and its two strides, as kernels name them."""
+    """The unit of the strides of tokens and heads (16 bytes if all are multiples of it, else one element), and the
+    tensors and strides by kernel argument name."""
     unit = 1 if any(stride % 8 for tensor in tensors.values() for stride in tensor.stride()[:2]) else 8
     arguments: dict[str, Any] = {}
     for name, tensor in tensors.items():

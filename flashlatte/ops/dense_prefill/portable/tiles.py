@@ -1,6 +1,6 @@
-"""Which rows of which request a program computes, and which rows of the other side these see.
+"""The rows that a program computes, and the visible rows of the other side.
 
-Rows and others are queries and keys where queries are computed, and the other way round for gradients of keys.
+"Rows" and "others" are queries and keys in the forward kernel and for dQ, and keys and queries for dK and dV.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -19,7 +19,7 @@ from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment
 def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOCK: tl.constexpr):
     """(tile of its request, tiles, first row, rows, first of the others, others) for one of ``tile_slots`` slots.
 
-    A tile beyond the last is none; one of no request sees none of the others.
+    A tile beyond the last is empty; a tile of no request has no others.
     """
     stretch, tile, tiles, begin, rows = find_segment(slot, cu_rows, requests, total_rows, BLOCK)
     others_begin, others = find_rows(stretch, cu_others, requests, total_others)
@@ -28,8 +28,8 @@ def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOC
 
 
 @triton.jit
-def sees(own, others, shift, before, after):
-    """First and last of the others that a row sees: position own + shift, less ``before``, plus ``after``."""
+def visible_range(own, others, shift, before, after):
+    """The first and last visible other of a row: position own + shift, minus ``before``, plus ``after``."""
     position = own.to(tl.int64) + shift
     lower = tl.maximum(position - before, 0)
     upper = tl.minimum(position + after, others.to(tl.int64) - 1)
@@ -38,7 +38,7 @@ def sees(own, others, shift, before, after):
 
 @triton.jit
 def seen_by_some(rows, others, shift, before, after):
-    """(first, limit) of the rows that see any of the others."""
+    """(first, limit) of the rows with a visible other."""
     shift = shift.to(tl.int64)
     first = tl.minimum(tl.maximum(-(shift + after), 0), rows)
     limit = tl.minimum(tl.maximum(others - shift + before, 0), rows)
@@ -47,12 +47,12 @@ def seen_by_some(rows, others, shift, before, after):
 
 @triton.jit
 def phases(first, rows, others, shift, before, after, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(begin, seen, full, partial, end) of what a tile of rows sees, in steps of BLOCK from begin: some row sees each
-    of seen to end - 1, and all rows all of full to partial - 1.
+    """(begin, seen, full, partial, end) of the others that are visible to a tile of rows, in steps of BLOCK from begin:
+    each of seen to end - 1 is visible to some row, and each of full to partial - 1 to all rows.
     """
     last = tl.minimum(first + BLOCK_ROWS, rows) - 1
-    seen, first_upper = sees(first, others, shift, before, after)
-    last_lower, last_upper = sees(last, others, shift, before, after)
+    seen, first_upper = visible_range(first, others, shift, before, after)
+    last_lower, last_upper = visible_range(last, others, shift, before, after)
     end = tl.where(first < rows, last_upper + 1, 0)
     return seen // BLOCK * BLOCK, seen, tl.cdiv(last_lower, BLOCK) * BLOCK, (first_upper + 1) // BLOCK * BLOCK, end
 
@@ -96,8 +96,8 @@ def load_parts(
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """COUNT columns of rows of q or k as two tiles, with the widths of ``head_dims.tile_widths``; with WIDTH_B 0 the
-    second is the first once more.
+    """COUNT columns of rows of q or k as two tiles of the widths of ``head_dims.tile_widths``; if WIDTH_B is 0, the
+    second is the first again.
     """
     first = load_tile(base, stride, start, seen, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
     second = first

@@ -1,4 +1,4 @@
-"""Block sizes of the kernels, by class of GPU."""
+"""Tile sizes of the kernels for each class of GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SMALLEST = 16  # of a matrix product's sides
 
 
 @dataclass(frozen=True)
-class Config:
+class IndexLogitsConfig:
     """Attributes:
     rows: query rows (queries times heads, heads padded) of a product.
     block_n: keys of a tile.
-    num_warps, num_stages: Triton's.
-    tiles: of a program over contiguous keys.
-    programs: programs that an SM runs at once.
+    num_warps, num_stages: Triton's launch options.
+    tiles: key tiles per program, for contiguous keys.
+    programs: programs resident on an SM.
     """
 
     rows: int
@@ -30,24 +30,24 @@ class Config:
 
 
 RAGGED = {
-    "hopper": Config(128, 64, num_warps=4, num_stages=3),
-    "blackwell": Config(128, 64, num_warps=4, num_stages=3),
-    "ampere": Config(128, 64, num_warps=8, num_stages=3),
-    "small": Config(128, 64, num_warps=8, num_stages=2),
-    "other": Config(128, 64, num_warps=4, num_stages=2),
-    "interpreter": Config(32, 16, num_warps=1, num_stages=1, tiles=2),
+    "hopper": IndexLogitsConfig(128, 64, num_warps=4, num_stages=3),
+    "blackwell": IndexLogitsConfig(128, 64, num_warps=4, num_stages=3),
+    "ampere": IndexLogitsConfig(128, 64, num_warps=8, num_stages=3),
+    "small": IndexLogitsConfig(128, 64, num_warps=8, num_stages=2),
+    "other": IndexLogitsConfig(128, 64, num_warps=4, num_stages=2),
+    "interpreter": IndexLogitsConfig(32, 16, num_warps=1, num_stages=1, tiles=2),
 }
 PAGED = {
-    "hopper": Config(128, 64, num_warps=4, num_stages=4),
-    "blackwell": Config(128, 64, num_warps=4, num_stages=4),
-    "ampere": Config(128, 64, num_warps=4, num_stages=3),
-    "small": Config(128, 64, num_warps=4, num_stages=2),
-    "other": Config(128, 64, num_warps=4, num_stages=2),
-    "interpreter": Config(32, 16, num_warps=1, num_stages=1, programs=1),
+    "hopper": IndexLogitsConfig(128, 64, num_warps=4, num_stages=4),
+    "blackwell": IndexLogitsConfig(128, 64, num_warps=4, num_stages=4),
+    "ampere": IndexLogitsConfig(128, 64, num_warps=4, num_stages=3),
+    "small": IndexLogitsConfig(128, 64, num_warps=4, num_stages=2),
+    "other": IndexLogitsConfig(128, 64, num_warps=4, num_stages=2),
+    "interpreter": IndexLogitsConfig(32, 16, num_warps=1, num_stages=1, programs=1),
 }
 
 
-def choose(table: dict[str, Config], device: torch.device) -> Config:
+def choose(table: dict[str, IndexLogitsConfig], device: torch.device) -> IndexLogitsConfig:
     return table[gpu_class(device)]
 
 

@@ -1,6 +1,6 @@
-"""Index logits over a paged cache: all tiles of keys of all requests, in one line, divided evenly over programs.
+"""Index logits over a paged cache: the key tiles of all requests, concatenated, are divided evenly over programs.
 
-How many tiles a request has follows from its length, which every program reads for itself.
+Every program computes the number of tiles of each request from its length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
-# Requests whose lengths are looked at together.
+# Requests whose lengths are loaded together.
 REQUESTS = 128
 
 
@@ -99,7 +99,7 @@ def tiles_of_requests(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Tiles of keys of requests ``first`` to ``first`` + BLOCK_B."""
+    """The number of key tiles of each of the requests ``first`` to ``first`` + BLOCK_B."""
     request = first + tl.arange(0, BLOCK_B)
     inside = request < batch
     entry = lengths + request.to(tl.int64) * length_stride
@@ -165,7 +165,7 @@ def paged_kernel(
     last = total * (tl.program_id(0) + 1) // tl.num_programs(0)
 
     while tile < last:
-        # The request that the tile is in, and where that request's tiles begin and end.
+        # The request of the tile, and the range of that request's tiles.
         request = tl.zeros([], tl.int32)
         request_first = tl.zeros([], tl.int64)
         request_stop = total
@@ -189,7 +189,7 @@ def paged_kernel(
         else:
             limit = tl.load(length).to(tl.int64) - next_n + 1 + token
         limit = tl.where(token < next_n, tl.minimum(limit, max_keys), 0)
-        # A request's queries and weights lie at its tokens.
+        # Queries and weights are indexed by the request's tokens.
         queries, half_weights = load_queries(
             q + request.to(tl.int64) * q_stride * Q_UNIT,
             weights + request_rows * weight_stride,
@@ -219,7 +219,7 @@ def paged_kernel(
             scales = page_start
             if SCALE_BYTES > 0:
                 scales = page_start + page_size * VALUE_WIDTH + offset * SCALE_BYTES
-            if ENCODING == "e4m3":  # before the product, behind which it is waited for
+            if ENCODING == "e4m3":  # before the MMA, so that its latency is hidden
                 scale = load_words(scales, 0, tl.uint32, found, UNIT).to(tl.float32, bitcast=True)
             keys = load_keys(page_start + offset * VALUE_WIDTH, scales, found, D, ENCODING, COMPUTE, NATIVE)
             # [BLOCK_N, BLOCK_Q]

@@ -1,4 +1,4 @@
-"""Index logits over contiguous keys: a program holds some queries and goes over some tiles of keys."""
+"""Index logits over contiguous keys: a program keeps a tile of queries and loops over tiles of keys."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def ragged_kernel(
     end = tl.minimum(end, num_keys)
     if COMPRESSED:
         end = tl.minimum(end, start + width)
-    # The tiles that some query of these has keys in.
+    # The range of tiles with keys of any of these queries.
     some = start < end
     lowest = tl.maximum(tl.min(tl.where(some, start, num_keys), axis=0), first_key)
     highest = tl.minimum(tl.max(tl.where(some, end, 0), axis=0), first_key + BLOCK_N * TILES)
@@ -155,7 +155,7 @@ def ragged_kernel(
             scales = k_scale
             if ENCODING == "e2m1":
                 scales = k_scale + key * scale_stride
-            if ENCODING == "e4m3":  # before the product, behind which it is waited for
+            if ENCODING == "e4m3":  # before the MMA, so that its latency is hidden
                 scale = tl.load(k_scale + key * scale_stride, mask=in_keys, other=0.0)
             keys = load_keys(k + key * k_stride * K_UNIT, scales, in_keys, D, ENCODING, COMPUTE, NATIVE)
             # [BLOCK_N, BLOCK_Q]

@@ -1,6 +1,6 @@
-"""A tile of index logits: queries and keys as operands of a product, and its sum over heads.
+"""A tile of index logits: loading of queries and keys as MMA operands, and the sum over heads.
 
-The product is keys times queries, [BLOCK_N, queries · heads], so that a thread sums a key's heads in its registers.
+The MMA is keys times queries, [BLOCK_N, queries · heads], so a thread sums over heads in its registers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flashlatte.runtime import machine
 
 
 class Operand(NamedTuple):
-    """Rows of a product: [rows, D]; of e2m1 keys, and queries beside them, even and odd columns apart."""
+    """An MMA operand [rows, D]; for e2m1 keys, two operands with the even and the odd columns."""
 
     even: Any
     odd: Any
 
 
 def compute_type(q: torch.Tensor, encoding: str) -> str:
-    """What queries and keys are multiplied as: "e4m3" where the GPU does, else "bf16", or "fp32"."""
+    """The dtype of the MMA: "e4m3" if the GPU supports it, else "bf16", or "fp32"."""
     if machine.interpreting() or encoding == "fp32":
         return "fp32"
     both_e4m3 = q.dtype == torch.float8_e4m3fn and encoding == "e4m3"
@@ -33,7 +33,7 @@ def compute_type(q: torch.Tensor, encoding: str) -> str:
 
 @triton.jit
 def as_operand(x, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
-    """Loaded values in the type they are multiplied as, exactly; uint8 are e4m3 bits."""
+    """Cast loaded values to the dtype of the MMA, exactly; uint8 values are e4m3 bits."""
     if x.dtype == tl.uint8:
         if COMPUTE == "e4m3":
             return x.to(tl.float8e4nv, bitcast=True)
@@ -60,9 +60,9 @@ def load_queries(
     NATIVE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """The rows (query, head) as an operand, and half of their weights; zeros where not ``inside``.
+    """Load rows (query, head) as an operand, and half of their weights; zeros where not ``inside``.
 
-    q's strides count UNIT elements, so that Triton knows how rows are aligned.
+    q's strides are in units of UNIT elements, which gives Triton the alignment of rows.
     """
     row = (q + (query.to(tl.int64) * q_stride + head * q_head_stride) * UNIT)[:, None]
     mask = inside[:, None]
@@ -87,7 +87,7 @@ def load_keys(
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The keys whose values begin at ``values`` (e2m1: E8M0 bytes at ``scales``), zeros where not ``inside``."""
+    """Load the keys at addresses ``values`` (e2m1: with E8M0 bytes at ``scales``); zeros where not ``inside``."""
     mask = inside[:, None]
     if ENCODING == "e2m1":
         byte = tl.arange(0, D // 2)[None, :]
@@ -109,7 +109,7 @@ def head_sums(keys, queries, half_weights, QUERIES: tl.constexpr, ENCODING: tl.c
     products = tl.dot(keys.even, tl.trans(queries.even), input_precision=PRECISION)
     if ENCODING == "e2m1":
         products = tl.dot(keys.odd, tl.trans(queries.odd), products, input_precision=PRECISION)
-    # 2 · relu(x): an addition, as GPUs take the maximum at half the rate; and it keeps a NaN.
+    # 2 · relu(x) as x + |x|: GPUs compute a maximum at half the rate of an addition, and this propagates NaN.
     weighted = (products + tl.abs(products)) * half_weights[None, :]
     if QUERIES == 1:
         return tl.sum(weighted, axis=1)[:, None]

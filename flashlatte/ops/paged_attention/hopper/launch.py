@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
+from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 from flashlatte.ops.paged_attention.hopper.kernel import kernel
 from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillConfig
-from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
@@ -21,7 +21,7 @@ _LOG2_E = math.log2(math.e)
 _MAX_WINDOW = 2**30 - 1
 
 
-def attend_long(problem: Problem, min_queries: int) -> None:
+def attend_long(problem: PagedAttentionArgs, min_queries: int) -> None:
     """Compute attention for the requests of at least ``min_queries`` queries, and zero the output of tokens without
     request."""
     q, k_cache, v_cache, out, lse = problem.q, problem.k_cache, problem.v_cache, problem.out, problem.lse

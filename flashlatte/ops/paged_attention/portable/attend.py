@@ -1,6 +1,6 @@
-"""The loop of paged attention: the online softmax of a tile of queries over keys that lie in pages, or are new.
+"""The main loop of paged attention: online softmax of a tile of queries over paged and new keys.
 
-A block's pages are looked up while the one before it is multiplied.
+The pages of a block are looked up one block ahead.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -14,33 +14,33 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import within
-from flashlatte.ops.paged_attention.portable.keys import Places, load_operand
+from flashlatte.ops.paged_attention.portable.keys import KeyAddresses, load_operand
 from flashlatte.ops.paged_attention.portable.scores import add_terms, is_visible
 from flashlatte.ops.paged_attention.portable.tiles import seen_by, seen_by_all
 
-# P as fp16 is relative to 2^-14 of its maximum, so that the smallest that counts is 2^-39 of it, and not 2^-25.
+# P in fp16 is scaled by 2^14, so its smallest nonzero value is 2^-39 of the maximum instead of 2^-25.
 P_SHIFT = tl.constexpr(14)
-# Pages that are looked at together.
+# Pages that are checked together.
 SCAN = tl.constexpr(256)
 
 
-class Step(NamedTuple):
-    """What a step over a block of keys is compiled for.
+class PagedStep(NamedTuple):
+    """The constants of a step over a block of keys.
 
     Attributes:
         block_m, block_n: query rows and keys.
-        head_dim, first, rest: numbers of a key, and widths of the two tiles that hold it; rest 0 if one does.
-        head_dim_v, width_v: numbers of a value, and the width of its tile.
+        head_dim, first, rest: elements of a key, and the widths of its two tiles; rest is 0 if one tile suffices.
+        head_dim_v, width_v: elements of a value, and the width of its tile.
         page_size, num_stages: of pages, and of Triton's pipeline.
-        branches: blocks of which all rows see all keys pass by the mask, in a branch. Not where Triton then misses that
-            one product depends on the other, and gives rows of P to several warps.
-        ahead: the next block's scores are multiplied under this one's softmax.
-        has_terms: whether more is done to scores than scaling them; softcap, alibi, alibi_sqrt: some of it.
-        scaled_keys: whether each key and value has a scale of its own.
-        halves: operands are fp16, and not q's dtype. Rows of q come scaled to fit it; P is, by 2^P_SHIFT.
-        in_words: both caches hold bytes, which ``attend_bytes`` reads by words.
-        key_heads: of a program; 1 if not ``in_words``.
-        interpreted: Triton's interpreter runs it.
+        branches: whether fully visible blocks skip the mask in a branch. Not on GPUs for which Triton then does not
+            detect the chain of two MMAs, and splits rows of P over several warps.
+        ahead: whether the next block's QK MMA overlaps this block's softmax.
+        has_terms: whether scores have terms other than the scale; softcap, alibi, alibi_sqrt: which of them.
+        scaled_keys: whether each key and value has its own scale.
+        halves: operands are fp16 instead of q's dtype. Rows of q are scaled to its range; P is scaled by 2^P_SHIFT.
+        in_words: both caches have one-byte elements, which ``attend_bytes`` loads as words.
+        key_heads: key heads per program; 1 unless ``in_words``.
+        interpreted: the kernel runs in Triton's interpreter.
     """
 
     block_m: int
@@ -65,8 +65,8 @@ class Step(NamedTuple):
     interpreted: bool
 
 
-class Table(NamedTuple):
-    """block_table, its row stride, and how many pages the cache has."""
+class BlockTable(NamedTuple):
+    """block_table, its row stride, and the number of pages of the cache."""
 
     entries: Any
     stride: Any
@@ -74,7 +74,7 @@ class Table(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Scales of one key head's cached rows, and their strides; ``each`` is None where one number serves all."""
+    """Scales of one key head's cached rows, and their strides; ``each`` is None if one scale applies to all."""
 
     each: Any
     stride_page: Any
@@ -84,8 +84,8 @@ class Scale(NamedTuple):
 
 @triton.jit
 def load_pages(table, request, start, tile, step: tl.constexpr):
-    """The page of the block at key ``start``, or that of each of its keys, as the block table has them; -1 for those
-    that are not read there."""
+    """The page of the block at key ``start``, or of each of its keys, from the block table; -1 for keys that are not
+    read from pages."""
     entries = table.entries + request * table.stride
     if step.page_size % step.block_n == 0:
         mask = start < tl.minimum(tile.stop_key, tile.cached)
@@ -97,15 +97,15 @@ def load_pages(table, request, start, tile, step: tl.constexpr):
 
 @triton.jit
 def _in_reach(keys, tile):
-    """Which keys lie in the request's pages and between the first and the last that the tile sees."""
+    """The mask of keys that are in the request's pages and in the visible range of the tile."""
     stop = tl.maximum(tl.minimum(tile.stop_key, tile.cached), tile.first_key)
     return within(keys - tile.first_key, stop - tile.first_key)
 
 
 @triton.jit
 def _first_absent(table, request, begin, stop, PAGE_SIZE: tl.constexpr):
-    """The first key of the first page between keys ``begin`` and ``stop`` that the cache does not have; if none, at
-    least ``stop``."""
+    """The first key of the first invalid page between keys ``begin`` and ``stop``; at least ``stop`` if all are
+    valid."""
     limit = tl.cdiv(stop, PAGE_SIZE)
     absent = limit
     for first in range(begin // PAGE_SIZE, limit, SCAN):
@@ -117,7 +117,7 @@ def _first_absent(table, request, begin, stop, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _places(pages, start, first_new, tile, table, step: tl.constexpr):
-    """Where the keys of the block at ``start`` lie, which are in ``pages``: one, or that of each key."""
+    """The addresses of the keys of the block at ``start``, given their pages: one, or one per key."""
     in_block = tl.arange(0, step.block_n)
     keys = start + in_block
     in_cache = within(pages, table.num_pages)
@@ -133,12 +133,12 @@ def _places(pages, start, first_new, tile, table, step: tl.constexpr):
         offset = in_block % step.page_size
     else:
         offset = keys % step.page_size
-    return Places(page, first, offset, in_cache, (first_new + keys).to(tl.int64), is_new)
+    return KeyAddresses(page, first, offset, in_cache, (first_new + keys).to(tl.int64), is_new)
 
 
 @triton.jit
 def _scales_of(scale, places):
-    """The scale of each key [keys]; 1 for the new ones."""
+    """The scale of each key [keys]; 1 for new keys."""
     if scale.each is None:
         return tl.where(places.is_new, 1.0, scale.number)
     else:
@@ -149,7 +149,7 @@ def _scales_of(scale, places):
 
 @triton.jit
 def _masked(scores, places, start, keys_of, terms, request, position, lower, upper, step: tl.constexpr):
-    """Scores [rows, keys] of the block at ``start``, -inf where a row does not see a key."""
+    """Scores [rows, keys] of the block at ``start``, -inf where masked."""
     visible = is_visible(terms, request, position, lower, upper, start + tl.arange(0, step.block_n))
     exists = places.in_cache if keys_of.new is None else places.in_cache | places.is_new
     return tl.where(visible & exists[None, :], scores, float("-inf"))
@@ -157,9 +157,9 @@ def _masked(scores, places, start, keys_of, terms, request, position, lower, upp
 
 @triton.jit
 def fit_halves(q, q_rest, HAS_REST: tl.constexpr):
-    """Rows of q, times powers of two that make their largest number 2^14 to 2^15, and the inverse of those [rows].
+    """Scale rows of q by powers of two so that their largest element is 2^14 to 2^15; also returns the inverses [rows].
 
-    So fp16 has them exactly, but for numbers below 2^-29 of the largest, of which bits are lost.
+    fp16 then represents all elements exactly, except those below 2^-29 of the largest.
     """
     largest = tl.max(tl.abs(q.to(tl.float32)), axis=1)
     if HAS_REST:
@@ -205,8 +205,8 @@ def attend(
 ):
     """(values [BLOCK_M, width_v], base-2 lse [BLOCK_M]) of a tile over some of its blocks of keys.
 
-    ``row_token`` [BLOCK_M]: which query of the tile a row belongs to. ``q_inverse`` [BLOCK_M]: what scores of halves
-    are multiplied with. ``scale`` includes log2(e).
+    ``row_token`` [BLOCK_M]: the tile's query of each row. ``q_inverse`` [BLOCK_M]: the factors that undo the scaling of
+    q for fp16 operands. ``scale`` includes log2(e).
     """
     BLOCK_M: tl.constexpr = step.block_m
     BLOCK_N: tl.constexpr = step.block_n
@@ -220,7 +220,7 @@ def attend(
     first_new = tile.first_token - tile.own - tile.cached
     request = tile.request.to(tl.int64)
     if step.branches:
-        # All rows see all keys between these two.
+        # Between these two, all keys are visible to all rows.
         full_begin, full_stop = seen_by_all(tile, terms.window_left, terms.window_right)
         full_stop = tl.minimum(full_stop, tl.minimum(stop, tile.cached))
         full_stop = tl.minimum(full_stop, _first_absent(table, request, begin, full_stop, step.page_size))
@@ -257,7 +257,7 @@ def attend(
             factor = 1.0
         if step.branches:
             if (start < full_begin) | (start + BLOCK_N > full_stop):
-                # Looked up once more: kept for here, a thread would hold the pages of all its scores' columns.
+                # Looked up again: keeping the pages would need a register per column of a thread's scores.
                 again = load_pages(table, request, start, tile, step)
                 again = _places(again, start, first_new, tile, table, step)
                 scores = _masked(scores, again, start, keys_of, terms, request, position, lower, upper, step)
@@ -278,10 +278,10 @@ def attend(
         if step.scaled_keys:
             p *= _scales_of(v_scale, places)[None, :]
         v = load_operand(values_of, places, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
-        # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
+        # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)
         if step.ahead:
-            # Both are loaded, as Triton does not pipeline a loop that hands next_pages on to pages.
+            # Both are loaded, because Triton does not pipeline a loop in which next_pages is carried over to pages.
             next_pages = load_pages(table, request, start + 2 * BLOCK_N, tile, step)
         values = tl.dot(p.to(v.dtype), v, values * alpha[:, None])
         if step.ahead:

@@ -1,9 +1,9 @@
-"""The loop of paged attention over a cache of one byte a number, for few queries: a warp for each key head.
+"""The main loop of paged attention over a cache of one-byte elements, for few queries: a warp per key head.
 
-Keys and values are the rows of the products, and queries their columns, of which there may be 8; so no row of tensor
-cores idles, and each number that is loaded is converted in the thread that reads it (``byte_operands``). A program
-takes neighbouring key heads together, of which a token's rows lie side by side in memory. What scores can have beside
-a scale, a window and the causal edge is ``attend``'s.
+Keys and values are the rows of the MMAs, and queries their columns (8 are enough), so all rows of the tensor cores are
+used, and a thread converts the elements that it loaded (``byte_operands``). A program processes adjacent key heads,
+whose rows are contiguous in memory for each token. Scores have a scale, a window and a causal mask only; ``attend``
+supports the other terms.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -24,7 +24,8 @@ _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 @triton.jit
 def _load_words(rows, page, token, behind, in_cache, WORDS: tl.constexpr):
-    """uint32 [heads, keys, WORDS] of the rows ``behind`` [keys] words behind a token of a page; 0 where no key is."""
+    """uint32 [heads, keys, WORDS] of rows at ``behind`` [keys] words after a token of a page; 0 where there is no
+    key."""
     first = rows.cache + (page * rows.stride_page + token * rows.stride_token) * 16  # [heads]
     words = first.to(tl.pointer_type(tl.uint32))[:, None, None] + tl.arange(0, WORDS)[None, None, :]
     return tl.load(words + behind[None, :, None], mask=in_cache[None, :, None], other=0)
@@ -55,10 +56,10 @@ def attend_bytes(
     V_FORM: tl.constexpr,
     step: tl.constexpr,
 ):
-    """(values [rows, width_v], base-2 lse [rows]), as ``attend`` has them; rows are those of each key head in turn.
+    """(values [rows, width_v], base-2 lse [rows]), as ``attend`` returns them; rows are grouped by key head.
 
-    ``q`` [rows, head_dim] has its dims in the order of ``key_dims``. ``pages``: ``first_pages``. ``scale`` may be that
-    of each row.
+    ``q`` [rows, head_dim] has its dims in the order of ``key_dims``. ``pages``: ``first_pages``. ``scale`` may be a
+    scalar or one per row.
     """
     HEADS: tl.constexpr = step.key_heads
     BLOCK_M: tl.constexpr = step.block_m
@@ -77,11 +78,12 @@ def attend_bytes(
     lower = tl.reshape(lower, [HEADS, 1, BLOCK_M])
     upper = tl.reshape(upper, [HEADS, 1, BLOCK_M])
     factor = tl.reshape(q_inverse * scale, [HEADS, BLOCK_M])
-    # Of a row of zeros it may be 0, and times -inf NaN.
+    # It may be 0 for a row of zeros, and 0 times -inf would be NaN.
     factor = tl.where(tl.abs(factor) < _SMALLEST_NORMAL, _SMALLEST_NORMAL, factor)
     q_columns = tl.permute(tl.reshape(q, [HEADS, BLOCK_M, step.head_dim]), (0, 2, 1))
 
-    # Where pages are a multiple of a block or a block of pages. In words, which fit 32 bits: the launcher sees to it.
+    # For pages that are a multiple of a block, or blocks that are a multiple of a page. In words; the launcher ensures
+    # that they fit 32 bits.
     in_page = in_block % PAGE_SIZE if BLOCK_N % PAGE_SIZE == 0 else in_block
     k_rows = in_page * (keys_of.stride_token * 4).to(tl.int32)
     v_rows = in_page * (values_of.stride_token * 4).to(tl.int32)
@@ -123,14 +125,14 @@ def attend_bytes(
         row_max = new_max
         v_words = _load_words(values_of, page, token, v_behind, in_cache, V_WORDS)
         v = value_operand(v_words, V_FORM)  # [HEADS, width_v, BLOCK_N]
-        # The next block's pages are fetched one block ahead: the addresses of its rows wait for them.
+        # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)
         values = tl.dot(v, p.to(v.dtype), values * alpha[:, None, :])
     row_sum = tl.sum(sums, axis=1)
     is_empty = row_sum == 0
     row_sum = tl.where(is_empty, 1.0, row_sum)
     lse2 = tl.where(is_empty, float("-inf"), row_max * factor + tl.log2(row_sum) - P_SHIFT)
-    # Dims in their order again, as stores of scattered columns take longer than steps.
+    # Restore the order of dims: stores of scattered columns would be slower.
     values = tl.reshape(values * (1.0 / row_sum)[:, None, :], [HEADS, WIDTH_V // 8, 8, BLOCK_M])
     values = tl.reshape(tl.permute(values, (0, 3, 2, 1)), [HEADS * BLOCK_M, WIDTH_V])
     return values, tl.reshape(lse2, [HEADS * BLOCK_M])

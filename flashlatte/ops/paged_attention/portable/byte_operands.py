@@ -1,12 +1,12 @@
-"""Numbers of one byte to operands of tensor cores, in registers: a thread unpacks the words that it loaded.
+"""Conversion of one-byte elements to tensor-core operands in registers: a thread unpacks the words that it loaded.
 
-A product sums over a key's dims in any order, as long as the query has them in the same; and a value's dims may come
-out in any order. So a number goes where tensor cores want the thread that loaded its word to hold it, and none goes
-through shared memory. ``key_dims`` and ``value_operand`` say which dim stands where.
+An MMA may sum over a key's dims in any order if the query has the same order, and a value's dims may be output in any
+order. So elements stay in the thread that loaded their word, at the operand position that this thread holds, and none
+go through shared memory. ``key_dims`` and ``value_operand`` define the order of dims.
 
-Triton gives the layout of an operand to the loads that it comes from if there are but loads, constants, arithmetic
-and views on the way. Of a product's sides a thread of 4 holds each fourth group of 4 numbers of those that are summed
-over, and of 8 each eighth of the others.
+Triton propagates an operand's layout back to the loads if there are only loads, constants, arithmetic and views in
+between. Along the summed axis, each of 4 threads holds every fourth group of 4 elements; along the other axis, each of
+8 threads holds every eighth element.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -20,8 +20,8 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import e4m3_to_float
 from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8
 
-# Four bytes x to two pairs y of fp16, in turn. e5m2 is the upper half of fp16, and int8 + 128 the lowest bits of 1024
-# and more.
+# Converts four bytes x to two interleaved pairs y of fp16. e5m2 is the upper half of fp16; int8 + 128 becomes the
+# lowest bits of 1024.
 _TO_HALVES = {
     E4M3: ("mov.b32 {low, high}, x; cvt.rn.f16x2.e4m3x2 y, low;", "cvt.rn.f16x2.e4m3x2 y, high;"),
     E5M2: ("prmt.b32 y, x, 0, 0x1404;", "prmt.b32 y, x, 0, 0x3424;"),
@@ -34,13 +34,13 @@ _REGISTERS = ".reg .b32 x, y, t; .reg .b16 low, high;"
 
 
 def _word_text(kind: int) -> str:
-    """A word to its four numbers, each fp16."""
+    """PTX that converts a word to its four elements in fp16."""
     first, second = _TO_HALVES[kind]
     return f"{{ {_REGISTERS} mov.b32 x, $4; {first} mov.b32 {{$0, $1}}, y; {second} mov.b32 {{$2, $3}}, y; }}"
 
 
 def _two_words_text(kind: int) -> str:
-    """Two words to four pairs of fp16, each of one number of the first and the same of the second."""
+    """PTX that converts two words to four pairs of fp16: element i of the first and element i of the second."""
     first, second = _TO_HALVES[kind]
     return (
         f"{{ {_REGISTERS} prmt.b32 x, $4, $5, 0x5140; {first} mov.b32 $0, y; {second} mov.b32 $1, y; "
@@ -54,7 +54,7 @@ _TWO_WORDS = tl.constexpr(tuple(_two_words_text(kind) for kind in (E4M3, E5M2, I
 
 @triton.jit
 def _number(words, NUMBER: tl.constexpr, form: tl.constexpr):
-    """A byte of each word as fp16, or as float32 in the interpreter."""
+    """One byte of each word as fp16, or as float32 in the interpreter."""
     byte = (words >> (8 * NUMBER)) & 0xFF
     if form.kind == 1:
         x = e4m3_to_float(byte.to(tl.uint8), form.native)
@@ -66,8 +66,9 @@ def _number(words, NUMBER: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def _numbers(words, TEXT: tl.constexpr, WORDS: tl.constexpr, form: tl.constexpr):
-    """The four numbers of each word, [rows, words, 2, 2] with the lower bit of a number's place before the upper."""
+def _elements(words, TEXT: tl.constexpr, WORDS: tl.constexpr, form: tl.constexpr):
+    """The four elements of each word, [rows, words, 2, 2], indexed by the low and then the high bit of the element's
+    index."""
     if form.ptx:
         CODE: tl.constexpr = TEXT[form.kind - 1]
         if WORDS == 1:
@@ -86,27 +87,27 @@ def _numbers(words, TEXT: tl.constexpr, WORDS: tl.constexpr, form: tl.constexpr)
 
 @triton.jit
 def key_operand(words, form: tl.constexpr):
-    """[heads, keys, D] of words [heads, keys, D / 4], dims in the order of ``key_dims``."""
+    """[heads, keys, D] of words [heads, keys, D / 4], with dims in the order of ``key_dims``."""
     HEADS: tl.constexpr = words.shape[0]
     KEYS: tl.constexpr = words.shape[1]
     WORDS: tl.constexpr = words.shape[2]
-    numbers = tl.reshape(_numbers(words, _WORD, 1, form), [HEADS, KEYS, 4, WORDS // 4, 2, 2])
-    return tl.reshape(tl.permute(numbers, (0, 1, 3, 2, 5, 4)), [HEADS, KEYS, WORDS * 4])
+    elements = tl.reshape(_elements(words, _WORD, 1, form), [HEADS, KEYS, 4, WORDS // 4, 2, 2])
+    return tl.reshape(tl.permute(elements, (0, 1, 3, 2, 5, 4)), [HEADS, KEYS, WORDS * 4])
 
 
 @triton.jit
 def key_dims(D: tl.constexpr):
-    """The dim in each place of ``key_operand`` [D]: a thread of 4 has a fourth of a row, in a row."""
+    """The dim at each index of ``key_operand`` [D]: each of 4 threads has a contiguous fourth of a row."""
     place = tl.arange(0, D)
     return place // 4 % 4 * (D // 4) + place // 16 * 4 + place % 4
 
 
 @triton.jit
 def value_operand(words, form: tl.constexpr):
-    """[heads, D, keys] of words [heads, keys, D / 4]. Place p has dim p % 8 · D / 8 + p // 8: a thread of 8 has an
-    eighth of a row, in a row."""
+    """[heads, D, keys] of words [heads, keys, D / 4]. Index p has dim p % 8 · D / 8 + p // 8: each of 8 threads has a
+    contiguous eighth of a row."""
     HEADS: tl.constexpr = words.shape[0]
     KEYS: tl.constexpr = words.shape[1]
     WORDS: tl.constexpr = words.shape[2]
-    numbers = tl.reshape(_numbers(words, _TWO_WORDS, 2, form), [HEADS, KEYS, 8, WORDS // 8, 2, 2])
-    return tl.reshape(tl.permute(numbers, (0, 3, 5, 4, 2, 1)), [HEADS, WORDS * 4, KEYS])
+    elements = tl.reshape(_elements(words, _TWO_WORDS, 2, form), [HEADS, KEYS, 8, WORDS // 8, 2, 2])
+    return tl.reshape(tl.permute(elements, (0, 3, 5, 4, 2, 1)), [HEADS, WORDS * 4, KEYS])

@@ -1,4 +1,4 @@
-"""Sizes of the kernel's tiles for each class of GPUs: by what fits registers and shared memory."""
+"""Tile sizes for each class of GPUs, limited by registers and shared memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 
 from flashlatte.kernels.triton.head_dims import MIN_WIDTH, padded
 
-# The head dims of keys and values, together, that the table is for.
+# The head dims of keys and values, summed, for which the table was measured.
 _TABLE_WIDTH = 128 + 128
 
 
 @dataclass(frozen=True)
-class Config:
+class PagedConfig:
     """Sizes of a program's tiles.
 
     Attributes:
-        block_m: query rows, which are some tokens of a request times the query heads of a key head.
+        block_m: query rows: tokens of a request times the query heads per key head.
         block_n: keys of a step.
-        num_warps, num_stages: Triton's.
-        programs: of an SM at once.
-        key_heads: of a program, where it reads caches by words.
+        num_warps, num_stages: Triton's launch options.
+        programs: programs resident on an SM.
+        key_heads: key heads per program, if caches are read as words.
     """
 
     block_m: int
@@ -30,28 +30,28 @@ class Config:
     key_heads: int = 1
 
 
-# By class of GPU, by rows that a request has on average, the fewest first. "small" has 99 KiB of shared memory.
-TABLE: dict[str, tuple[Config, ...]] = {
-    "hopper": (Config(16, 64, 4, 3, programs=2), Config(64, 64, 4, 3), Config(128, 128, 8, 2)),
-    "blackwell": (Config(16, 64, 4, 3, programs=2), Config(64, 64, 4, 3), Config(128, 64, 8, 2)),
-    "ampere": (Config(16, 64, 4, 3), Config(64, 64, 4, 2), Config(128, 32, 8, 3)),
-    "small": (Config(16, 32, 4, 3), Config(128, 64, 8, 2)),
-    "other": (Config(16, 32, 4, 1), Config(64, 32, 4, 1)),
-    "interpreter": (Config(16, 16, 1, 1), Config(32, 16, 1, 1)),
+# By class of GPUs, in ascending order of the average number of rows per request. "small" has 99 KiB of shared memory.
+TABLE: dict[str, tuple[PagedConfig, ...]] = {
+    "hopper": (PagedConfig(16, 64, 4, 3, programs=2), PagedConfig(64, 64, 4, 3), PagedConfig(128, 128, 8, 2)),
+    "blackwell": (PagedConfig(16, 64, 4, 3, programs=2), PagedConfig(64, 64, 4, 3), PagedConfig(128, 64, 8, 2)),
+    "ampere": (PagedConfig(16, 64, 4, 3), PagedConfig(64, 64, 4, 2), PagedConfig(128, 32, 8, 3)),
+    "small": (PagedConfig(16, 32, 4, 3), PagedConfig(128, 64, 8, 2)),
+    "other": (PagedConfig(16, 32, 4, 1), PagedConfig(64, 32, 4, 1)),
+    "interpreter": (PagedConfig(16, 16, 1, 1), PagedConfig(32, 16, 1, 1)),
 }
 
 
-# For few query rows over caches of one byte a number, read by words: a warp for each key head.
-IN_WORDS: dict[str, tuple[Config, ...]] = {
-    "hopper": (Config(8, 32, 4, 3, programs=2, key_heads=4), Config(16, 32, 1, 2, programs=8)),
-    "interpreter": (Config(8, 16, 2, 1, key_heads=2), Config(16, 16, 1, 1)),
+# For few query rows over caches of one-byte elements, read as words: a warp per key head.
+IN_WORDS: dict[str, tuple[PagedConfig, ...]] = {
+    "hopper": (PagedConfig(8, 32, 4, 3, programs=2, key_heads=4), PagedConfig(16, 32, 1, 2, programs=8)),
+    "interpreter": (PagedConfig(8, 16, 2, 1, key_heads=2), PagedConfig(16, 16, 1, 1)),
 }
 
 
-def choose_in_words(gpu: str, rows: int, h_kv: int) -> Config | None:
-    """What reads caches by words for requests of about so many query rows of a key head, None where nothing does.
+def choose_in_words(gpu: str, rows: int, h_kv: int) -> PagedConfig | None:
+    """The configuration that reads caches as words for requests of about ``rows`` query rows per key head, or None.
 
-    A program takes as many key heads as divide ``h_kv``.
+    The number of key heads per program divides ``h_kv``.
     """
     config = next((config for config in IN_WORDS.get(gpu, ()) if rows <= config.block_m), None)
     if config is None:
@@ -63,11 +63,11 @@ def choose_in_words(gpu: str, rows: int, h_kv: int) -> Config | None:
 
 def choose(
     gpu: str, rows: int, head_dim: int, head_dim_v: int, *, more_registers: bool, scattered: bool = False
-) -> Config:
-    """What serves requests of about so many query rows of a key head.
+) -> PagedConfig:
+    """The configuration for requests of about ``rows`` query rows per key head.
 
-    ``more_registers``: a step holds more than scores, a tile of keys and one of values, such as biases of scores.
-    ``scattered``: numbers of a row do not lie together, so that each has an address.
+    ``more_registers``: a step needs more registers than for scores, keys and values, such as for biases. ``scattered``:
+    the elements of a row are not contiguous, so each has its own address.
     """
     configs = TABLE[gpu]
     config = next((config for config in configs if rows <= config.block_m), configs[-1])
@@ -87,6 +87,6 @@ def choose(
         )
         width //= 2
     if gpu == "hopper" and config == TABLE["hopper"][-1]:
-        # Where nothing halved it: prefill takes 0.80 (pages of 64) to 0.94 (of 16) of the time with 64 keys.
+        # If nothing halved it: prefill takes 0.80 (pages of 64) to 0.94 (of 16) of the time with 64 keys.
         config = replace(config, block_n=64, num_stages=3)
     return config

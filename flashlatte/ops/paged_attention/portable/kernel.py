@@ -1,7 +1,7 @@
-"""The kernel of paged attention: which tiles of queries a CTA works on, and where their results go.
+"""The kernel of paged attention: the work of a CTA, and the write of its results.
 
-The rows of a tile are the query heads of a key head for some tokens of a request, so that a key that is loaded once
-is multiplied with all of them. How the keys of all tiles are split over CTAs: ``split_kv.device``.
+The rows of a tile are the query heads of a key head for some tokens of a request, so a key that is loaded once is
+multiplied by all of them. ``split_kv.device`` splits the keys of all tiles over CTAs.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -13,10 +13,10 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
-from flashlatte.ops.paged_attention.portable.attend import Scale, Table, attend, fit_halves
+from flashlatte.ops.paged_attention.portable.attend import BlockTable, Scale, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, first_pages
 from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
-from flashlatte.ops.paged_attention.portable.keys import Rows
+from flashlatte.ops.paged_attention.portable.keys import KeyRows
 from flashlatte.ops.paged_attention.portable.scores import Terms
 from flashlatte.ops.paged_attention.portable.tiles import load_tile
 from flashlatte.runtime.triton_kernel import kernel
@@ -105,10 +105,10 @@ def paged_attention_kernel(
     IS_WHOLE: tl.constexpr,
     OVERHEAD: tl.constexpr,
 ):
-    """A CTA takes, for one group, one of ``num_splits`` balanced ranges of all tiles' keys, or a tile (IS_WHOLE).
+    """A CTA processes, for one group, one of ``num_splits`` balanced ranges of all tiles' keys, or a tile (IS_WHOLE).
 
-    A group is BLOCK_M of the ``rows`` = tokens · ``heads`` query rows that a tile has for a key head. A CTA takes those
-    of ``STEP.key_heads`` neighbouring key heads together, one after the other in its rows.
+    A group is BLOCK_M of the ``rows`` = tokens · ``heads`` query rows that a tile has for a key head. A CTA processes
+    those of ``STEP.key_heads`` adjacent key heads together, concatenated in its rows.
     """
     BLOCK_M: tl.constexpr = STEP.block_m
     BLOCK_N: tl.constexpr = STEP.block_n
@@ -134,7 +134,7 @@ def paged_attention_kernel(
         out_scale,
         out_scale_value,
     )
-    table = Table(block_table, stride_table, num_pages)
+    table = BlockTable(block_table, stride_table, num_pages)
     cta = tl.program_id(0)
     ctas = num_groups // HEADS
     number = cta // ctas
@@ -169,7 +169,7 @@ def paged_attention_kernel(
     slopes = 0.0
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head * alibi_stride, mask=in_rows, other=0.0)
-    keys_of = Rows(
+    keys_of = KeyRows(
         k_cache + cache_head * k_stride_head * K_FORM.align,
         k_stride_page,
         k_stride_token,
@@ -178,7 +178,7 @@ def paged_attention_kernel(
         k_new,
         k_new_stride_token,
     )
-    values_of = Rows(
+    values_of = KeyRows(
         v_cache + cache_head * v_stride_head * V_FORM.align,
         v_stride_page,
         v_stride_token,
@@ -204,7 +204,7 @@ def paged_attention_kernel(
     )
 
     if IS_WHOLE:
-        # A prefill's last tiles see the most keys: they begin first, so that none is alone at the end.
+        # The last tiles of a prefill have the most keys: start them first, so that none runs alone at the end.
         first_item = num_items - 1 - number
         stop_item = num_items - number
     else:
@@ -224,7 +224,7 @@ def paged_attention_kernel(
             in_tile = in_rows & (row_token < tile.tokens)
             q_rows = (tile.first_token + row_token).to(tl.int64) * q_stride_token + head * q_stride_head
             if STEP.in_words:
-                # Before q, as keys wait for them.
+                # Before q, because the loads of keys depend on them.
                 pages = first_pages(table, tile, first_block, STEP)
                 pointers = q + (q_rows * Q_ALIGN)[:, None] + key_dims(STEP.head_dim)[None, :]
                 q_tile = tl.load(pointers, mask=in_tile[:, None], other=0.0)

@@ -1,4 +1,4 @@
-"""Tiles of keys and values from pages, or from what is not in the pages yet."""
+"""Loading of tiles of keys and values, from pages or from new tokens."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -13,37 +13,37 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
 
-# How the numbers of a cache are stored.
+# The storage dtype of a cache's elements.
 PLAIN, E4M3, E5M2, INT8 = 0, 1, 2, 3
 
 
-class Form(NamedTuple):
-    """What loads of keys or values are compiled for.
+class KeyForm(NamedTuple):
+    """The constants of loads of keys or values.
 
     Attributes:
         kind: PLAIN or a quantised kind.
-        align: the unit of strides, in numbers.
-        piece: numbers of a row that lie together, with ``number_stride`` between two of them, None if known at run
-            time only.
-        native: whether the GPU converts e4m3.
-        ptx: whether the kernel may hold PTX.
-        opaque: whether Triton takes that PTX for one with effects. Not on Blackwell, where it puts parts of a loop
-            under a condition, and refuses to compile those with effects.
-        interpreted: operands are float32.
+        align: the unit of strides, in elements.
+        piece: contiguous elements of a row; ``element_stride`` is the stride of elements, None if known at run time
+            only.
+        native: whether the GPU has e4m3 conversion instructions.
+        ptx: whether the kernel may use inline PTX.
+        opaque: whether the PTX is marked as having side effects. Not on Blackwell, where Triton predicates parts of a
+            loop and cannot predicate side effects.
+        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
     """
 
     kind: int
     align: int
     piece: int
-    number_stride: int | None
+    element_stride: int | None
     native: bool
     ptx: bool
     opaque: bool
     interpreted: bool
 
 
-class Rows(NamedTuple):
-    """Rows of keys or values of one key head: strides of the cache in units of Form.align numbers."""
+class KeyRows(NamedTuple):
+    """Rows of keys or values of one key head; strides of the cache are in units of KeyForm.align elements."""
 
     cache: Any
     stride_page: Any
@@ -54,15 +54,15 @@ class Rows(NamedTuple):
     new_stride_token: Any
 
 
-class Places(NamedTuple):
-    """Where the keys of a step lie.
+class KeyAddresses(NamedTuple):
+    """The addresses of the keys of a step.
 
     Attributes:
-        page: [keys] or one page; of those in the cache.
-        first, offset: one number and [keys], which add up to the place in the page.
-        in_cache: [keys], which are read from there.
-        token: [keys], of the new ones in k and v.
-        is_new: [keys].
+        page: [keys] or a scalar: the page of keys in the cache.
+        first, offset: a scalar and [keys], whose sum is the offset in the page.
+        in_cache: [keys], the mask of keys that are read from the cache.
+        token: [keys], the token of new keys in k and v.
+        is_new: [keys], the mask of new keys.
     """
 
     page: Any
@@ -84,8 +84,8 @@ def load_operand(
     mask = places.in_cache[:, None]
     if COUNT != WIDTH:
         mask = mask & (col < FIRST + COUNT)[None, :]
-    number_stride = rows.stride_number if form.number_stride is None else form.number_stride
-    cols = (col % form.piece) * number_stride
+    element_stride = rows.stride_number if form.element_stride is None else form.element_stride
+    cols = (col % form.piece) * element_stride
     pointers = (block + offsets)[:, None]
     if form.piece < FIRST + COUNT:
         cols = cols + (col // form.piece) * rows.stride_piece
@@ -99,7 +99,7 @@ def load_operand(
     return x
 
 
-# Four numbers of one byte as fp16: e5m2 is its upper half, and int8 + 128 the lowest bits of 1024 and more.
+# Converts four one-byte elements to fp16: e5m2 is its upper half; int8 + 128 becomes the lowest bits of 1024.
 _E5M2_TO_HALVES = tl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
 _INT8_TO_HALVES = tl.constexpr(
     "{ .reg .b32 x; xor.b32 x, $2, 0x80808080; prmt.b32 $0, x, 0x64, 0x4140; prmt.b32 $1, x, 0x64, 0x4342; "
@@ -109,7 +109,7 @@ _INT8_TO_HALVES = tl.constexpr(
 
 @triton.jit
 def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
-    """Numbers of a cache as an operand, exactly: ``dtype``, or float32 in the interpreter."""
+    """Cast cache elements to an operand, exactly: ``dtype``, or float32 in the interpreter."""
     if form.kind == 0:
         return to_float32(x, True) if form.interpreted else x
     elif form.kind > 1 and form.ptx and dtype == tl.float16:
@@ -118,7 +118,7 @@ def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
     else:
         if form.kind == 1:
             if form.native and dtype == tl.float16:
-                # One instruction for two numbers, where bf16 takes four.
+                # One instruction for two elements; bf16 needs four.
                 x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
             else:
                 x = e4m3_to_float(x, form.native)
@@ -130,7 +130,7 @@ def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
         if not form.interpreted:
             x = x.to(dtype)
         if form.ptx:
-            # A move that Triton cannot see through, as in dense decode: else it converts in the layout of the product.
+            # An opaque move, as in dense decode: without it, Triton converts in the layout of the MMA.
             x = tl.inline_asm_elementwise(
                 "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=not form.opaque, pack=2
             )

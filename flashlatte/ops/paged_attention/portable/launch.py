@@ -1,4 +1,4 @@
-"""From a problem to launches: all that a call settles on the host, from shapes alone."""
+"""The launches of a call: tile sizes and split, chosen on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
-from flashlatte.ops.paged_attention.portable.attend import Step
-from flashlatte.ops.paged_attention.portable.config import Config, choose, choose_in_words
+from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.paged_attention.portable.attend import PagedStep
+from flashlatte.ops.paged_attention.portable.config import PagedConfig, choose, choose_in_words
 from flashlatte.ops.paged_attention.portable.kernel import paged_attention_kernel
-from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, Form
+from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, KeyForm
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, find_tiles_kernel
-from flashlatte.ops.paged_attention.problem import Problem
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align
@@ -24,20 +24,20 @@ from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import Outputs
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
-# Starting on a tile costs a CTA about as much as so many keys.
+# The overhead of starting a tile, in keys.
 _OVERHEAD_KEYS = 64
-# A prefill, whose requests have more than so many rows, gives each tile a program of its own from so many tiles an SM
-# on: 1.13 to 1.5 times as fast on an H100 (1.00 with a softcap), as a loop over tiles leaves few
-# registers to that over keys.
+# If requests have more than this number of rows (a prefill), and there are at least this many tiles per SM, each tile
+# is a program: 1.13 to 1.5 times as fast on an H100 (1.00 with a softcap), because a loop over tiles leaves fewer
+# registers for the loop over keys.
 _WHOLE_TILES_PER_SM = 3
 _WHOLE_ABOVE_ROWS = 64
-# Classes of GPUs that ``Step.branches`` is for.
+# Classes of GPUs with ``PagedStep.branches``.
 _BRANCHING = frozenset({"hopper", "blackwell", "interpreter"})
-# Widths of which 4 threads have a fourth and 8 threads an eighth, in words, of keys and values.
+# Widths of keys and values that 4 and 8 threads can divide into whole words.
 _IN_WORDS_HEAD_DIMS = (64, 128)
-# From token to token, below which the rows of a step are less than 2^31 words apart.
+# Maximum token stride, so that the rows of a step are less than 2^31 words apart.
 _IN_WORDS_STRIDE = 2**26
-# Classes of GPUs that ``Step.ahead`` is for, and the least rows of its tiles. On an H100, with a program for each tile
+# Classes of GPUs with ``PagedStep.ahead``, and the minimum rows of its tiles. On an H100, with a program for each tile
 # and pages of 64, prefill takes 0.93 of the time over e4m3 and 0.90 with a softcap. Over bf16 it takes 1.1 times as
 # long with pages of 16, and 1.3 times in the persistent loop, where fewer registers are left.
 _AHEAD_ROWS = {"hopper": 128, "interpreter": 16}
@@ -45,20 +45,20 @@ _KINDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.int8: INT8}
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
-    """What the launches of one shape have in common.
+class PagedAttentionLaunchPlan:
+    """The launch configuration of a shape.
 
     Attributes:
         config: tile sizes.
-        in_words: whether it is one of ``attend_bytes``.
-        split: over how many CTAs the keys of tiles are split.
-        block_tokens: of a tile.
-        slots: tiles that there can be.
-        tiles_each: that a request can have, where those of few queries alone are attended; else 0.
+        in_words: whether ``attend_bytes`` runs.
+        split: how the keys of tiles are split over CTAs.
+        block_tokens: tokens per tile.
+        slots: maximum number of tiles.
+        tiles_each: maximum tiles per request, if only requests of few queries are processed; else 0.
         by_token: whether each token has a slot.
     """
 
-    config: Config
+    config: PagedConfig
     in_words: bool
     split: SplitPlan
     block_tokens: int
@@ -67,24 +67,24 @@ class LaunchPlan:
     by_token: bool
 
 
-def paged_attention(problem: Problem) -> None:
-    attend(problem)
+def paged_attention(args: PagedAttentionArgs) -> None:
+    attend(args)
 
 
-def attend(problem: Problem, most_queries: int = 0) -> None:
-    """Attend all requests, or only those of up to ``most_queries`` queries, a few; tokens of no request get out 0 in
-    the first case and nothing in the second."""
-    q, k_cache, v_cache, out, lse = problem.q, problem.k_cache, problem.v_cache, problem.out, problem.lse
+def attend(args: PagedAttentionArgs, max_queries: int = 0) -> None:
+    """Run all requests, or only those of at most ``max_queries`` (a few) queries. Tokens of no request get out 0 in
+    the first case, and are not written in the second."""
+    q, k_cache, v_cache, out, lse = args.q, args.k_cache, args.v_cache, args.out, args.lse
     tokens, h_q, head_dim = q.shape
     num_pages, page_size, h_kv = k_cache.shape[:3]
     head_dim_v, heads, device = v_cache.shape[3], h_q // h_kv, q.device
-    requests = problem.cu_seqlens_q.shape[0] - 1
-    has_new = problem.k is not None
+    requests = args.cu_seqlens_q.shape[0] - 1
+    has_new = args.k is not None
     gpu = gpu_class(device)
-    has_terms = problem.softcap > 0 or problem.alibi_slopes is not None or problem.qq_bias is not None
+    has_terms = args.softcap > 0 or args.alibi_slopes is not None or args.qq_bias is not None
     is_quantised = k_cache.dtype != q.dtype
-    per_token = any(scale is not None and _is_per_token(scale) for scale in (problem.k_scale, problem.v_scale))
-    halves = multiplies_halves(problem)
+    per_token = any(scale is not None and _is_per_token(scale) for scale in (args.k_scale, args.v_scale))
+    halves = multiplies_halves(args)
     launch_plan = make_plan(
         gpu,
         machine.num_sms(device),
@@ -94,21 +94,21 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         h_kv,
         head_dim,
         head_dim_v,
-        problem.cached_keys + (tokens if has_new else 0),
+        args.cached_keys + (tokens if has_new else 0),
         has_terms
         or has_new
         or (is_quantised and not halves)
-        or problem.prefix_ranges is not None
+        or args.prefix_ranges is not None
         or tile_widths(head_dim)[1] > 0,
-        most_queries,
-        halves and not has_terms and problem.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
+        max_queries,
+        halves and not has_terms and args.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
         k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
     )
     config, split = launch_plan.config, launch_plan.split
     k_form, k_strides = _form(k_cache, gpu)
     v_form, v_strides = _form(v_cache.unsqueeze(3), gpu)
     first, rest = tile_widths(head_dim)
-    step = Step(
+    step = PagedStep(
         block_m=config.block_m,
         block_n=config.block_n,
         head_dim=head_dim,
@@ -119,14 +119,14 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         page_size=page_size,
         num_stages=config.num_stages,
         branches=gpu in _BRANCHING,
-        ahead=(halves or problem.softcap > 0)
+        ahead=(halves or args.softcap > 0)
         and split.split_blocks is not None
         and page_size % config.block_n == 0
         and config.block_m >= _AHEAD_ROWS.get(gpu, config.block_m + 1),
         has_terms=has_terms,
-        softcap=problem.softcap > 0,
-        alibi=problem.alibi_slopes is not None,
-        alibi_sqrt=problem.alibi_sqrt,
+        softcap=args.softcap > 0,
+        alibi=args.alibi_slopes is not None,
+        alibi_sqrt=args.alibi_sqrt,
         scaled_keys=per_token or (is_quantised and has_new),
         halves=halves,
         in_words=launch_plan.in_words,
@@ -135,7 +135,7 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
     )
     native = converts_e4m3(device)
     q_align, out_align = row_align(q), row_align(out)
-    ranges = problem.prefix_ranges
+    ranges = args.prefix_ranges
     tiles = torch.empty(launch_plan.slots, TILE_NUMBERS, dtype=torch.int32, device=device)
     lengths = torch.empty(launch_plan.slots, dtype=torch.int32, device=device)
     outputs = Outputs(
@@ -147,35 +147,35 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
         0,
         lse.stride(0),
         lse.stride(1),
-        problem.attn_sink,
-        0 if problem.attn_sink is None else problem.attn_sink.stride(0),
+        args.attn_sink,
+        0 if args.attn_sink is None else args.attn_sink.stride(0),
         1,
         heads,
         launch_plan.block_tokens * heads,
-        problem.empty_lse,
+        args.empty_lse,
         tiles,
         TILE_NUMBERS,
-        problem.out_scale,
-        problem.out_scale_value,
+        args.out_scale,
+        args.out_scale_value,
     )
     find_tiles_kernel[(launch_plan.slots,)](
         *by_name(
             find_tiles_kernel,
             tiles=tiles,
             lengths=lengths,
-            cu_seqlens_q=problem.cu_seqlens_q,
-            seqused_k=problem.seqused_k,
-            seqused_stride=problem.seqused_k.stride(0),
+            cu_seqlens_q=args.cu_seqlens_q,
+            seqused_k=args.seqused_k,
+            seqused_stride=args.seqused_k.stride(0),
             requests=requests,
             total_q=tokens,
-            capacity=problem.cached_keys,
-            window_left=problem.window_left,
-            window_right=problem.window_right,
+            capacity=args.cached_keys,
+            window_left=args.window_left,
+            window_right=args.window_right,
             prefix_ranges=ranges,
             num_ranges=0 if ranges is None else ranges.shape[1],
             stride_request=0 if ranges is None else ranges.stride(0),
             stride_range=0 if ranges is None else ranges.stride(1),
-            most_queries=most_queries,
+            max_queries=max_queries,
         ),
         TILES_EACH=launch_plan.tiles_each,
         BY_TOKEN=launch_plan.by_token,
@@ -192,37 +192,37 @@ def attend(problem: Problem, most_queries: int = 0) -> None:
             q=q,
             q_stride_token=q.stride(0) // q_align,
             q_stride_head=q.stride(1) // q_align,
-            k_cache=_numbers(k_cache),
+            k_cache=_as_uint8(k_cache),
             k_stride_page=k_strides[0],
             k_stride_token=k_strides[1],
             k_stride_head=k_strides[2],
             k_stride_piece=k_strides[3],
             k_stride_number=k_strides[4],
-            v_cache=_numbers(v_cache),
+            v_cache=_as_uint8(v_cache),
             v_stride_page=v_strides[0],
             v_stride_token=v_strides[1],
             v_stride_head=v_strides[2],
             v_stride_number=v_strides[4],
-            **_new_rows("k_new", problem.k),
-            **_new_rows("v_new", problem.v),
-            **_scales("k_scale", problem.k_scale, problem.k_scale_value),
-            **_scales("v_scale", problem.v_scale, problem.v_scale_value),
-            block_table=problem.block_table,
-            stride_table=problem.block_table.stride(0),
+            **_new_rows("k_new", args.k),
+            **_new_rows("v_new", args.v),
+            **_scales("k_scale", args.k_scale, args.k_scale_value),
+            **_scales("v_scale", args.v_scale, args.v_scale_value),
+            block_table=args.block_table,
+            stride_table=args.block_table.stride(0),
             num_pages=num_pages,
-            softmax_scale=problem.softmax_scale,
-            window_left=problem.window_left,
-            window_right=problem.window_right,
+            softmax_scale=args.softmax_scale,
+            window_left=args.window_left,
+            window_right=args.window_right,
             prefix_ranges=ranges,
             num_prefix_ranges=0 if ranges is None else ranges.shape[1],
             prefix_stride_request=0 if ranges is None else ranges.stride(0),
             prefix_stride_range=0 if ranges is None else ranges.stride(1),
-            softcap=problem.softcap or 1.0,
-            alibi_slopes=problem.alibi_slopes,
-            alibi_stride=0 if problem.alibi_slopes is None else problem.alibi_slopes.stride(0),
-            qq_bias=problem.qq_bias,
-            qq_bias_stride=0 if problem.qq_bias is None else problem.qq_bias.stride(0),
-            qq_bias_size=0 if problem.qq_bias is None else problem.qq_bias.shape[0],
+            softcap=args.softcap or 1.0,
+            alibi_slopes=args.alibi_slopes,
+            alibi_stride=0 if args.alibi_slopes is None else args.alibi_slopes.stride(0),
+            qq_bias=args.qq_bias,
+            qq_bias_stride=0 if args.qq_bias is None else args.qq_bias.stride(0),
+            qq_bias_size=0 if args.qq_bias is None else args.qq_bias.shape[0],
             lengths=lengths,
             limit=2**31 - 1 - config.block_n,
             scratch=scratch,
@@ -255,15 +255,15 @@ def make_plan(
     h_kv: int,
     head_dim: int,
     head_dim_v: int,
-    most_keys: int,
+    max_keys: int,
     more_registers: bool,
-    most_queries: int = 0,
+    max_queries: int = 0,
     in_words: bool = False,
     scattered: bool = False,
-) -> LaunchPlan:
-    """``heads``: query heads of a key head. ``most_queries`` as for ``attend``: most of those requests are decodes.
-    ``in_words``: ``attend_bytes`` can do what is asked, if a request has few rows. ``scattered`` as for ``choose``."""
-    rows = (1 if most_queries else -(-tokens // requests)) * heads
+) -> PagedAttentionLaunchPlan:
+    """``heads``: query heads per key head. ``max_queries`` as for ``attend``: most of these requests are decodes.
+    ``in_words``: ``attend_bytes`` supports the call if requests have few rows. ``scattered`` as for ``choose``."""
+    rows = (1 if max_queries else -(-tokens // requests)) * heads
     of_words = choose_in_words(gpu, rows, h_kv) if in_words else None
     config = of_words
     if config is None:
@@ -271,32 +271,33 @@ def make_plan(
     block_tokens = max(config.block_m // heads, 1)
     groups_per_head = -(-block_tokens * heads // config.block_m)
     groups = h_kv * groups_per_head
-    tiles_each = -(-most_queries // block_tokens)
+    tiles_each = -(-max_queries // block_tokens)
     slots = requests * tiles_each or tile_slots(tokens, requests, block_tokens)
     by_token = tiles_each == 0 and 0 < tokens < slots
     slots = tokens if by_token else slots
     partial = PartialShape(config.block_m, head_dim_v)
-    most_blocks = -(-most_keys // config.block_n) + 1
-    ranges = plan.num_ranges(slots, groups, num_sms * config.programs * config.key_heads, most_blocks, partial)
+    max_blocks = -(-max_keys // config.block_n) + 1
+    ranges = plan.num_ranges(slots, groups, num_sms * config.programs * config.key_heads, max_blocks, partial)
     fills_sms = rows > _WHOLE_ABOVE_ROWS and slots * groups >= _WHOLE_TILES_PER_SM * num_sms
     if ranges is None or fills_sms:
         split = plan.whole(partial, slots, groups, groups_per_head)
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
-        split = plan.balanced(partial, slots, most_blocks, groups, groups_per_head, ranges, overhead)
-    return LaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
+        split = plan.balanced(partial, slots, max_blocks, groups, groups_per_head, ranges, overhead)
+    return PagedAttentionLaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
 
 
-def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
-    """How a cache [pages, page_size, heads, pieces, numbers] is read, and its strides as the kernel takes them."""
+def _form(cache: torch.Tensor, gpu: str) -> tuple[KeyForm, tuple[int, ...]]:
+    """The constants for loading from a cache [pages, page_size, heads, pieces, elements], and its strides as kernel
+    arguments."""
     page, token, head, piece, number = cache.stride()
     align = _units(cache)
     kind = _KINDS.get(cache.dtype, PLAIN)
-    form = Form(
+    form = KeyForm(
         kind=kind,
         align=align,
         piece=cache.shape[4],
-        number_stride=1 if number == 1 else None,
+        element_stride=1 if number == 1 else None,
         native=converts_e4m3(cache.device),
         ptx=gpu in NVIDIA,
         opaque=gpu != "blackwell",
@@ -306,24 +307,24 @@ def _form(cache: torch.Tensor, gpu: str) -> tuple[Form, tuple[int, ...]]:
 
 
 def _units(cache: torch.Tensor) -> int:
-    """Of how many numbers strides of pages, tokens and heads are multiples: 16 bytes of them, or 1."""
+    """The unit of the strides of pages, tokens and heads, in elements: 16 bytes if all are multiples of it, else 1."""
     units = 16 // cache.element_size()
     page, token, head, _, number = cache.stride()
     return units if number == 1 and all(stride % units == 0 for stride in (page, token, head)) else 1
 
 
-def multiplies_halves(problem: Problem) -> bool:
-    """Whether operands are fp16, for numbers of one byte, which convert to it in fewer instructions than to bf16.
+def multiplies_halves(args: PagedAttentionArgs) -> bool:
+    """Whether operands are fp16: one-byte elements convert to fp16 in fewer instructions than to bf16.
 
-    New keys are bf16, and a scale of each value may be beyond fp16.
+    Not with new keys, which are bf16, nor with a scale per value, which may exceed fp16.
     """
-    scales = (problem.k_scale, problem.v_scale)
+    scales = (args.k_scale, args.v_scale)
     per_token = any(scale is not None and _is_per_token(scale) for scale in scales)
-    return problem.k_cache.dtype.itemsize == 1 and problem.k is None and not per_token
+    return args.k_cache.dtype.itemsize == 1 and args.k is None and not per_token
 
 
 def _lie_in_words(*caches: torch.Tensor) -> bool:
-    """Whether ``attend_bytes`` can read caches [pages, page_size, heads, pieces, numbers] of bytes: by words, at
+    """Whether ``attend_bytes`` can read caches [pages, page_size, heads, pieces, elements]: one-byte elements, at
     multiples of 16 bytes."""
     return all(
         cache.shape[3] == 1
@@ -335,8 +336,8 @@ def _lie_in_words(*caches: torch.Tensor) -> bool:
     )
 
 
-def _numbers(cache: torch.Tensor) -> torch.Tensor:
-    """The cache with fp8 numbers as bytes."""
+def _as_uint8(cache: torch.Tensor) -> torch.Tensor:
+    """The cache, with fp8 viewed as bytes."""
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 and cache.dtype != torch.int8 else cache
 
 

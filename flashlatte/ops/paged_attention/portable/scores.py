@@ -1,4 +1,4 @@
-"""What is done to scores beside scaling them, and which of them count."""
+"""The terms and the mask of attention scores."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 
-# Below it the next term of tanh's series is less than 2^-22 of it.
+# Below this value the next term of tanh's series is relatively less than 2^-22.
 _SMALL_TANH = tl.constexpr(0.125)
 
 
@@ -38,8 +38,8 @@ def add_terms(
 ):
     """Scores [rows, keys] with all terms, in base 2 before and after; ``query`` [rows] counts from the request's first.
 
-    tanh(x) = sign(x) (1 - t) / (1 + t) with t = e^(-2|x|), which cannot overflow. Of small x that loses digits, which a
-    large softcap would multiply, and x - x³/3 + 2x⁵/15 has them.
+    tanh(x) = sign(x) (1 - t) / (1 + t) with t = e^(-2|x|), which cannot overflow. For small x it loses precision, which
+    a large softcap would amplify; there x - x³/3 + 2x⁵/15 is used.
     """
     if SOFTCAP:
         x = scores * (LN_2 / terms.softcap)
@@ -64,7 +64,8 @@ def add_terms(
 
 @triton.jit
 def is_visible(terms, request, position, lower, upper, keys):
-    """Which keys rows see [rows, keys]: those of their window, lower to upper, and those of a range they are in."""
+    """The mask of visible keys [rows, keys]: those of the row's window, lower to upper, and of a range that the row is
+    in."""
     visible = (keys[None, :] >= lower[:, None]) & (keys[None, :] <= upper[:, None])
     if terms.prefix_ranges is not None:
         for number in range(0, terms.num_prefix_ranges):

@@ -1,4 +1,4 @@
-"""What each tile of queries is, and how many keys it sees: found on the device, for all lengths in one launch.
+"""The tiles of queries and their numbers of keys, computed on the device, so that launches do not depend on lengths.
 
 A tile is a work item of ``split_kv``: some tokens of a request, with all query heads of a key head.
 """
@@ -16,21 +16,22 @@ import triton.language as tl
 from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment, find_segment_of_row
 from flashlatte.runtime.triton_kernel import kernel
 
-# Numbers of a tile: those of ``Tile``, and to begin with the first two, which ``split_kv.outputs`` reads.
+# Integers stored per tile: the fields of ``QueryTile``; ``split_kv.outputs`` reads the first two.
 TILE_NUMBERS = 8
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile of queries.
 
     Attributes:
         first_token, tokens: its queries, in q.
-        own: the first of them, counted from the request's first.
-        context: keys of the request before its queries, below 0 where it has fewer keys than queries; query i stands at
-            position context + i.
-        request: its number.
+        own: index of the first of them in the request.
+        context: keys of the request before its queries, below 0 if it has fewer keys than queries; query i has position
+            context + i.
+        request: its index.
         cached: keys of the request in its pages.
-        first_key, stop_key: all that any of its queries sees lies between; the steps begin at a multiple of BLOCK_N.
+        first_key, stop_key: range of the keys that are visible to any of its queries; first_key is rounded down to a
+            multiple of BLOCK_N.
     """
 
     first_token: Any
@@ -47,7 +48,7 @@ class Tile(NamedTuple):
 def load_tile(tiles, tiles_stride, item):
     """The tile of a work item."""
     base = tiles + item * tiles_stride
-    return Tile(
+    return QueryTile(
         tl.load(base),
         tl.load(base + 1),
         tl.load(base + 2),
@@ -61,7 +62,7 @@ def load_tile(tiles, tiles_stride, item):
 
 @triton.jit
 def seen_by(position, stop, window_left, window_right):
-    """First and last key below ``stop`` that queries at positions see by their window, both from -1 to ``stop``."""
+    """First and last key below ``stop`` in the windows of queries at these positions, both from -1 to ``stop``."""
     position = position.to(tl.int64)
     lower = tl.minimum(tl.maximum(position - window_left, 0), stop)
     upper = tl.maximum(tl.minimum(position + window_right, stop - 1), -1)
@@ -70,7 +71,7 @@ def seen_by(position, stop, window_left, window_right):
 
 @triton.jit
 def seen_by_all(tile, window_left, window_right):
-    """First key that all queries of a tile see by their window, and one behind the last."""
+    """The range [first, end) of keys that are in the windows of all queries of a tile."""
     first = tile.context + tile.own
     lower, _ = seen_by(first + tile.tokens - 1, tile.stop_key, window_left, window_right)
     _, upper = seen_by(first, tile.stop_key, window_left, window_right)
@@ -93,24 +94,24 @@ def find_tiles_kernel(
     num_ranges: tl.int32,
     stride_request: tl.int64,
     stride_range: tl.int64,
-    most_queries: tl.int32,
+    max_queries: tl.int32,
     TILES_EACH: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     HAS_NEW: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A program writes the numbers of one slot's tile, and into ``lengths`` how many keys its steps go over.
+    """A program writes the tile of one slot, and its number of keys to ``lengths``.
 
-    A slot without a tile has no tokens. Those of no request see no keys. With TILES_EACH each request has so many
-    slots, and tiles if it has up to ``most_queries`` queries; with BY_TOKEN each token has one.
+    A slot without a tile has no tokens. Tiles of no request have no keys. With TILES_EACH each request has that many
+    slots, and tiles if it has at most ``max_queries`` queries. With BY_TOKEN each token has a slot.
     """
     slot = tl.program_id(0)
     if TILES_EACH > 0:
         stretch = slot // TILES_EACH + 1
         tile = slot % TILES_EACH
         begin, rows = find_rows(stretch, cu_seqlens_q, requests, total_q)
-        count = tl.where(rows <= most_queries, tl.cdiv(rows, BLOCK_TOKENS), 0)
+        count = tl.where(rows <= max_queries, tl.cdiv(rows, BLOCK_TOKENS), 0)
     elif BY_TOKEN:
         stretch, tile, count, begin, rows = find_segment_of_row(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
     else:

@@ -18,7 +18,7 @@ from flashlatte.ops.sparse_decode.hopper import (
     schedule,
     tiles,
 )
-from flashlatte.runtime.triton_internals import Cluster
+from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.gluon_device import PARTIAL
@@ -185,5 +185,5 @@ _BY_ELEMENT = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "
 kernel = gluon_kernel(sparse_decode_kernel, by_element=_BY_ELEMENT)
 # For CONFIG.cluster; its grid is in clusters.
 cluster_kernel = gluon_kernel(
-    sparse_decode_kernel, by_element=_BY_ELEMENT, cluster=Cluster(2, clusters.TAIL_BYTES.value)
+    sparse_decode_kernel, by_element=_BY_ELEMENT, cluster=ClusterLaunch(2, clusters.TAIL_BYTES.value)
 )

@@ -1,4 +1,4 @@
-"""Sizes of the kernel's tiles for caches with scales, whose tokens pass through registers to be unpacked."""
+"""Tile sizes for caches with scales, whose tokens are dequantised in registers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACKED_TOKENS: Table = {
     ),
 }
 
-# For e4m3 numbers: there a tile waits in shared memory where that has room (``num_stages`` above 1), and packed.
+# For e4m3 formats: if shared memory has room (``num_stages`` above 1), tiles are prefetched to it in packed form.
 STAGED_TOKENS: Table = PACKED_TOKENS | {
     "hopper": (*PACKED_TOKENS["hopper"][:-1], AttentionConfig(64, 64, num_warps=8, num_stages=5, warpgroups=True)),
 }

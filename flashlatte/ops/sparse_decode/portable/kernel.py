@@ -1,7 +1,7 @@
 """The kernel of sparse decode: an online softmax over the cache tokens that a query token selected.
 
-A work item is a query token of a request; its keys are those of its list of indices, and after them those of its list
-into the extra cache. A CTA works on a group of a work item's heads.
+A work item is a query token of a request; its keys are those of its indices, followed by those of its indices into the
+extra cache. A CTA processes a group of a work item's heads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LOG2_E, empty_state, load_tile, normalize, online_softmax_step
 from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
-from flashlatte.ops.sparse_decode.portable.tiles import Cache, load_packed, locate_rows, unpack
+from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
@@ -43,7 +43,7 @@ def _attend(
             keys = load_tile(cache.k_cache, rows, valid, step)
             state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
     elif step.num_stages > 1:
-        # As long as a tile waits, it is in shared memory. Its scales and their indices are carried along.
+        # Tiles are prefetched to shared memory; their scales and indices are carried in registers.
         index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
         scales = load_scales(cache, index, place)
         index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
@@ -56,8 +56,8 @@ def _attend(
             index = tl.load(indices + position, mask=position < stop, other=-1)
             state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
     else:
-        # A tile passes through registers anyway, to be unpacked: there the next one waits, and no room in shared
-        # memory is needed for it.
+        # Tiles are dequantised in registers anyway, so the next tile is prefetched to registers and needs no shared
+        # memory.
         index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
         packed = load_packed(cache, index, place)
         index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
@@ -68,8 +68,8 @@ def _attend(
             position = start + 2 * BLOCK_N + in_tile
             index = tl.load(indices + position, mask=position < stop, other=-1)
             if not step.warpgroups:
-                # Else the loads of the queries from shared memory, which wait for nothing, are all done before the
-                # barrier that the keys need, and fill the registers.
+                # Without this, all loads of the queries from shared memory are scheduled before the keys' barrier, and
+                # fill the registers.
                 tl.debug_barrier()
             state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
     return state
@@ -130,16 +130,16 @@ def sparse_decode_kernel(
     OVERHEAD: tl.constexpr,
     BALANCED: tl.constexpr,
 ):
-    """A CTA takes one of ``num_ranges`` balanced ranges (BALANCED), or a work item, for one group of heads.
+    """A CTA processes one of ``num_ranges`` balanced ranges (BALANCED), or a work item, for one group of heads.
 
-    A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent numbers, so that the L2 cache serves
-    all but the first.
+    A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent indices, so all but the first hit the
+    L2 cache.
     """
     HAS_EXTRA: tl.constexpr = extra_k_cache is not None
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
-    cache = Cache(k_cache, k_stride_page, k_stride_token, num_slots)
-    extra_cache = Cache(extra_k_cache, extra_k_stride_page, extra_k_stride_token, extra_num_slots)
+    cache = SparseCache(k_cache, k_stride_page, k_stride_token, num_slots)
+    extra_cache = SparseCache(extra_k_cache, extra_k_stride_page, extra_k_stride_token, extra_num_slots)
     key_lengths = device.KeyLengths(
         num_items,
         tokens,

@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes alone."""
+"""The launches of a call: tile sizes and split, chosen on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
-from flashlatte.ops.sparse_decode.portable.tiles import Place
+from flashlatte.ops.sparse_decode.portable.tiles import TokenAddress
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use
@@ -24,24 +24,24 @@ from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
-# Starting on a work item costs a CTA about as much as so many keys.
+# The overhead of starting a work item, in keys.
 _OVERHEAD_KEYS = 64
 # Columns of the latent part of the formats with scales.
 _PACKED_LATENT = 512
 
 
-# By what a call's caches hold.
+# Configurations by the formats of a call's caches.
 _TABLES = {"rows": SELECTED_ROWS, "packed": PACKED_TOKENS, "staged": STAGED_TOKENS}
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
-    """What the calls of one shape have in common.
+class PortableSparseDecodePlan:
+    """The launch configuration of a shape.
 
     Attributes:
         config: tile sizes.
-        split: over how many CTAs query tokens are split.
-        constants: what the kernel is compiled for, but for what depends on strides.
+        split: how query tokens are split over CTAs.
+        constants: the kernel's constants, except those that depend on strides.
     """
 
     config: AttentionConfig
@@ -49,8 +49,8 @@ class LaunchPlan:
     constants: dict[str, Any]
 
 
-class Query(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of Q_ALIGN numbers."""
+class SparseQuery(NamedTuple):
+    """q [b, s_q, h_q, d], strides in units of Q_ALIGN elements."""
 
     q: torch.Tensor
     q_stride_request: int
@@ -58,8 +58,8 @@ class Query(NamedTuple):
     q_stride_head: int
 
 
-class Selection(NamedTuple):
-    """A cache, strides in units of its place's ``align``, and the lists of indices into it."""
+class SelectedKeys(NamedTuple):
+    """A cache and the lists of indices into it; strides are in units of ``TokenAddress.align``."""
 
     k_cache: torch.Tensor | None
     k_stride_page: int
@@ -99,17 +99,17 @@ def sparse_decode(
         h_q,
         head_dim,
         head_dim_v,
-        _table(layout, layout if extra_k_cache is None else layout.beside(extra_k_cache.shape[-1])),
+        _table(layout, layout if extra_k_cache is None else layout.second_format(extra_k_cache.shape[-1])),
         topk,
         extra_topk or 0,
         is_uniform,
         batch_invariant,
     )
     place, own = _selection(k_cache, indices, layout)
-    extra_layout = layout if extra_k_cache is None else layout.beside(extra_k_cache.shape[-1])
+    extra_layout = layout if extra_k_cache is None else layout.second_format(extra_k_cache.shape[-1])
     extra_place, extra = _selection(extra_k_cache, extra_indices, extra_layout)
     q_align, out_align = row_align(q), row_align(out)
-    query = Query(q, *(stride // q_align for stride in q.stride()[:3]))
+    query = SparseQuery(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk or 0)
     outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
     split = launch_plan.split
@@ -151,20 +151,20 @@ def make_plan(
     extra_topk: int,
     is_uniform: bool,
     batch_invariant: bool,
-) -> LaunchPlan:
+) -> PortableSparseDecodePlan:
     plain = table == "rows"
     latent_dim = head_dim_v if plain else _PACKED_LATENT
     chosen, step = choose(_TABLES[table], gpu, heads, head_dim, latent_dim, in_place=plain)
     groups = -(-heads // chosen.block_h)
-    most_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
+    max_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
     partial = PartialShape(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, most_blocks, partial, uniform=is_uniform)
+    ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, max_blocks, partial, uniform=is_uniform)
     if ranges is None or batch_invariant:
         split = plan.whole(partial, items, groups, groups)
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-        split = plan.balanced(partial, items, most_blocks, groups, groups, ranges, overhead)
-    return LaunchPlan(
+        split = plan.balanced(partial, items, max_blocks, groups, groups, ranges, overhead)
+    return PortableSparseDecodePlan(
         config=chosen,
         split=split,
         constants={
@@ -189,13 +189,13 @@ def _can_stage(layout: CacheFormat) -> bool:
 
 def _selection(
     cache: torch.Tensor | None, indices: torch.Tensor | None, layout: CacheFormat
-) -> tuple[Place | None, Selection]:
-    """What the kernel is compiled for of a cache, and its arguments for it."""
+) -> tuple[TokenAddress | None, SelectedKeys]:
+    """The kernel's constants and arguments for a cache."""
     if cache is None or indices is None:
-        return None, Selection(None, 0, 0, 0, None, 0, 0)
+        return None, SelectedKeys(None, 0, 0, 0, None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
     if not layout.plain:
-        # The rows and planes of a page are of multiples of 16 bytes, but for scales that are bytes.
+        # The rows and planes of a page are multiples of 16 bytes, except for one-byte scales.
         cache = as_bytes(cache)
         align = alignment_bytes(cache, page_stride)
         token_stride = 0
@@ -205,7 +205,7 @@ def _selection(
     if indices.dtype == torch.int32:
         slots = min(slots, 2**31)
     return (
-        Place(
+        TokenAddress(
             layout.tiling,
             layout.block_scaling,
             native=converts_e4m3(cache.device),
@@ -213,7 +213,7 @@ def _selection(
             wide=max(slots, cache.shape[0] * page_stride // align) > 2**32,
             align=align,
         ),
-        Selection(
+        SelectedKeys(
             cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)
         ),
     )

@@ -1,6 +1,6 @@
-"""Selected tokens with e4m3 numbers and their scales as tiles of keys, by way of shared memory.
+"""Tiles of keys from selected e4m3 tokens and their scales, prefetched to shared memory.
 
-There a tile waits as it lies in the cache, two steps ahead of its use, and takes no registers. ``tiles`` has the words.
+Tiles are prefetched in the cache's format, two steps ahead, and need no registers. ``tiles`` loads words.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Codes(NamedTuple):
 
     Attributes:
         latent: e4m3 bits [tokens, 512]; of ``model1`` zeros beyond the 448 that it has.
-        rope: bf16 [tokens, 64]; in formats without rope anything.
-        valid: which tokens are.
+        rope: bf16 [tokens, 64]; undefined in formats without rope.
+        valid: mask of valid tokens.
     """
 
     latent: Any
@@ -34,7 +34,7 @@ class Codes(NamedTuple):
 
 @triton.jit
 def load_codes(cache, index, place: tl.constexpr):
-    """Tokens of a cache. Those that are not valid are zeros, whatever their bytes are."""
+    """Load tokens of a cache. Invalid tokens are zeros."""
     TILING: tl.constexpr = place.tiling
     valid, page, offset = locate(cache, index, place)
     in_use = valid[:, None]
@@ -42,7 +42,7 @@ def load_codes(cache, index, place: tl.constexpr):
     if TILING is None:
         rows = cache.k_cache + locate_bytes(cache, page, offset, place.scaling.token_bytes, place)[:, None]
         latent = tl.load(rows + column, mask=in_use, other=0)
-        # There is no rope, and Triton 3.6 returns no None.
+        # A placeholder: there is no rope, and Triton 3.6 cannot return None.
         return Codes(latent, latent, valid)
     else:
         rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
@@ -60,8 +60,8 @@ def load_codes(cache, index, place: tl.constexpr):
 def load_scales(cache, index, place: tl.constexpr):
     """The scales of tokens, float32 [tokens, tiles].
 
-    Shared memory has no room for two steps of them beside all else: so they come in pieces of less than the four bytes
-    that a copy to it takes, and wait in registers.
+    Shared memory has no room for two steps of scales, so they are loaded in pieces of less than four bytes, the minimum
+    of an asynchronous copy, and kept in registers.
     """
     TILING: tl.constexpr = place.tiling
     valid, page, offset = locate(cache, index, place)
@@ -72,7 +72,7 @@ def load_scales(cache, index, place: tl.constexpr):
         rows += SCALING.scale_offset
         return e8m0_to_float(tl.load(rows + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0))
     else:
-        number = tl.arange(0, TILING.scale_places)[None, :]
+        number = tl.arange(0, TILING.padded_tiles)[None, :]
         if TILING.e8m0:
             rows = cache.k_cache + locate_scale_bytes(cache, page, offset, TILING, place)[:, None]
             return e8m0_to_float(tl.load(rows + number, mask=in_use & (number < TILING.tiles), other=0))
@@ -86,7 +86,7 @@ def load_scales(cache, index, place: tl.constexpr):
 
 @triton.jit
 def dequantize(codes, scales, dtype: tl.constexpr, place: tl.constexpr, step: tl.constexpr):
-    """The numbers of tokens in ``dtype``, rounded to bf16 once: 512 latent ones and, of ``v32``, 64 of rope."""
+    """Dequantise tokens to ``dtype``, rounded to bf16 once: 512 latent elements and, for ``v32``, 64 rope elements."""
     BLOCK_N: tl.constexpr = scales.shape[0]
     TILES: tl.constexpr = scales.shape[1]
     bits = tl.reshape(codes.latent, [BLOCK_N, TILES, _LATENT // TILES])
@@ -98,7 +98,7 @@ def dequantize(codes, scales, dtype: tl.constexpr, place: tl.constexpr, step: tl
     else:
         rope = to_float32(codes.rope, True) if step.interpreted else codes.rope
         if TILING.e8m0:
-            # The last tile's numbers are 0 so far.
+            # The last tile's elements are still 0.
             in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
             in_rope = tl.broadcast_to(in_rope[None, :, None], latent.shape)
             latent = tl.fma(tl.broadcast_to(rope[:, None, :], latent.shape), in_rope, latent.to(rope.dtype))

@@ -1,8 +1,8 @@
 """Selected cache tokens as tiles of keys.
 
-A key is a latent part, which is its value too, and a rope part, which may be empty. In ``v32`` the latent part is
-512 e4m3 numbers; in ``v32_no_rope`` these are the whole row, in ``model1`` 448 e4m3 numbers and 64 bf16 ones are, in
-``v41`` 512 e4m3 ones, in ``v41_fp4`` 512 e2m1 ones. Tokens that are not valid read as zeros, whatever their bytes are.
+A key has a latent part, which is also its value, and a rope part, which may be empty. The latent part is 512 e4m3
+values in ``v32``; these are the whole row in ``v32_no_rope``; the whole row, 448 e4m3 and 64 bf16 values, in
+``model1``; 512 e4m3 values in ``v41``; and 512 e2m1 values in ``v41_fp4``. Invalid tokens are zeros.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_flo
 from flashlatte.kernels.triton.online_softmax import RowTile
 from flashlatte.kv_cache.formats import BlockScaling, Tiling
 
-# Words of four latent numbers, whatever they are made of.
+# Words of four latent elements.
 _WORDS = tl.constexpr(128)
 _ROPE_DIM = tl.constexpr(64)
 _TWO_120 = tl.constexpr(1.329227995784916e36)
 _TWO_126 = tl.constexpr(8.507059173023462e37)
 
 
-class Cache(NamedTuple):
-    """A cache and the tokens of it that may be read.
+class SparseCache(NamedTuple):
+    """A cache, its strides and its number of tokens.
 
     Attributes:
         k_cache: [pages, page_size, width]; bytes in the formats with scales.
-        stride_page: in units of ``Place.align`` bytes, or numbers in the formats without scales.
+        stride_page: in units of ``TokenAddress.align`` bytes, or elements in the formats without scales.
         stride_token: likewise; not used in the formats with scales.
-        num_slots: the tokens; an index from there on is invalid. At most 2^31 for int32 indices.
+        num_slots: number of tokens; an index from num_slots on is invalid. At most 2^31 for int32 indices.
     """
 
     k_cache: Any
@@ -40,15 +40,15 @@ class Cache(NamedTuple):
     num_slots: Any
 
 
-class Place(NamedTuple):
-    """What finding a token is compiled for: one constant of the kernel, which Triton writes down as JSON.
+class TokenAddress(NamedTuple):
+    """The constants of a token's address, in one kernel constant, which Triton serialises as JSON.
 
     Attributes:
         tiling: of ``v32``, ``v32_no_rope`` and ``model1``, else None.
-        scaling: of ``v41`` and ``v41_fp4``, else None. Without either, rows are numbers in q's dtype.
+        scaling: of ``v41`` and ``v41_fp4``, else None. Without either, rows are elements in q's dtype.
         native: the GPU converts e4m3 (``fp8.converts_e4m3``).
         page_size: tokens of a page.
-        wide: valid indices or addresses, in units of ``align``, may pass 2^32, which costs 64-bit arithmetic.
+        wide: valid indices or addresses, in units of ``align``, may exceed 2^32, which needs 64-bit arithmetic.
         align: unit of a cache's strides.
     """
 
@@ -61,14 +61,14 @@ class Place(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Tokens as they lie in a cache with scales.
+    """Packed tokens of a cache with scales.
 
     Attributes:
-        words: int32 [tokens, 128], four e4m3 numbers each; zeros beyond the 448 numbers of ``model1``. Or [tokens, 64],
-            eight e2m1 numbers each (``v41_fp4``).
+        words: int32 [tokens, 128], four e4m3 values each; zeros beyond the 448 values of ``model1``. Or [tokens, 64],
+            eight e2m1 values each (``v41_fp4``).
         scales: float32 [tokens, 4] (``v32``, ``v32_no_rope``), E8M0 bytes [tokens, 8] (``model1``) or [tokens, 16]
             (``v41``), or e4m3 bytes [tokens, 32].
-        rope: bf16 bits [tokens, 64]; in formats without rope anything.
+        rope: bf16 bits [tokens, 64]; undefined in formats without rope.
         valid: which tokens are.
     """
 
@@ -80,7 +80,7 @@ class Packed(NamedTuple):
 
 @triton.jit
 def locate(cache, index, place: tl.constexpr):
-    """Which indices are valid, and their pages and offsets in them, which are anything where not."""
+    """The mask of valid indices, and their pages and offsets, which are undefined where invalid."""
     unsigned: tl.constexpr = tl.uint64 if index.dtype == tl.int64 else tl.uint32
     valid = index.to(unsigned, bitcast=True) < cache.num_slots.to(unsigned)
     slot = index.to(tl.uint64 if place.wide else tl.uint32)
@@ -90,7 +90,7 @@ def locate(cache, index, place: tl.constexpr):
 
 @triton.jit
 def locate_rows(cache, index, place: tl.constexpr):
-    """Which indices are valid, and the offsets of their rows in a cache without scales."""
+    """The mask of valid indices, and the offsets of their rows in a cache without scales."""
     valid, page, offset = locate(cache, index, place)
     units = page * cache.stride_page.to(page.dtype) + offset * cache.stride_token.to(page.dtype)
     return valid, units.to(tl.int64) * place.align
@@ -98,21 +98,21 @@ def locate_rows(cache, index, place: tl.constexpr):
 
 @triton.jit
 def locate_bytes(cache, page, offset, ROW_BYTES: tl.constexpr, place: tl.constexpr):
-    """Where rows of ROW_BYTES, a multiple of ``align``, begin in a cache with scales."""
+    """The addresses of rows of ROW_BYTES, a multiple of ``align``, in a cache with scales."""
     units = page * cache.stride_page.to(page.dtype) + offset * (ROW_BYTES // place.align)
     return units.to(tl.int64) * place.align
 
 
 @triton.jit
 def locate_scale_bytes(cache, page, offset, TILING: tl.constexpr, place: tl.constexpr):
-    """Where the scales of tokens begin in the plane of a page that has them."""
+    """The addresses of the scales of tokens in the scale plane of a page."""
     page_start = locate_bytes(cache, page, 0, TILING.row_bytes, place)
-    return page_start + place.page_size * TILING.row_bytes + offset.to(tl.int64) * TILING.scale_places
+    return page_start + place.page_size * TILING.row_bytes + offset.to(tl.int64) * TILING.padded_tiles
 
 
 @triton.jit
 def load_packed(cache, index, place: tl.constexpr):
-    """Tokens of a cache with scales, for ``unpack``."""
+    """Load tokens of a cache with scales, for ``unpack``."""
     if place.scaling is not None:
         SCALING: tl.constexpr = place.scaling
         return _load_blocks(cache, index, place, SCALING)
@@ -128,7 +128,7 @@ def _load_blocks(cache, index, place: tl.constexpr, SCALING: tl.constexpr):
     rows = cache.k_cache + locate_bytes(cache, page, offset, SCALING.token_bytes, place)[:, None]
     words = load_words(rows, tl.arange(0, SCALING.scale_offset // 4)[None, :], tl.int32, in_use, place.align)
     scales = tl.load(rows + SCALING.scale_offset + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0)
-    # There is no rope, and Triton 3.6 returns no None.
+    # A placeholder: there is no rope, and Triton 3.6 cannot return None.
     return Packed(words, scales, scales, valid)
 
 
@@ -140,7 +140,7 @@ def _load_tiles(cache, index, place: tl.constexpr, TILING: tl.constexpr):
     rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
     word = tl.arange(0, _WORDS)[None, :]
     rope_number = tl.arange(0, _ROPE_DIM)[None, :]
-    scale_number = tl.arange(0, TILING.scale_places)[None, :]
+    scale_number = tl.arange(0, TILING.padded_tiles)[None, :]
     if TILING.e8m0:
         words = load_words(rows, word, tl.int32, in_use & (word < LATENT // 4), place.align)
         rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)
@@ -159,7 +159,7 @@ def _load_tiles(cache, index, place: tl.constexpr, TILING: tl.constexpr):
 
 @triton.jit
 def unpack(packed, dtype: tl.constexpr, place: tl.constexpr, step: tl.constexpr):
-    """The numbers of tokens in ``dtype``, 512 latent ones and, of ``v32``, 64 of rope."""
+    """Dequantise tokens to ``dtype``: 512 latent elements and, for ``v32``, 64 rope elements."""
     if place.scaling is not None:
         return _unpack_blocks(packed, dtype, place.scaling.fp4, step)
     else:
@@ -169,7 +169,8 @@ def unpack(packed, dtype: tl.constexpr, place: tl.constexpr, step: tl.constexpr)
 
 @triton.jit
 def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.constexpr):
-    """Exact: a number has four bits at most, a scale of a power of two one, an e4m3 scale four to e2m1's two."""
+    """Exact in bf16: the significands of an element and its scale have at most 4 + 1 bits (power-of-two scale) or 2 + 4
+    bits (e2m1 with an e4m3 scale)."""
     BLOCK_N: tl.constexpr = packed.words.shape[0]
     BLOCKS: tl.constexpr = packed.scales.shape[1]
     if FP4:
@@ -180,9 +181,9 @@ def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.cons
         factors = e8m0_to_float(packed.scales)
     POWER: tl.constexpr = _TWO_126 if FP4 else _TWO_120
     bits = tl.reshape(bits, [BLOCK_N, BLOCKS, 4 * _WORDS // BLOCKS]).to(tl.bfloat16, bitcast=True)
-    numbers = to_float32(bits, True) * POWER if step.interpreted else bits * POWER
-    factors = tl.broadcast_to(factors.to(numbers.dtype)[:, :, None], numbers.shape)
-    latent = tl.reshape(numbers * factors, [BLOCK_N, 4 * _WORDS])
+    elements = to_float32(bits, True) * POWER if step.interpreted else bits * POWER
+    factors = tl.broadcast_to(factors.to(elements.dtype)[:, :, None], elements.shape)
+    latent = tl.reshape(elements * factors, [BLOCK_N, 4 * _WORDS])
     latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
     latent = _opaque(latent, step)
     return RowTile(latent, latent)
@@ -190,7 +191,7 @@ def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.cons
 
 @triton.jit
 def _opaque(latent, step: tl.constexpr):
-    """A move that Triton cannot see through. Else it converts the numbers once for each of the two products."""
+    """An opaque move. Without it, Triton converts the elements once for each of the two MMAs."""
     if step.ptx and not step.warpgroups:
         latent = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [latent], dtype=latent.dtype, is_pure=False, pack=2
@@ -200,31 +201,31 @@ def _opaque(latent, step: tl.constexpr):
 
 @triton.jit
 def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, HAS_ROPE: tl.constexpr, step: tl.constexpr):
-    """512 latent numbers and 64 of rope (HAS_ROPE), which are the last of the latent ones in ``model1``.
+    """512 latent elements and 64 rope elements (HAS_ROPE), which in ``model1`` are the last of the latent ones.
 
-    A number is rounded to bf16 once. It is computed in bf16, where float32 would take twice the instructions: high is
-    the scale's nearest bf16, and what the number times the rest of the scale is rounded by is too small to matter.
+    Elements are rounded to bf16 once. They are computed in bf16, with half the instructions of float32: the scale is
+    split in its nearest bf16 (high) and a remainder, whose product's rounding error is negligible.
     """
     BLOCK_N: tl.constexpr = packed.words.shape[0]
     TILES: tl.constexpr = packed.scales.shape[1]
     bits = _e4m3_to_bf16_bits(packed.words)
     bits = tl.reshape(bits, [BLOCK_N, TILES, 4 * _WORDS // TILES]).to(tl.bfloat16, bitcast=True)
-    numbers = to_float32(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
+    elements = to_float32(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
     if HAS_ROPE:
         rope = packed.rope.to(tl.bfloat16, bitcast=True)
         if step.interpreted:
             rope = to_float32(rope, True)
     if E8M0:
-        high = e8m0_to_float(packed.scales).to(numbers.dtype)
-        # The last tile's numbers and scale are 0 so far.
+        high = e8m0_to_float(packed.scales).to(elements.dtype)
+        # The last tile's elements and scale are still 0.
         in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
         rest = rope[:, None, :] * in_rope[None, :, None]
     else:
         high = from_float32(packed.scales, tl.bfloat16, step.interpreted)
         low = packed.scales - to_float32(high, step.interpreted)
-        high = high.to(numbers.dtype)
-        rest = numbers * low.to(numbers.dtype)[:, :, None]
-    latent = tl.fma(numbers, tl.broadcast_to(high[:, :, None], numbers.shape), rest)
+        high = high.to(elements.dtype)
+        rest = elements * low.to(elements.dtype)[:, :, None]
+    latent = tl.fma(elements, tl.broadcast_to(high[:, :, None], elements.shape), rest)
     latent = tl.reshape(latent, [BLOCK_N, 4 * _WORDS])
     latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
     latent = _opaque(latent, step)
@@ -236,32 +237,33 @@ def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, HAS_ROPE: tl.
 
 @triton.jit
 def _e4m3_to_bf16_bits(words):
-    """The bits, int16 [tokens, 512], of bf16 numbers that are 2^-120 of the e4m3 ones; subnormals are exact.
+    """The bits, int16 [tokens, 512], of bf16 values that are 2^-120 times the e4m3 values; subnormals are exact.
 
-    A sign bit and the four bits of exponent and three of mantissa behind it only move to bf16's places, in two of a
-    word's four numbers at once.
+    The sign, the four exponent bits and the three mantissa bits are shifted to their positions in bf16, for two of a
+    word's four elements at once.
     """
     even = ((words << 8) & -0x7FFF8000) | ((words << 4) & 0x07F007F0)
     odd = (words & -0x7FFF8000) | ((words >> 4) & 0x07F007F0)
-    # Where the seven bits are all ones, which is e4m3's NaN, the rest of bf16's exponent becomes ones too.
+    # If the seven bits are all ones (e4m3's NaN), the remaining exponent bits of bf16 are set too.
     even += ((even + 0x00100010) & 0x08000800) * 15
     odd += ((odd + 0x00100010) & 0x08000800) * 15
-    first = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))  # [tokens, 128, 2]: numbers 0 and 2 of a word
-    second = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))  # numbers 1 and 3
+    first = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))  # [tokens, 128, 2]: elements 0 and 2 of a word
+    second = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))  # elements 1 and 3
     return tl.reshape(tl.join(first, second), [words.shape[0], 4 * _WORDS])
 
 
 @triton.jit
 def _e2m1_to_bf16_bits(words):
-    """The bits, int16 [tokens, 512], of bf16 numbers that are 2^-126 of the e2m1 ones; the subnormal 0.5 is exact.
+    """The bits, int16 [tokens, 512], of bf16 values that are 2^-126 times the e2m1 values; the subnormal 0.5 is exact.
 
-    A sign bit and the three bits behind it move to bf16's places, in numbers k and k + 4 of a word's eight at once.
+    The sign and the three other bits are shifted to their positions in bf16, for elements k and k + 4 of a word's eight
+    at once.
     """
     zero = ((words << 12) & -0x7FFF8000) | ((words << 6) & 0x01C001C0)
     one = ((words << 8) & -0x7FFF8000) | ((words << 2) & 0x01C001C0)
     two = ((words << 4) & -0x7FFF8000) | ((words >> 2) & 0x01C001C0)
     three = (words & -0x7FFF8000) | ((words >> 6) & 0x01C001C0)
-    # [tokens, 64, 2, 2]: numbers 0, 2, 4, 6 of a word, and 1, 3, 5, 7.
+    # [tokens, 64, 2, 2]: elements 0, 2, 4, 6 of a word, and 1, 3, 5, 7.
     even = tl.join(_halves(zero), _halves(two))
     odd = tl.join(_halves(one), _halves(three))
     return tl.reshape(tl.join(even, odd), [words.shape[0], 8 * words.shape[1]])

@@ -25,7 +25,7 @@ from flashlatte.ops.topk.hopper.radix_select import (
 from flashlatte.ops.topk.hopper.shared_layout import COUNTER, num_words
 from flashlatte.ops.topk.hopper.store_largest import select_largest, store_in_order
 from flashlatte.ops.topk.order import ordered, row_range, store_all
-from flashlatte.runtime.triton_internals import Cluster
+from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import kernel
 
 
@@ -207,5 +207,5 @@ def value_of(key):
 
 BY_ELEMENT = ("start", "end", "indices", "values")
 kernel_1_cta = kernel(topk_kernel, by_element=BY_ELEMENT)
-kernel_2_ctas = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=Cluster(2, 0))
-kernel_8_ctas = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=Cluster(8, 0))
+kernel_2_ctas = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=ClusterLaunch(2, 0))
+kernel_8_ctas = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=ClusterLaunch(8, 0))

@@ -1,4 +1,4 @@
-"""The candidates of a row: entries that reach a threshold which a sample of the row suggests."""
+"""The candidates of a row: entries that reach a threshold estimated from a sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashlatte.ops.topk.order import LOWEST, load_values, ordered, row_range
 from flashlatte.ops.topk.portable.threshold import threshold
 from flashlatte.runtime.triton_kernel import kernel
 
-# Neighbouring entries of a sample: what a cache line holds.
+# Adjacent entries of a sample: a cache line.
 RUN = tl.constexpr(32)
 
 
@@ -29,14 +29,14 @@ def filter_kernel(
     start_stride: tl.int64,
     end_stride: tl.int64,
     PER_REQUEST: tl.constexpr,
-    PLACES: tl.constexpr,
+    CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One chunk of a row: its candidates in order of column, and how many there are, PLACES or more of them.
+    """Write the candidates of one chunk of a row in order of column, and their number, which may exceed CAPACITY.
 
-    Rows of at most PLACES entries are candidates as a whole. Of longer ones about ``wanted`` should be.
+    In rows of at most CAPACITY entries, all are candidates; in longer rows, about ``wanted``.
     """
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program // chunks
@@ -44,32 +44,32 @@ def filter_kernel(
     length = (last - first).to(tl.int32)
     entries = logits + row * logits_stride + first
 
-    least = tl.full([], LOWEST, tl.int32)
-    if length > PLACES:
+    cutoff = tl.full([], LOWEST, tl.int32)
+    if length > CAPACITY:
         spread = length // (SAMPLE // RUN)
         place = tl.arange(0, SAMPLE)
         place = (place // RUN) * spread + place % RUN
         inside = place < length
         sample = ordered(load_values(entries + place, inside, INTERPRETED), inside)
-        least = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
+        cutoff = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
 
     chunk_length = tl.cdiv(tl.cdiv(length, chunks), RUN) * RUN
     begin = (program % chunks).to(tl.int32) * chunk_length
     stop = tl.minimum(begin + chunk_length, length)
-    key_places = candidate_keys + program * PLACES
-    column_places = candidate_columns + program * PLACES
+    key_places = candidate_keys + program * CAPACITY
+    column_places = candidate_columns + program * CAPACITY
     count = tl.zeros([], tl.int32)
     column = begin + tl.arange(0, BLOCK)
     values = load_values(entries + column, column < stop, INTERPRETED)
     for block in range(begin, stop, BLOCK):
         column = block + tl.arange(0, BLOCK)
         keys = ordered(values, column < stop)
-        # The next block is on its way while this one is counted.
+        # The next block is loaded while this one is counted.
         values = load_values(entries + (column + BLOCK), column + BLOCK < stop, INTERPRETED)
-        passes = (keys >= least).to(tl.int32)
+        passes = (keys >= cutoff).to(tl.int32)
         ranks = tl.cumsum(passes, axis=0)
         place = count + ranks - passes
-        stored = (passes == 1) & (place < PLACES)
+        stored = (passes == 1) & (place < CAPACITY)
         tl.store(key_places + place, keys, mask=stored)
         tl.store(column_places + place, column, mask=stored)
         count += tl.sum(passes, axis=0)

@@ -1,4 +1,4 @@
-"""The k largest of a row: of its candidates if they will do, else of the row itself."""
+"""The k largest entries of a row: from its candidates if these suffice, else from the row itself."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -37,11 +37,11 @@ def finish_kernel(
     value_stride: tl.int64,
     PER_REQUEST: tl.constexpr,
     SPLIT: tl.constexpr,
-    PLACES: tl.constexpr,
+    CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Without candidates (None), rows have at most PLACES entries. SPLIT: rows have several chunks of candidates."""
+    """If candidates are None, rows have at most CAPACITY entries. SPLIT: rows have several chunks of candidates."""
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program
     first, last = row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST)
@@ -52,7 +52,7 @@ def finish_kernel(
     if values is not None:
         value_row = values + row * value_stride
 
-    place = tl.arange(0, PLACES)
+    place = tl.arange(0, CAPACITY)
     if length <= k:
         store_all(entries, index_row, value_row, place, length, k, INTERPRETED)
     elif candidate_keys is None:
@@ -60,20 +60,20 @@ def finish_kernel(
         chosen, target = places_of_largest(keys, k)
         store_chosen(entries, index_row, value_row, chosen, target, place, INTERPRETED)
     else:
-        # [PLACES]: where the candidates of all chunks, one behind the other, lie
+        # [CAPACITY]: indices of the concatenated candidates of all chunks
         source = place
         if SPLIT:
             total = tl.zeros([], tl.int32)
             for chunk in range(chunks):
-                source = tl.where(place >= total, chunk * PLACES + place - total, source)
-                # More than PLACES in a chunk are too many in all; many chunks of many must not pass 2^31.
-                count = tl.minimum(tl.load(counts + program * chunks + chunk), PLACES + 1)
-                total = tl.minimum(total + count, PLACES + 1)
+                source = tl.where(place >= total, chunk * CAPACITY + place - total, source)
+                # More than CAPACITY candidates in a chunk are too many; the clamp keeps the sum below 2^31.
+                count = tl.minimum(tl.load(counts + program * chunks + chunk), CAPACITY + 1)
+                total = tl.minimum(total + count, CAPACITY + 1)
         else:
             total = tl.load(counts + program)
-        if (total >= k) & (total <= PLACES):
+        if (total >= k) & (total <= CAPACITY):
             taken = place < total
-            base = program * chunks * PLACES
+            base = program * chunks * CAPACITY
             keys = tl.load(candidate_keys + base + source, mask=taken, other=OUTSIDE)
             chosen, target = places_of_largest(keys, k)
             columns = tl.load(candidate_columns + base + source, mask=chosen, other=0)
@@ -84,10 +84,10 @@ def finish_kernel(
 
 @triton.jit
 def places_of_largest(keys, k):
-    """Of at least k keys, whose columns ascend: which are the k largest, and their places among those."""
-    least = threshold(keys, k)
-    above = (keys > least).to(tl.int32)
-    ties = (keys == least).to(tl.int32)
+    """For at least k keys in ascending order of column: the mask of the k largest, and their ranks in column order."""
+    cutoff = threshold(keys, k)
+    above = (keys > cutoff).to(tl.int32)
+    ties = (keys == cutoff).to(tl.int32)
     ties_taken = k - tl.sum(above, axis=0)
     # Both counts in one sum: neither reaches 2^15.
     both = (above << 16) | ties
@@ -99,7 +99,8 @@ def places_of_largest(keys, k):
 
 @triton.jit
 def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The k largest of ``length`` > k entries, read once for every eight bits of their keys and once to choose."""
+    """Select the k largest of ``length`` > k entries by radix: one pass for every eight bits of the keys, and one to
+    write."""
     settled = tl.zeros([], tl.int64)
     wanted = k
     digit = tl.arange(0, DIGITS)
@@ -113,12 +114,12 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
             digits = (keys ^ OUTSIDE).to(tl.uint32, bitcast=True) >> shift
             undecided = inside & ((digits >> 8) == settled.to(tl.uint32))
             histogram += tl.histogram((digits & 255).to(tl.int32), DIGITS, mask=undecided)
-        # Entries of this digit or a higher one.
+        # Entries with this digit or a higher one.
         reaching = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
         chosen = tl.max(tl.where(reaching >= wanted, digit, 0), axis=0)
         wanted -= tl.sum(tl.where(digit == chosen, reaching - histogram, 0), axis=0)
         settled = settled * 256 + chosen
-    least = (settled - 0x80000000).to(tl.int32)
+    cutoff = (settled - 0x80000000).to(tl.int32)
 
     # ``wanted`` of the entries that equal the k-th are taken, the first ones.
     above_before = tl.zeros([], tl.int32)
@@ -127,8 +128,8 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         column = block + tl.arange(0, BLOCK)
         inside = column < length
         keys = ordered(load_values(entries + column, inside, INTERPRETED), inside)
-        above = (keys > least).to(tl.int32)
-        ties = (keys == least).to(tl.int32)
+        above = (keys > cutoff).to(tl.int32)
+        ties = (keys == cutoff).to(tl.int32)
         above_ranks = above_before + tl.cumsum(above, axis=0) - above
         ties_ranks = ties_before + tl.cumsum(ties, axis=0) - ties
         chosen = (above == 1) | ((ties == 1) & (ties_ranks < wanted))

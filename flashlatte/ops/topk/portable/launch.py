@@ -1,4 +1,4 @@
-"""How rows are divided over programs, from shapes alone."""
+"""The division of rows over programs, from shapes alone."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 
 SCRATCH_BYTES = 64 * 2**20
-FEWEST_PLACES = 1024
+MIN_CAPACITY = 1024
 SMALLEST_CHUNK = 4096
 MAX_CHUNKS = 16
 PROGRAMS_PER_SM = 2
-# More leave a thread fewer registers than it needs.
-MOST_WARPS = 16
+# With more warps, a thread would have too few registers.
+MAX_WARPS = 16
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How rows are worked on.
+    """The parameters for a range of shapes.
 
     Attributes:
-        places_per_k: candidates that there is room for, for each entry that is wanted.
-        fill: the share of them that a row's threshold should let through.
-        filter_warps, filter_entries: of a program of the filter, and the entries a thread has of a block.
-        finish_entries: candidates of a thread of the finish.
+        capacity_per_k: capacity of the candidate buffer, per selected entry.
+        fill: the fraction of the buffer that a threshold should fill.
+        filter_warps, filter_entries: warps of a filter program, and entries per thread.
+        finish_entries: candidates per thread of the finish kernel.
     """
 
-    places_per_k: int
+    capacity_per_k: int
     fill: float
     filter_warps: int
     filter_entries: int
     finish_entries: int
 
-    def sample(self, width: int, places: int) -> int:
-        """Entries of a sample: so many that the candidates are, nearly always, within a fifth of as many as they should
-        be; 4,096 to 16,384.
+    def sample(self, width: int, capacity: int) -> int:
+        """Entries of a sample, 4,096 to 16,384: enough for a number of candidates within 20% of the target with high
+        probability.
         """
-        wanted = _LEAST_RANK * width / (self.fill * places)
+        wanted = _MIN_RANK * width / (self.fill * capacity)
         return min(max(1 << max(int(wanted) - 1, 0).bit_length(), 4096), 16384)
 
 
-# A rank r in a sample is off by √r: a rank of 256 by a sixteenth, and five times that is rare.
-_LEAST_RANK = 256
-# Many rows keep the GPU busy with small programs. Few ones are divided, and each chunk takes a sample of its row.
-MANY_ROWS = Regime(places_per_k=2, fill=0.7, filter_warps=4, filter_entries=16, finish_entries=32)
-FEW_ROWS = Regime(places_per_k=4, fill=0.5, filter_warps=8, filter_entries=16, finish_entries=16)
+# The standard error of rank r in a sample is √r: 1/16 for rank 256; five standard errors are rare.
+_MIN_RANK = 256
+# Many rows fill the GPU with small programs. Few rows are divided into chunks, each of which samples its row.
+MANY_ROWS = Regime(capacity_per_k=2, fill=0.7, filter_warps=4, filter_entries=16, finish_entries=32)
+FEW_ROWS = Regime(capacity_per_k=4, fill=0.5, filter_warps=8, filter_entries=16, finish_entries=16)
 
 
 def topk(
@@ -65,15 +65,15 @@ def topk(
     k = indices.shape[1]
     programs = PROGRAMS_PER_SM * machine.num_sms(logits.device)
     regime = MANY_ROWS if rows >= programs else FEW_ROWS
-    places = max(1 << (regime.places_per_k * k - 1).bit_length(), FEWEST_PLACES)
-    warps = min(max(places // (32 * regime.finish_entries), 4), MOST_WARPS)
-    if width <= places:
-        _finish(logits, start, end, next_n, None, None, None, indices, values, 0, rows, 1, places, warps)
+    capacity = max(1 << (regime.capacity_per_k * k - 1).bit_length(), MIN_CAPACITY)
+    warps = min(max(capacity // (32 * regime.finish_entries), 4), MAX_WARPS)
+    if width <= capacity:
+        _finish(logits, start, end, next_n, None, None, None, indices, values, 0, rows, 1, capacity, warps)
         return
     chunks = 1 if regime is MANY_ROWS else max(1, min(cdiv(programs, rows), MAX_CHUNKS, width // SMALLEST_CHUNK))
-    at_a_time = max(1, min(rows, SCRATCH_BYTES // (8 * places * chunks)))
+    at_a_time = max(1, min(rows, SCRATCH_BYTES // (8 * capacity * chunks)))
     candidate_keys, candidate_columns = (
-        torch.empty(at_a_time * chunks, places, dtype=torch.int32, device=logits.device) for _ in range(2)
+        torch.empty(at_a_time * chunks, capacity, dtype=torch.int32, device=logits.device) for _ in range(2)
     )
     counts = torch.empty(at_a_time * chunks, dtype=torch.int32, device=logits.device)
     for first_row in range(0, rows, at_a_time):
@@ -88,14 +88,14 @@ def topk(
             first_row=first_row,
             width=width,
             chunks=chunks,
-            wanted=int(regime.fill * places),
+            wanted=int(regime.fill * capacity),
             next_n=next_n,
             logits_stride=stride_in_use(logits, 0),
             start_stride=0 if start is None else start.stride(0),
             end_stride=0 if end is None else end.stride(0),
             PER_REQUEST=end is not None and end.shape[0] != rows,
-            PLACES=places,
-            SAMPLE=4096 if chunks > 1 else regime.sample(width, places),
+            CAPACITY=capacity,
+            SAMPLE=4096 if chunks > 1 else regime.sample(width, capacity),
             BLOCK=32 * regime.filter_warps * regime.filter_entries,
             INTERPRETED=machine.interpreting(),
             num_warps=regime.filter_warps,
@@ -113,7 +113,7 @@ def topk(
             first_row,
             count,
             chunks,
-            places,
+            capacity,
             warps,
         )
 
@@ -131,7 +131,7 @@ def _finish(
     first_row: int,
     rows: int,
     chunks: int,
-    places: int,
+    capacity: int,
     warps: int,
 ) -> None:
     finish_kernel[(rows,)](
@@ -155,8 +155,8 @@ def _finish(
         value_stride=0 if values is None else stride_in_use(values, 0),
         PER_REQUEST=end is not None and end.shape[0] != logits.shape[0],
         SPLIT=chunks > 1,
-        PLACES=places,
-        BLOCK=places // 4,
+        CAPACITY=capacity,
+        BLOCK=capacity // 4,
         INTERPRETED=machine.interpreting(),
         num_warps=warps,
     )

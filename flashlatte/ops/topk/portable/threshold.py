@@ -13,8 +13,9 @@ from flashlatte.ops.topk.order import HIGHEST, OUTSIDE
 
 @triton.jit
 def threshold(keys, k):
-    """A key that exactly k of ``keys`` reach, if there is one, else the k-th largest. At least k are not OUTSIDE."""
-    # As offsets from the least int32, so that bits can be settled from the top.
+    """A key that exactly k of ``keys`` reach, if one exists, else the k-th largest key. At least k keys are not
+    OUTSIDE."""
+    # As unsigned offsets from the lowest int32, so that bits can be determined from the top.
     low = tl.min(tl.where(keys == OUTSIDE, HIGHEST, keys), axis=0).to(tl.int64) + 0x80000000
     high = tl.max(keys, axis=0).to(tl.int64) + 0x80000000
     different = low ^ high

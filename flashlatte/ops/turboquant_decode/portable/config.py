@@ -1,19 +1,19 @@
-"""Sizes of the kernel's tiles for each class of GPUs."""
+"""Tile sizes for each class of GPUs."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Config(NamedTuple):
-    """Sizes of a program's tiles.
+class TurboQuantConfig(NamedTuple):
+    """Tile sizes of a program.
 
     Attributes:
         block_m: query rows, if there are more than 8.
         block_n: keys of a step.
-        num_warps: Triton's. One warp keeps a step's scores and weights in its registers.
-        num_stages: of the loop over keys: blocks that are loaded ahead, and one.
-        programs: of an SM at once.
+        num_warps: warps per program. One warp keeps a step's scores and P in its registers.
+        num_stages: of the loop over keys: number of prefetched blocks, plus one.
+        programs: programs resident on an SM.
     """
 
     block_m: int
@@ -23,11 +23,11 @@ class Config(NamedTuple):
     programs: int
 
 
-TABLE: dict[str, Config] = {
-    "hopper": Config(16, 32, 1, 2, 8),
-    "blackwell": Config(16, 32, 1, 3, 8),
-    "ampere": Config(16, 32, 1, 3, 7),
-    "small": Config(16, 32, 1, 2, 6),
-    "other": Config(16, 32, 4, 1, 1),
-    "interpreter": Config(16, 16, 1, 1, 1),
+TABLE: dict[str, TurboQuantConfig] = {
+    "hopper": TurboQuantConfig(16, 32, 1, 2, 8),
+    "blackwell": TurboQuantConfig(16, 32, 1, 3, 8),
+    "ampere": TurboQuantConfig(16, 32, 1, 3, 7),
+    "small": TurboQuantConfig(16, 32, 1, 2, 6),
+    "other": TurboQuantConfig(16, 32, 4, 1, 1),
+    "interpreter": TurboQuantConfig(16, 16, 1, 1, 1),
 }

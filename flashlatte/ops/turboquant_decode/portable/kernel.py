@@ -1,9 +1,9 @@
-"""The kernel of TurboQuant decode: an online softmax over keys whose operands are made of codes in registers.
+"""The kernel of TurboQuant decode: online softmax over keys whose operands are unpacked from codes in registers.
 
-A score is the product of a query with centroids, times the key's norm over the centroids' length; that length comes
-from another product, of ones with the squares. A value is its steps from the middle times its scale, plus the middle:
-the scale goes into the weights that the steps are multiplied with, and of the middles a row keeps one weighted sum.
-How the keys of all requests are split over CTAs: ``split_kv.device``.
+A score is the dot product of a query with centroids, times the key's norm divided by the length of the centroids. The
+squared length is computed by another MMA, of ones with the squares. A value is its code relative to the middle code,
+times its scale, plus the middle value. The scale is multiplied into P, and each row accumulates the weighted sum of the
+middle values. ``split_kv.device`` splits the keys of all requests over CTAs.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -24,14 +24,14 @@ from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
-class Step(NamedTuple):
-    """What a step over a block of keys is compiled for.
+class TurboQuantStep(NamedTuple):
+    """The constants of a step over a block of keys.
 
     Attributes:
         block_m, block_n: query rows and keys.
         page_size, num_stages: of pages, and of Triton's pipeline.
-        first_value: the dim that values' words begin with.
-        token_stride: from token to token in units of ``Form.align`` bytes, if it is one that caches have; else None.
+        first_value: the first dim of values' words.
+        token_stride: token stride in units of ``RecordForm.align`` bytes, if it is one of the usual strides; else None.
     """
 
     block_m: int
@@ -42,8 +42,8 @@ class Step(NamedTuple):
     token_stride: int | None
 
 
-class Pages(NamedTuple):
-    """A request's row of block_table, how many pages the cache has, and the strides of pages and tokens in it."""
+class RequestPages(NamedTuple):
+    """A request's row of block_table, and the cache's number of pages and strides of pages and tokens."""
 
     entries: Any
     num_pages: Any
@@ -67,10 +67,11 @@ def _attend(
     step: tl.constexpr,
     form: tl.constexpr,
 ):
-    """(values [BLOCK_M, D] in the order of ``value_dims``, base-2 lse [BLOCK_M]) of a request's keys begin to end.
+    """Attention over a request's keys begin to end: (values [BLOCK_M, D] in the order of ``value_dims``, base-2 lse
+    [BLOCK_M]).
 
-    ``q`` [D, BLOCK_M] is in the order of ``key_dims``, and ``row_scale`` [BLOCK_M] makes base-2 scores of products.
-    What lies beyond ``length`` in a page may be loaded, and is not used.
+    ``q`` [D, BLOCK_M] is in the order of ``key_dims``, and ``row_scale`` [BLOCK_M] scales dot products to base-2
+    scores. Keys of a page beyond ``length`` may be loaded, and are masked.
     """
     M: tl.constexpr = step.block_m
     N: tl.constexpr = step.block_n
@@ -78,7 +79,7 @@ def _attend(
     PAGE_PER_BLOCK: tl.constexpr = step.page_size % N == 0
     in_block = tl.arange(0, N)
     row_max = tl.full([M], float("-inf"), tl.float32)
-    # Threads sum over their own keys, and over each other's at the end.
+    # Each thread sums over its own keys; the sums of threads are added at the end.
     row_sum = tl.zeros([8, M], tl.float32)
     minima = tl.zeros([8, M], tl.float32)
     unit = tl.full([], 2.0**-24, tl.float32)
@@ -103,7 +104,7 @@ def _attend(
         operand, squared = load_keys(records, key_part, form)  # [BLOCK_N, D], [BLOCK_N, D or D / 2]
         scores = tl.dot(operand, q)  # [BLOCK_N, BLOCK_M]
         if form.key_bits < 8:
-            # [BLOCK_N, 8], every column has the squared lengths
+            # [BLOCK_N, 8], with the squared lengths in each column
             squares = tl.dot(squared, tl.full([squared.shape[1], 8], 1.0, q.dtype))
             scores = _times_each(scores, load_norms(records, form), squares)
         visible = exists[:, None]
@@ -119,13 +120,13 @@ def _attend(
         row_max = new_max
         steps, scale, minimum = load_values(records, value_part, form)  # [D, BLOCK_N]
         minima = minima * alpha[None, :] + _sum_of_eighths(p * tl.where(exists, minimum, 0.0)[:, None])
-        # P times the scale is fp16, in units of the largest scale's power of two so far.
+        # P times the scale is fp16, relative to the power of two of the largest scale so far.
         scale = tl.where(exists, scale, 0.0)
         new_unit = tl.maximum(unit, _power_of_two(tl.max(scale, axis=0)))
         p *= (scale * _reciprocal_power(new_unit))[:, None]
         alpha *= unit * _reciprocal_power(new_unit)
         unit = new_unit
-        # The next block's page is fetched one block ahead: the addresses of its records wait for it.
+        # The next block's page is loaded one block ahead: the addresses of its records depend on it.
         following = start + N if PAGE_PER_BLOCK else start + N + in_block
         page = tl.load(pages.entries + following // step.page_size, mask=following < length, other=-1)
         values = tl.dot(steps, p.to(steps.dtype), values * alpha[None, :])
@@ -141,7 +142,7 @@ def _attend(
 
 @triton.jit
 def _sum_of_eighths(x):
-    """x [keys, rows] to [8, rows]: each eighth key, which are those of a thread."""
+    """Sum x [keys, rows] to [8, rows] over every eighth key, which are in one thread."""
     return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), axis=0)
 
 
@@ -159,10 +160,10 @@ def _reciprocal_power(x):
 
 @triton.jit
 def _times_each(scores, norm, squares):
-    """scores [keys, rows] · norm [keys] / the root of any column of squares [keys, 8]."""
+    """scores [keys, rows] · norm [keys] / the square root of any column of squares [keys, 8]."""
     N: tl.constexpr = scores.shape[0]
     M: tl.constexpr = scores.shape[1]
-    # Two neighbouring columns are a thread's: it takes the root of one.
+    # A thread has two adjacent columns, and needs the root of one.
     one, _ = tl.split(tl.reshape(squares, [N, 4, 2]))
     factor = norm[:, None] * tl.rsqrt(one)  # [keys, 4]
     groups = tl.reshape(scores, [N, M // 8, 4, 2]) * factor[:, None, :, None]
@@ -211,10 +212,11 @@ def turboquant_decode_kernel(
     IS_WHOLE: tl.constexpr,
     OVERHEAD: tl.constexpr,
 ):
-    """A CTA takes, for one group, one of ``num_splits`` balanced ranges of all requests' keys, or a request (IS_WHOLE).
+    """A CTA processes, for one group, one of ``num_splits`` balanced ranges of all requests' keys, or a request
+    (IS_WHOLE).
 
-    A group is BLOCK_M of the ``rows`` = query_tokens · ``heads`` query rows that a request has for a key head.
-    ``q`` [b, query_tokens, query_heads, D] and ``row_scale`` [b, query_tokens, query_heads] are those of ``queries``.
+    A group is BLOCK_M of the ``rows`` = query_tokens · ``heads`` query rows of a request for a key head. ``q`` [b,
+    query_tokens, query_heads, D] and ``row_scale`` [b, query_tokens, query_heads] are the results of ``queries``.
     """
     M: tl.constexpr = STEP.block_m
     N: tl.constexpr = STEP.block_n
@@ -247,7 +249,7 @@ def turboquant_decode_kernel(
     row_token = row // heads
     in_rows = row < rows
     query_row = row_token.to(tl.int64) * query_heads + kv_head * heads + row % heads
-    # Without PTX operands have their dims in order.
+    # Without PTX, the dims of operands are in order.
     q_dims = tl.arange(0, D)
     v_dims = tl.arange(0, D)
     if FORM.packed_keys:
@@ -284,7 +286,7 @@ def turboquant_decode_kernel(
                 scale,
                 cache,
                 kv_head * head_stride,
-                Pages(block_table + item64 * table_stride, num_pages, page_stride, token_stride),
+                RequestPages(block_table + item64 * table_stride, num_pages, page_stride, token_stride),
                 length,
                 length - query_tokens + row_token,
                 v_dims,

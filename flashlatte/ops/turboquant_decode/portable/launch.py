@@ -1,4 +1,4 @@
-"""From arguments to launches: all that a call settles on the host, from shapes alone."""
+"""The launches of a call: tile sizes and split, chosen on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kv_cache.lloyd_max import lloyd_max
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
-from flashlatte.ops.turboquant_decode.portable.config import TABLE, Config
-from flashlatte.ops.turboquant_decode.portable.kernel import Step, turboquant_decode_kernel
+from flashlatte.ops.turboquant_decode.portable.config import TABLE, TurboQuantConfig
+from flashlatte.ops.turboquant_decode.portable.kernel import TurboQuantStep, turboquant_decode_kernel
 from flashlatte.ops.turboquant_decode.portable.queries import rotate_queries_kernel
-from flashlatte.ops.turboquant_decode.portable.records import Form, first_of
+from flashlatte.ops.turboquant_decode.portable.records import RecordForm, first_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
@@ -24,20 +24,20 @@ from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
 _LOG2_E = 1.4426950408889634
-# Starting on a request costs a CTA about as much as so many keys.
+# The overhead of starting a request, in keys.
 _OVERHEAD_KEYS = 64
-# Query rows that a product has at least on NVIDIA's GPUs.
-_FEWEST_ROWS = 8
-# Query rows of a program that rotates them, and its warps.
+# The minimum number of query rows of an MMA on NVIDIA GPUs.
+_MIN_ROWS = 8
+# Query rows and warps of a program that rotates queries.
 _ROTATED_ROWS, _ROTATING_WARPS = 16, 4
-# The narrowest rows whose words fill the places of an operand that a thread of a warp holds.
+# The minimum head dim whose words fill a thread's elements of an operand.
 _SMALLEST_PACKED = 64
 
 
-class LaunchPlan(NamedTuple):
-    """Tile sizes, and over how many CTAs requests are split."""
+class TurboQuantLaunchPlan(NamedTuple):
+    """Tile sizes, and how requests are split over CTAs."""
 
-    config: Config
+    config: TurboQuantConfig
     split: SplitPlan
 
 
@@ -64,7 +64,7 @@ def turboquant_decode(
     align = min(alignment_bytes(cache, *strides), 8)
     codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
     packed, native = gpu in NVIDIA and head_dim >= _SMALLEST_PACKED, converts_e4m3(device)
-    form = Form(
+    form = RecordForm(
         head_dim=head_dim,
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
@@ -78,7 +78,7 @@ def turboquant_decode(
         native=native,
         interpreted=gpu == "interpreter",
     )
-    step = Step(
+    step = TurboQuantStep(
         block_m=config.block_m,
         block_n=config.block_n,
         page_size=page_size,
@@ -149,27 +149,28 @@ def turboquant_decode(
 
 
 def _usual_token_strides(layout: TurboQuantFormat, h_kv: int) -> tuple[int, int]:
-    """Bytes from token to token in caches as vLLM and as ``kv_cache.turboquant`` make them, for which to compile."""
+    """The token strides, in bytes, of caches allocated by vLLM and by ``kv_cache.turboquant``, which the kernel is
+    specialised for."""
     return h_kv * layout.record_bytes, h_kv * layout.allocated_bytes
 
 
 @functools.lru_cache(maxsize=4096)
 def make_plan(
     gpu: str, num_sms: int, batch: int, rows: int, h_kv: int, head_dim: int, page_size: int, max_pages: int
-) -> LaunchPlan:
-    """``rows``: query rows of a key head that a request has."""
+) -> TurboQuantLaunchPlan:
+    """``rows``: query rows of a request per key head."""
     config = TABLE[gpu]
-    if gpu in NVIDIA and rows <= _FEWEST_ROWS:
-        # A third stage took 277 us instead of 316 on an H100, 4-bit codes; 16 rows have no registers for it.
-        config = config._replace(block_m=_FEWEST_ROWS, num_stages=max(config.num_stages, 3))
+    if gpu in NVIDIA and rows <= _MIN_ROWS:
+        # A third stage took 277 us instead of 316 on an H100, 4-bit codes; 16 rows leave too few registers for it.
+        config = config._replace(block_m=_MIN_ROWS, num_stages=max(config.num_stages, 3))
     groups_per_head = -(-rows // config.block_m)
     groups = h_kv * groups_per_head
-    most_blocks = -(-max_pages * page_size // config.block_n)
+    max_blocks = -(-max_pages * page_size // config.block_n)
     partial = PartialShape(config.block_m, head_dim)
-    ranges = plan.num_ranges(batch, groups, num_sms * config.programs, most_blocks, partial)
+    ranges = plan.num_ranges(batch, groups, num_sms * config.programs, max_blocks, partial)
     if ranges is None:
         split = plan.whole(partial, batch, groups, groups_per_head)
     else:
         overhead = -(-_OVERHEAD_KEYS // config.block_n)
-        split = plan.balanced(partial, batch, most_blocks, groups, groups_per_head, ranges, overhead)
-    return LaunchPlan(config, split)
+        split = plan.balanced(partial, batch, max_blocks, groups, groups_per_head, ranges, overhead)
+    return TurboQuantLaunchPlan(config, split)

@@ -1,4 +1,4 @@
-"""Queries as the kernel multiplies them with a cache's keys: rotated if the keys are, and fp16 with a scale a row."""
+"""Preparation of queries: rotated if the keys are, and in fp16 with a scale per row."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -32,7 +32,7 @@ def rotate_queries_kernel(
 ):
     """``rotated`` [rows, D] · ``row_scale`` [rows] is q, or q times the Hadamard matrix of 1 and -1, times ``factor``.
 
-    The largest number of a row is from 1 to 2 in ``rotated``, so that fp16 has all of them to 2^-11 of it.
+    The largest element of a row of ``rotated`` is from 1 to 2, so the error of fp16 is at most 2^-11 of it.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = row < rows
@@ -45,10 +45,10 @@ def rotate_queries_kernel(
         x = to_float32(x, INTERPRETED)
     y = tl.dot(x, hadamard(D, x.dtype), input_precision="ieee") if ROTATES else x.to(tl.float32)
     exponent = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1) >> 23
-    # Powers of two and their reciprocals are normal numbers.
+    # The power of two and its reciprocal must be normal numbers.
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(rotated + row[:, None] * D + col, (y * reciprocal[:, None]).to(tl.float16), mask=valid[:, None])
-    # Never 0, which the maximum of no scores, -inf, is multiplied with.
+    # Not 0: the maximum of no scores is -inf, and 0 times -inf is NaN.
     scale = tl.maximum((exponent << 23).to(tl.float32, bitcast=True) * factor, 1e-37)
     tl.store(row_scale + row, scale, mask=valid)

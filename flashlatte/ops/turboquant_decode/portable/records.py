@@ -1,4 +1,4 @@
-"""Records of a cache, read by 32-bit words, wherever they begin."""
+"""Loading of records by 32-bit words, at any alignment."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -15,16 +15,16 @@ from flashlatte.kernels.triton.turboquant import centroids_of, load_codes
 from flashlatte.ops.turboquant_decode.portable.words import e4m3_operand, key_operand, spread, value_operand
 
 
-class Form(NamedTuple):
-    """What a format's records are compiled for.
+class RecordForm(NamedTuple):
+    """The constants of a format's records.
 
     Attributes:
         head_dim, key_bits, value_bits, norm_offset, value_offset, scale_offset: of the format.
-        codebook: centroids above 0.
-        align: bytes of which all strides are multiples: 8, 4 or 2.
-        packed_keys, packed_values: codes are unpacked by PTX.
-        native: the GPU converts e4m3.
-        interpreted: operands are float32.
+        codebook: positive centroids.
+        align: alignment of all strides in bytes: 8, 4 or 2.
+        packed_keys, packed_values: whether codes are unpacked by PTX.
+        native: the GPU has e4m3 conversion instructions.
+        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
     """
 
     head_dim: int
@@ -42,10 +42,10 @@ class Form(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Records of some keys.
+    """The records of some keys.
 
     Attributes:
-        words: [keys], where the 32-bit words are that they begin in.
+        words: [keys], addresses of the 32-bit words in which they begin.
         shift: [keys], bits of that word before the record, 0 or 16; 0 if ``Form.align`` is 4 or more.
     """
 
@@ -54,12 +54,12 @@ class Records(NamedTuple):
 
 
 class Section(NamedTuple):
-    """How the words of a record's codes are made of words of memory, for all keys alike.
+    """How the words of a record's codes are extracted from words of memory; the same for all keys.
 
     Attributes:
-        first, last: [words] of int32, the words of a record that one is made of.
-        shift: [words], where it begins in the first.
-        upper: [words], the bits that come from the record's word ``begin``.
+        first, last: [words] int32, the words of the record that contain each word.
+        shift: [words], its bit offset in the first.
+        upper: [words], mask of the bits that come from the record's word ``begin``.
     """
 
     first: Any
@@ -81,10 +81,10 @@ def records_at(cache, scalar_offset, offsets, form: tl.constexpr):
 
 @triton.jit
 def section(cache, never, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
-    """The section from a byte of a record, [words, 1].
+    """The section that begins at a byte of a record, [words, 1].
 
-    Where 4-bit codes begin in the middle of a word, the first word begins with code 4 and the last one ends with code
-    3 (``first_of``), so that only that one has parts from two places.
+    If 4-bit codes begin in the middle of a word, the first word begins with code 4 and the last word ends with code 3
+    (``first_of``), so only the last word combines two addresses.
     """
     SIZE: tl.constexpr = 24 if BITS == 3 else 32
     WORDS: tl.constexpr = form.head_dim // (4 if BITS == 8 else 8)
@@ -93,7 +93,7 @@ def section(cache, never, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.const
     BIT: tl.constexpr = BYTE * 8 + (16 if SKIPS else 0)
     upper = tl.where(SKIPS & (index == WORDS - 1), 0xFFFF0000, 0)
     bit = index * SIZE + BIT
-    # Written so that Triton sees where words are neighbours.
+    # Written so that Triton detects contiguous words.
     first = index + BIT // 32 if SIZE == 32 else bit // 32
     last = index + (BIT + 31) // 32 if SIZE == 32 else (bit + SIZE - 1) // 32
     return Section(
@@ -106,24 +106,24 @@ def section(cache, never, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.const
 
 @triton.jit
 def _pinned(x, cache, never):
-    """x as if it were loaded. Triton gives an operand's layout to loads, but not where it finds an arange on the way.
+    """Make x opaque, like a load: Triton propagates an operand's layout to loads, but not through an arange.
 
-    ``never`` is false, which Triton does not know.
+    ``never`` is always false, but not a constant for Triton.
     """
     return tl.load(cache.to(tl.pointer_type(tl.uint32)) + x, mask=never, other=x)
 
 
 def first_of(byte: int, bits: int, align: int) -> int:
-    """The code that the first word of a ``section`` begins with."""
+    """The index of the first code in the first word of a ``section``."""
     return 4 if bits == 4 and byte % 4 == 2 and align >= 4 else 0
 
 
 @triton.jit
 def _load_words(records, part, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
-    """uint32 words [keys, words] of all keys, of 8 codes as nibbles or of 4 numbers in e4m3.
+    """Load uint32 words [keys, words] of all keys, with 8 codes as nibbles or 4 e4m3 values each.
 
-    The page of a record is in the cache: all of its words may be read. They are loaded as [words, keys], in which order
-    Triton lets neighbouring threads load neighbouring words also where it does not see that they are neighbours.
+    All records must be in the cache. Words are loaded as [words, keys]: in this order adjacent threads load adjacent
+    words even if Triton does not detect that they are contiguous.
     """
     base = records.words[None, :]
     if form.align >= 4 and BITS != 3:
@@ -150,7 +150,7 @@ def _load_words(records, part, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.
 
 @triton.jit
 def _load_half(records, BYTE: tl.constexpr, form: tl.constexpr):
-    """float32 [keys] of the fp16 at an even byte of records."""
+    """Load the fp16 values at an even byte of records, as float32 [keys]."""
     if form.align >= 4:
         word = tl.load(records.words + BYTE // 4) >> (BYTE % 4 * 8)
     else:
@@ -171,7 +171,8 @@ def _codes(records, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
 
 @triton.jit
 def load_keys(records, part, form: tl.constexpr):
-    """Operands: [keys, D] of N(0, 1)'s centroids or of e4m3 keys, and [keys, n] whose rows sum to squared lengths."""
+    """Load operands: [keys, D] of centroids for N(0, 1) or of e4m3 keys, and [keys, n] whose rows sum to squared
+    lengths."""
     operand: tl.constexpr = tl.float32 if form.interpreted else tl.float16
     if form.packed_keys:
         words = _load_words(records, part, 0, form.key_bits, form)
@@ -182,7 +183,7 @@ def load_keys(records, part, form: tl.constexpr):
             return key_operand(words, form.key_bits)
     else:
         codes = _codes(records, 0, form.key_bits, form)
-        # Triton 3.6 does not take a constexpr's tuple for a constexpr.
+        # In Triton 3.6 a tuple of a constexpr is not a constexpr.
         CODEBOOK: tl.constexpr = form.codebook
         keys = e4m3_to_float(codes, form.native) if form.key_bits == 8 else centroids_of(codes, CODEBOOK)
         keys = keys.to(operand)

@@ -1,13 +1,12 @@
-"""Codes of a cache to operands of tensor cores, in registers: a few instructions of PTX for a word of eight codes.
+"""Conversion of codes to tensor-core operands in registers, by a few PTX instructions per word of eight codes.
 
-A product sums over a key's dims in any order, as long as the query has them in the same; and a value's dims may come
-out in any order. So a thread unpacks whole words, into the places of an operand that tensor cores want it to hold
-(``key_operand``, ``value_operand``), and no number goes through shared memory. ``key_dims`` and ``value_dims`` say
-which dim stands where.
+An MMA may sum over a key's dims in any order if the query has the same order, and a value's dims may be output in any
+order. So a thread unpacks whole words to the operand elements that it holds (``key_operand``, ``value_operand``), and
+nothing goes through shared memory. ``key_dims`` and ``value_dims`` define the order of dims.
 
-Triton gives the layout of an operand to the loads that it comes from if there are but loads, constants, arithmetic
-and views on the way. Of a product's sides of 16-bit numbers a thread of 4 holds each fourth group of 4 of those that
-are summed over, and of 8 each eighth of the others.
+Triton propagates an operand's layout back to the loads if there are only loads, constants, arithmetic and views in
+between. With 16-bit operands, along the summed axis, each of 4 threads holds every fourth group of 4 elements; along
+the other axis, each of 8 threads holds every eighth element.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -23,20 +22,20 @@ import triton.language as tl
 from flashlatte.kv_cache.lloyd_max import lloyd_max
 
 
-def _byte_table(numbers: tuple[float, ...], byte: int) -> list[str]:
-    """One byte of each of eight fp16 numbers, as two words that prmt selects from."""
-    chosen = [struct.pack("<e", number)[byte] for number in numbers]
+def _byte_table(elements: tuple[float, ...], byte: int) -> list[str]:
+    """One byte of each of eight fp16 values, as two words for prmt to select from."""
+    chosen = [struct.pack("<e", number)[byte] for number in elements]
     return [f"0x{int.from_bytes(bytes(part), 'little'):08X}" for part in (chosen[:4], chosen[4:])]
 
 
 def _kept_text(bits: int) -> str:
-    """First words of the tables of ``_centroids_text``, into registers of the whole kernel.
+    """Load the first words of the tables of ``_centroids_text`` to registers that live for the whole kernel.
 
-    prmt takes one constant; ptxas would make the other one anew for each. So it must not see that these are constants,
-    nor that all threads have the same: to each is added the lane where $1 is negative, which it never is.
+    prmt has one constant operand, and ptxas would rematerialise the other constant for each prmt. The words must
+    therefore be opaque, and not uniform: the lane index is added if $1 is negative, which never happens.
     """
-    numbers = lloyd_max(bits)[-8:]
-    words = {"low": _byte_table(numbers, 0)[0], "high": _byte_table(numbers, 1)[0], "sign": "0x01010101"}
+    elements = lloyd_max(bits)[-8:]
+    words = {"low": _byte_table(elements, 0)[0], "high": _byte_table(elements, 1)[0], "sign": "0x01010101"}
     lines = [".reg .b32 tq_zero, tq_low, tq_high, tq_sign;", "mov.u32 tq_zero, %laneid;", "shr.s32 $0, $1, 31;"]
     lines += [
         "and.b32 tq_zero, tq_zero, $0;",
@@ -46,14 +45,15 @@ def _kept_text(bits: int) -> str:
 
 
 def _centroids_text(bits: int) -> str:
-    """A word $12 of eight codes to eight fp16 centroids $0 to $7, and to four sums of two squares each, $8 to $11.
+    """Converts a word $12 of eight codes to eight fp16 centroids $0 to $7, and to four sums of two squares each, $8 to
+    $11.
 
-    prmt finds the lower and upper bytes of four numbers by the lower three bits of four nibbles. Of 16 codes these
-    choose a magnitude, of code 8 + i that of place i, of code 7 - i too; and prmt with a nibble of 8 to 15 repeats the
-    sign of the byte 1 that it chooses, which is 0: what it gives is the number's sign.
+    prmt selects the lower and upper bytes of four values by the lower three bits of four nibbles. For 16 codes these
+    bits select the magnitude at index i, for both code 8 + i and code 7 - i. A nibble of 8 to 15 makes prmt replicate
+    the sign bit of the selected byte, which yields the value's sign.
     """
-    numbers = lloyd_max(bits)[-8:]
-    low, high = _byte_table(numbers, 0)[1], _byte_table(numbers, 1)[1]
+    elements = lloyd_max(bits)[-8:]
+    low, high = _byte_table(elements, 0)[1], _byte_table(elements, 1)[1]
     lines = [".reg .b32 s, w, sel, l, h, p, q;"]
     if bits == 3:
         lines.append("mov.b32 sel, $12;")
@@ -90,9 +90,10 @@ _E4M3 = tl.constexpr(
 
 
 def _steps_text() -> str:
-    """Two words of codes to eight pairs of fp16, the first number of each of the first word: code · 2^-24 or 2^-20.
+    """Converts two words of codes to eight pairs of fp16, each with an element of the first and of the second word:
+    code · 2^-24 or 2^-20.
 
-    Without an exponent the last bits of an fp16 number are worth 2^-24, and those of each second code 16 times as much.
+    In a subnormal fp16 the last bit is 2^-24; every second code is shifted by four bits.
     """
     lines = [".reg .b32 w;"]
     for half, order in enumerate(("0x5410", "0x7632")):
@@ -109,7 +110,7 @@ _STEPS = tl.constexpr(_steps_text())
 
 @triton.jit
 def _join8(x):
-    """[rows, words, 2, 2, 2] of eight tensors [rows, words], whose numbers count in binary from the last axis back."""
+    """Join eight tensors [rows, words] to [rows, words, 2, 2, 2], indexed in binary from the last axis."""
     return tl.join(
         tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])),
         tl.join(tl.join(x[4], x[5]), tl.join(x[6], x[7])),
@@ -118,7 +119,7 @@ def _join8(x):
 
 @triton.jit
 def spread(groups):
-    """Eight codes of 3 bits each, 24 bits, to the nibbles of a word."""
+    """Expand eight codes of 3 bits (24 bits) to the nibbles of a word."""
     t = (groups & 0xFFF) | ((groups & 0xFFF000) << 4)
     t = (t & 0x003F003F) | ((t & 0x0FC00FC0) << 2)
     return (t & 0x07070707) | ((t & 0x38383838) << 1)
@@ -126,14 +127,15 @@ def spread(groups):
 
 @triton.jit
 def keep_tables(count, BITS: tl.constexpr):
-    """Once in a kernel, before its first ``key_operand``. ``count`` is an int32 that a launch passes, not negative."""
+    """To be called once in a kernel, before the first ``key_operand``. ``count`` is an int32 that a launch passes, not
+    negative."""
     TEXT: tl.constexpr = _KEPT_4 if BITS == 4 else _KEPT_3
     tl.inline_asm_elementwise(TEXT, "=r,r", [count], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def key_operand(words, BITS: tl.constexpr):
-    """fp16 [keys, D], centroids for N(0, 1) of words [keys, D / 8] of codes, and [keys, D / 2], sums of two squares.
+    """fp16 [keys, D], centroids for N(0, 1) from words [keys, D / 8] of codes, and [keys, D / 2], sums of two squares.
 
     ``key_dims`` has the order of dims.
     """
@@ -147,11 +149,11 @@ def key_operand(words, BITS: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    # Four neighbours, and four others 16 places on.
-    numbers = tl.reshape(_join8(x), [KEYS, WORDS // 4, 4, 2, 2, 2])
-    numbers = tl.reshape(tl.permute(numbers, (0, 1, 5, 2, 4, 3)), [KEYS, WORDS * 8])
+    # Four adjacent elements, and four at an offset of 16.
+    elements = tl.reshape(_join8(x), [KEYS, WORDS // 4, 4, 2, 2, 2])
+    elements = tl.reshape(tl.permute(elements, (0, 1, 5, 2, 4, 3)), [KEYS, WORDS * 8])
     squares = tl.permute(tl.join(tl.join(x[8], x[9]), tl.join(x[10], x[11])), (0, 1, 3, 2))
-    return numbers, tl.reshape(squares, [KEYS, WORDS * 4])
+    return elements, tl.reshape(squares, [KEYS, WORDS * 4])
 
 
 @triton.jit
@@ -160,14 +162,14 @@ def e4m3_operand(words):
     KEYS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     x = tl.inline_asm_elementwise(_E4M3, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1)
-    # [keys, words, 2, 2]: a number's place is one of 4 neighbours in a thread
-    numbers = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 1, 3, 2))
-    return tl.reshape(numbers, [KEYS, WORDS * 4])
+    # [keys, words, 2, 2]: the index among 4 adjacent elements of a thread
+    elements = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 1, 3, 2))
+    return tl.reshape(elements, [KEYS, WORDS * 4])
 
 
 @triton.jit
 def key_dims(D: tl.constexpr, BITS: tl.constexpr):
-    """The dim in each place of ``key_operand`` [D]."""
+    """The dim at each index of ``key_operand`` [D]."""
     place = tl.arange(0, D)
     if BITS == 8:
         return place
@@ -177,9 +179,9 @@ def key_dims(D: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def value_operand(words):
-    """fp16 [keys, D] of words [keys, D / 8] of codes, each 1 / ``value_unit`` of its place.
+    """fp16 [keys, D] of words [keys, D / 8] of codes, each divided by the ``value_unit`` of its index.
 
-    Tensor cores want a thread to hold two neighbouring keys side by side, of every eighth dim.
+    In the operand's layout a thread holds pairs of adjacent keys, of every eighth dim.
     """
     KEYS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
@@ -192,12 +194,12 @@ def value_operand(words):
 
 @triton.jit
 def value_dims(D: tl.constexpr, FIRST: tl.constexpr):
-    """The dim in each place of ``value_operand`` [D], where the first word begins with dim FIRST."""
+    """The dim at each index of ``value_operand`` [D], if the first word begins with dim FIRST."""
     place = tl.arange(0, D)
     return (place // 64 * 64 + place % 8 * 8 + place // 8 % 8 + FIRST) % D
 
 
 @triton.jit
 def value_unit(dims):
-    """float32: what a code of ``value_operand`` is short of, for each dim."""
+    """The factor, float32, that scales ``value_operand``'s elements to codes, for each dim."""
     return tl.where(dims % 2 == 0, 2.0**24, 2.0**20)

@@ -1,4 +1,4 @@
-"""Codes of numbers: nearest centroids of keys, steps of values."""
+"""Quantisation to codes: nearest centroids for keys, uniform steps for values."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def codes_of(x, MIDPOINTS: tl.constexpr):
-    """int32 codes of normal numbers, by bisection. MIDPOINTS are the 3 or 7 above 0, rising."""
+    """int32 codes of normally distributed values, by bisection. MIDPOINTS are the 3 or 7 positive ones, ascending."""
     HALF: tl.constexpr = len(MIDPOINTS) + 1
     size = tl.abs(x)
     upper = size >= MIDPOINTS[HALF // 2 - 1]
@@ -24,17 +24,17 @@ def codes_of(x, MIDPOINTS: tl.constexpr):
         above, below = tl.where(second, MIDPOINTS[6], MIDPOINTS[4]), tl.where(second, MIDPOINTS[2], MIDPOINTS[0])
         last = size >= tl.where(upper, above, below)
     code += tl.where(last, 1, 0)
-    # The code of -x has all bits turned over.
+    # The code of -x is the bitwise complement.
     return code ^ tl.where(x >= 0, 0, 2 * HALF - 1)
 
 
 @triton.jit
 def quotient(x, scale, INTERPRETED: tl.constexpr):
-    """x / scale of float32 x [BLOCK_R, D] and scale [BLOCK_R, 1], rounded as a division is.
+    """x / scale of float32 x [BLOCK_R, D] and scale [BLOCK_R, 1], correctly rounded.
 
-    By the scale's reciprocal, and what that leaves of x once more: two fused products for the eight instructions and
-    a branch of a division. Triton's interpreter does not fuse them. (Markstein, 1990; where all bits of a scale are 1
-    the last bit may differ, which moves no number over a half step.)
+    A multiplication by the reciprocal and one correction step: two FMAs instead of the eight instructions and a branch
+    of a division. Triton's interpreter does not fuse them. (Markstein, 1990. If all mantissa bits of a scale are 1, the
+    last bit may differ, which does not change any code.)
     """
     if INTERPRETED:
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))

@@ -1,9 +1,9 @@
 """The kernel of ``turboquant_store``: tiles of rows, each the key or the value of a token's head.
 
-A tile goes through tensor cores, whichever side it is: keys meet the Hadamard matrix, whose entries are plus and minus
-a power of two, and values the identity, so that every product is exact. What that is good for is where numbers come
-out: a row is four threads', and the columns of the matrix are in the order in which eight numbers of a thread are
-neighbours. So codes are packed, rows are summed and records are written without a word through shared memory.
+All tiles pass through tensor cores: keys are multiplied by the Hadamard matrix, whose entries are ± a power of two, and
+values by the identity, so every product is exact. The purpose is the layout of the result: a row is in four threads,
+and the matrix's columns are ordered so that eight elements of a thread are adjacent. Codes are then packed, rows summed
+and records written without shared memory.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -28,22 +28,22 @@ _NORM_EPSILON, _SMALLEST_VALUE_SCALE = tl.constexpr(NORM_EPSILON), tl.constexpr(
 _LARGEST_HALF = tl.constexpr(LARGEST_HALF)
 
 
-class Form(NamedTuple):
-    """What a kernel is compiled for.
+class StoreForm(NamedTuple):
+    """The constants of the kernel.
 
     Attributes:
         head_dim, key_bits, value_bits, norm_offset, value_offset, scale_offset: of the format.
-        midpoints: those above 0, for N(0, 1).
-        entry: the Hadamard matrix's, so small that squares are no larger than a key's.
-        inverse_entry, length_factor: 1 / entry, and what squares of rotated rows are short of.
-        align: numbers of which strides of rows are multiples.
-        cache_align: bytes of which strides of the cache are multiples: 8, 4, 2 or 1.
-        wide: slots may pass 2^31.
-        native: the GPU converts e4m3.
-        in_order: rows are float32, which only keys go through a product for, and its columns are in order.
-        shifted: values begin in the middle of a word, with dim 4, and the four dims before are the last.
+        midpoints: the positive ones, for N(0, 1).
+        entry: magnitude of the Hadamard matrix's entries, chosen so that squares do not exceed those of a key.
+        inverse_entry, length_factor: 1 / entry, and the factor that corrects squares of rotated rows.
+        align: alignment of the strides of rows, in elements.
+        cache_align: alignment of the strides of the cache, in bytes: 8, 4, 2 or 1.
+        wide: slots may exceed 2^31.
+        native: the GPU has e4m3 conversion instructions.
+        in_order: rows are float32; only keys are multiplied, with the matrix's columns in order.
+        shifted: values begin in the middle of a word; words begin with dim 4, and dims 0 to 3 are last.
         ptx: records are stored by PTX.
-        interpreted: operands are float32.
+        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
         block: rows of a tile.
     """
 
@@ -68,16 +68,16 @@ class Form(NamedTuple):
     block: int
 
 
-class Rows(NamedTuple):
-    """Keys or values, and the strides of their tokens and heads."""
+class StoreRows(NamedTuple):
+    """Keys or values, with the strides of tokens and heads."""
 
     first: Any
     token_stride: Any
     head_stride: Any
 
 
-class Cache(NamedTuple):
-    """A cache, and the strides of its pages, slots and heads."""
+class StoreCache(NamedTuple):
+    """A cache, with the strides of pages, slots and heads."""
 
     first: Any
     page_stride: Any
@@ -85,8 +85,8 @@ class Cache(NamedTuple):
     head_stride: Any
 
 
-class Tiles(NamedTuple):
-    """How many tiles there are; each has so many heads, of which all are so many groups."""
+class StoreTiles(NamedTuple):
+    """The number of tiles, the heads per tile, and the number of groups of heads."""
 
     count: Any
     heads: Any
@@ -95,29 +95,29 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _half(x, is_finite):
-    """Bits int32 of fp16 of float32 x [BLOCK_R], saturating; NaN where the row is not finite."""
+    """The bits (int32) of float32 x [BLOCK_R] cast to fp16, saturating; NaN if the row is not finite."""
     x = tl.minimum(tl.maximum(x, -_LARGEST_HALF), _LARGEST_HALF)
     return tl.where(is_finite, x, float("nan")).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
 
 
 @triton.jit
 def _row_sum(x):
-    """[BLOCK_R] of x [BLOCK_R, D / 8, 8]: first those that a thread has."""
+    """Sum x [BLOCK_R, D / 8, 8] to [BLOCK_R], first within a thread."""
     return tl.sum(tl.sum(x, axis=2), axis=1)
 
 
 @triton.jit
 def _is_finite(rows):
-    """Whether all numbers of each row are: x · 0 is 0, or NaN."""
+    """Whether each row is finite: x · 0 is 0, or NaN."""
     return _row_sum(rows * 0.0) == 0
 
 
 @triton.jit
 def _store_keys(record, x, valid, form: tl.constexpr):
-    """Rows x [BLOCK_R, D / 8, 8], rotated keys times ``form.entry``."""
-    # A rotation keeps lengths.
+    """Store rows x [BLOCK_R, D / 8, 8]: rotated keys times ``form.entry``."""
+    # A rotation preserves lengths.
     norm = tl.sqrt_rn(_row_sum(x * x) * form.length_factor)
-    # Rotated by a matrix of 1 and -1 the direction of a key has variance 1 in each place.
+    # Rotated by a matrix of 1 and -1, a unit vector has elements of variance 1.
     direction = x * tl.div_rn(form.inverse_entry, norm + _NORM_EPSILON)[:, None, None]
     MIDPOINTS: tl.constexpr = form.midpoints
     codes = codes_of(direction, MIDPOINTS)
@@ -128,14 +128,15 @@ def _store_keys(record, x, valid, form: tl.constexpr):
 
 @triton.jit
 def _store_values(record, x, valid, form: tl.constexpr):
-    """Rows x [BLOCK_R, D / 8, 8] of values, which begin with dim 4 if ``form.shifted`` and end with the four before."""
+    """Store rows x [BLOCK_R, D / 8, 8] of values; if ``form.shifted``, they begin with dim 4 and end with dims 0 to
+    3."""
     LARGEST: tl.constexpr = (1 << form.value_bits) - 1
     HALF_ALIGN: tl.constexpr = min(form.cache_align, 2)
     minimum, maximum = tl.min(tl.min(x, axis=2), axis=1), tl.max(tl.max(x, axis=2), axis=1)
-    # Of a row that is not finite a product is NaN all over, but for an infinity in its place.
+    # In a row that is not finite, the products are NaN, except for an infinity at its own index.
     is_finite = _is_finite(x) if form.in_order else maximum * 0.0 + minimum * 0.0 == 0
     scale = tl.maximum(tl.div_rn(maximum - minimum, LARGEST * 1.0), _SMALLEST_VALUE_SCALE)
-    # No larger than LARGEST, but in a row that is not finite, which may have any codes.
+    # At most LARGEST, except in a row that is not finite, whose codes are undefined.
     steps = (quotient(x - minimum[:, None, None], scale[:, None, None], form.interpreted) + 0.5).to(tl.int32)
     scale_half = _half(scale, is_finite)
     if form.shifted:
@@ -156,7 +157,7 @@ def _store_values(record, x, valid, form: tl.constexpr):
 
 @triton.jit
 def _matrix(dtype: tl.constexpr, VALUES: tl.constexpr, form: tl.constexpr):
-    """What rows of values, or of keys, are multiplied by: [D, D]."""
+    """The matrix [D, D] that rows of values, or of keys, are multiplied by."""
     BITS: tl.constexpr = form.value_bits if VALUES else form.key_bits
     dims = tl.arange(0, form.head_dim)
     columns = dims
@@ -179,7 +180,7 @@ def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.const
     row = tl.arange(0, form.block)
     row_token, row_head = (row // tiles.heads).to(tl.int64), (row % tiles.heads).to(tl.int64)
     row_offset = (row_token * rows.token_stride + row_head * rows.head_stride) * form.align
-    # Four programs of an SM wait for each other's loads; a stage ahead would leave room for two.
+    # Four programs per SM hide each other's loads; prefetching would leave room for two only.
     for tile in tl.range(tl.program_id(0), tiles.count, tl.num_programs(0), num_stages=1):
         first_token = (tile // tiles.groups).to(tl.int64) * tokens
         first_head = (tile % tiles.groups).to(tl.int64) * tiles.heads
@@ -229,11 +230,11 @@ def turboquant_store_kernel(
     head_groups: tl.int32,
     FORM: tl.constexpr,
 ):
-    """Strides count ``FORM.align`` numbers, those of the cache ``FORM.cache_align`` bytes."""
-    records = Cache(cache, page_stride, slot_stride, cache_head_stride)
+    """Strides are in units of ``FORM.align`` elements, those of the cache in units of ``FORM.cache_align`` bytes."""
+    records = StoreCache(cache, page_stride, slot_stride, cache_head_stride)
     slots = Slots(slot_mapping, mapping_stride, num_tokens, num_slots, page_size)
-    tiles = Tiles(num_tiles, tile_heads, head_groups)
+    tiles = StoreTiles(num_tiles, tile_heads, head_groups)
     if tl.program_id(1) == 1:
-        _store_tiles(Rows(value, v_token_stride, v_head_stride), records, slots, tiles, True, FORM)
+        _store_tiles(StoreRows(value, v_token_stride, v_head_stride), records, slots, tiles, True, FORM)
     else:
-        _store_tiles(Rows(key, k_token_stride, k_head_stride), records, slots, tiles, False, FORM)
+        _store_tiles(StoreRows(key, k_token_stride, k_head_stride), records, slots, tiles, False, FORM)

@@ -1,4 +1,4 @@
-"""From arguments to a launch."""
+"""The launch of a call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kv_cache.lloyd_max import midpoints
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
-from flashlatte.ops.turboquant_store.portable.kernel import Form, turboquant_store_kernel
+from flashlatte.ops.turboquant_store.portable.kernel import StoreForm, turboquant_store_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import stride_in_use
 
 BLOCK_R = 64
 NUM_WARPS = 4
-# Programs of an SM at once, of which each makes the matrix, and the registers that leaves to a thread.
+# Programs per SM (each builds the matrix), and the resulting registers per thread.
 PROGRAMS = 4
 REGISTERS = 128
 
@@ -30,18 +30,18 @@ def turboquant_store(
     head_dim, num_tokens = key.shape[2], slot_mapping.shape[0]
     num_slots = num_pages * page_size
     block = BLOCK_R if not machine.interpreting() else 16
-    # A tile has the same heads of some tokens: the largest power of two that divides their number.
+    # A tile has the same heads of some tokens. Its number of heads is the largest power of two that divides h_kv.
     tile_heads = min(heads & -heads, block)
     tiles = cdiv(num_tokens, block // tile_heads) * (heads // tile_heads)
     k_strides, v_strides = ([stride_in_use(rows, axis) for axis in (0, 1)] for rows in (key, value))
     cache_strides = [stride_in_use(cache, axis) for axis in range(3)]
     align = min(alignment_elements(rows, *strides) for rows, strides in ((key, k_strides), (value, v_strides)))
-    # Records are of an even number of bytes: whole halves lie at even addresses, if heads begin at such.
+    # Records have an even number of bytes, so fp16 values are aligned if heads are.
     cache_align = min(alignment_bytes(cache, *cache_strides), 8)
     is_nvidia = gpu_class(key.device) in NVIDIA
     in_order = key.element_size() == 4
     entry = 2.0 ** -math.ceil(math.log2(head_dim) / 2)
-    form = Form(
+    form = StoreForm(
         head_dim=head_dim,
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
@@ -85,7 +85,7 @@ def turboquant_store(
             head_groups=heads // tile_heads,
         ),
         FORM=form,
-        # Products of float32 take more registers.
+        # float32 MMAs need more registers.
         num_warps=2 * NUM_WARPS if in_order else NUM_WARPS,
         **({"maxnreg": REGISTERS} if is_nvidia else {}),
     )

@@ -1,4 +1,4 @@
-"""Records of a cache, packed and written from the threads that have their codes."""
+"""Packing and writing of records by the threads that hold the codes."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -13,10 +13,11 @@ from flashlatte.kernels.triton.cache_address import store_words
 
 @triton.jit
 def column_dims(D: tl.constexpr, FIRST: tl.constexpr, THREADS_APART: tl.constexpr):
-    """The dim [D] of each column of a product, in which a thread of four has two neighbours of every eight.
+    """The dim [D] of each column of an MMA result, in which each of four threads has two adjacent columns of every
+    eight.
 
-    Four times two columns of a thread are eight neighbouring dims. Eights of four threads are neighbours, or, if
-    THREADS_APART, all of a thread. The first eight begins with dim FIRST.
+    Four pairs of columns of a thread are eight adjacent dims. Adjacent groups of eight are in different threads or, if
+    THREADS_APART, in the same thread. The first group begins with dim FIRST.
     """
     THREADS: tl.constexpr = min(4, D // 8)
     column = tl.arange(0, D)
@@ -47,7 +48,8 @@ _STORE_4, _STORE_2, _STORE_1 = _STORE[4], _STORE[2], _STORE[1]
 
 @triton.jit
 def store(address, words, mask, SIZE: tl.constexpr, PTX: tl.constexpr):
-    """Store the lowest SIZE bytes of int32 words, from the threads that have them: Triton's would change hands."""
+    """Store the lowest SIZE bytes of int32 words from the threads that hold them; tl.store would exchange data between
+    threads."""
     if PTX:
         TEXT: tl.constexpr = _STORE_4 if SIZE == 4 else (_STORE_2 if SIZE == 2 else _STORE_1)
         arguments = [address.to(tl.int64), words, mask.to(tl.int32)]
@@ -74,7 +76,7 @@ def pack(codes, BITS: tl.constexpr):
 
 @triton.jit
 def store_codes(record, codes, valid, BITS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
-    """Pack codes [BLOCK_R, D / 8, 8] at byte addresses [BLOCK_R]."""
+    """Pack codes [BLOCK_R, D / 8, 8] and store them at byte addresses [BLOCK_R]."""
     GROUPS: tl.constexpr = codes.shape[1]
     words = pack(codes, BITS)
     if BITS == 3 and GROUPS == 16:
@@ -86,7 +88,7 @@ def store_codes(record, codes, valid, BITS: tl.constexpr, ALIGN: tl.constexpr, P
 
 @triton.jit
 def _store_spread(record, groups, valid, ALIGN: tl.constexpr, PTX: tl.constexpr):
-    """Store 24 bits of each of groups [BLOCK_R, 16], four of which are three words of a thread."""
+    """Store 24 bits of each of groups [BLOCK_R, 16]; four groups are three words of a thread."""
     even, odd = tl.split(tl.reshape(groups, [groups.shape[0], 4, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)

@@ -1,4 +1,4 @@
-"""Rows of a gather: which request each belongs to, and where its token lies."""
+"""Arguments of gather operations, and the request and slot of each gathered row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashlatte.runtime import checks, value_checks
 def check(
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_starts: torch.Tensor | None, device: torch.device
 ) -> None:
-    """block_table [b, max_pages], cu_seqlens [b + 1] or [b], seq_starts [b]; without requests max_pages may be 0."""
+    """Check block_table [b, max_pages], cu_seqlens [b + 1] or [b], seq_starts [b]; if b is 0, max_pages may be 0."""
     may_be_empty = 2 if isinstance(block_table, torch.Tensor) and block_table.shape[:1] == (0,) else 0
     checks.tensor(
         "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
@@ -31,7 +31,7 @@ def check_values(
     rows: int,
     seq_ends: torch.Tensor | None = None,
 ) -> None:
-    """Check, where FLASHLATTE_CHECK asks for it, that the pages of all gathered tokens exist."""
+    """With FLASHLATTE_CHECK=1, check that the pages of all gathered tokens exist."""
     if not value_checks.ENABLED or block_table.shape[0] == 0:
         return
     if cu_seqlens.shape[0] == block_table.shape[0]:
@@ -53,9 +53,9 @@ def slots_of_rows(
     num_rows: int,
     seq_ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row whether a request has it, and its token's slot, -1 where that is not in the cache.
+    """For each row, whether it belongs to a request, and the slot of its token (-1 if that is not in the cache).
 
-    With ``seq_ends`` a request has the rows of tokens before that one only.
+    With ``seq_ends``, only rows of tokens before that position belong to a request.
     """
     num_pages, page_size = cache.shape[:2]
     rows = torch.arange(num_rows, device=cache.device)

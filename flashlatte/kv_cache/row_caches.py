@@ -1,4 +1,4 @@
-"""Caches that take rows of a known width, of latents or of index keys alike."""
+"""Caches for rows of a known width, of latents or of index keys."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from flashlatte.kv_cache.codec import as_cache, check_scale_rounding
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, INDEX_FORMATS, as_index_cache
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.runtime.dispatch import Call
+from flashlatte.runtime.dispatch import CallSpec
 
 
 def as_row_cache(
     cache: object, cache_format: str | CacheFormat | None, head_dim: int, scale_rounding: str
 ) -> tuple[torch.Tensor, CacheFormat]:
-    """Check a cache [pages, page_size, 1, width] (or without the 1) that takes rows of ``head_dim`` numbers.
+    """Check a cache [pages, page_size, 1, width] (or without the 1) for rows of ``head_dim`` values.
 
-    Without a format, one-byte caches of rows of 32, 64 or 128 numbers are those of index keys.
+    If no format is given, one-byte caches for rows of 32, 64 or 128 values are index-key caches.
 
     Returns:
         The cache with four axes, and its format.
 
     Raises:
-        TypeError, ValueError: no such cache, a format of other rows, or one without scales of that rounding.
+        TypeError, ValueError: not a cache, a format for other rows, or one that does not support the scale rounding.
     """
     if isinstance(cache_format, str):
         cache_format = as_format(cache_format, head_dim)
@@ -38,16 +38,16 @@ def as_row_cache(
 
 
 def encode_rows(layout: CacheFormat, x: torch.Tensor, scale_rounding: str) -> tuple[torch.Tensor, ...]:
-    """Rows [..., head_dim] quantised: a tensor [..., width] for each of the format's planes."""
+    """Quantise rows [..., head_dim] to one tensor [..., width] for each of the format's planes."""
     latent_dim = layout.latent_dim
     return layout.encode(x[..., :latent_dim], x[..., latent_dim:], 1.0, scale_rounding)
 
 
-def refuses_rows(call: Call) -> str | None:
-    """Why ``kernels.triton.cache_row`` cannot write such rows into such a cache, or None."""
+def refuses_rows(call: CallSpec) -> str | None:
+    """Why ``kernels.triton.cache_row`` cannot write the call's rows to its cache, or None."""
     width = call.head_dim
     if width is not None and (width & (width - 1) or not 16 <= width <= 1024):
-        return f"takes rows of 16 to 1024 numbers, a power of two, not {width}"
+        return f"takes rows of a power of two of 16 to 1024 values, not {width}"
     if call.cache_format is None or call.cache_format in INDEX_FORMATS or _is_stored(format_class(call.cache_format)):
         return None
     return f"takes caches in {names_of(_is_stored)} and those of index keys, not {call.cache_format}"

@@ -1,4 +1,4 @@
-"""What an implementation of ``compress`` is handed."""
+"""The arguments of an implementation of ``compress``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flashlatte.kv_cache.formats import CacheFormat
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The arguments of ``compress``, checked; ``cache`` and ``state_cache`` are written."""
+class CompressArgs:
+    """The arguments of ``compress``, checked; ``cache`` and ``state_cache`` are written to."""
 
     kv: torch.Tensor
     score: torch.Tensor
@@ -30,10 +30,10 @@ class Problem:
 
     @property
     def ratio(self) -> int:
-        """Tokens of a group."""
+        """Tokens per group."""
         return self.ape.shape[0]
 
     @property
     def overlaps(self) -> bool:
-        """Whether a row is made of the group before, too."""
+        """Whether a row also depends on the preceding group."""
         return self.ape.shape[1] > self.weight.shape[0]

@@ -1,8 +1,9 @@
-"""Kernels compiled before their first call: which variants calls would launch, and those in Triton's cache.
+"""Compile kernels before their first call: collect the variants that calls would launch, and look them up in Triton's
+cache.
 
-A process that looks at this assumes a GPU (``use``), present or not, and runs nothing on any. What Triton is assumed to
-do: ``JITFunction.run(warmup=True)`` compiles as a launch would, unless ``jit_cache_hook`` returns True; and a variant
-that its cache lacks begins with ``make_ir`` of the function's ``ASTSource``.
+Such a process assumes a GPU (``use``), present or not, and launches nothing. Assumptions about Triton:
+``JITFunction.run(warmup=True)`` compiles as a launch does, unless ``jit_cache_hook`` returns True; the compilation of a
+variant that is not in the cache begins with ``make_ir`` of the function's ``ASTSource``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _AbsentGPU:
-    """What Triton asks its driver before it compiles."""
+    """The part of Triton's driver interface that compilation uses."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
@@ -55,17 +56,17 @@ class _AbsentGPU:
 
 
 def use(gpu: machine.GPU) -> None:
-    """From now on, calls of this process with tensors on the CPU are those of ``gpu``, for Triton too."""
+    """From now on, treat CPU tensors of this process as tensors on ``gpu``, in Triton too."""
     machine.assume(gpu)
     triton.runtime.driver.set_active(_AbsentGPU(gpu.capability))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One kernel as it is compiled for some calls.
+    """One compiled form of a kernel.
 
     Attributes:
-        name: of the kernel.
+        name: the kernel's name.
     """
 
     name: str
@@ -74,11 +75,11 @@ class Variant:
     _options: dict[str, Any]
 
     def compile(self) -> None:
-        """Into Triton's cache, from which the first launch takes it."""
+        """Compile into Triton's cache, from which the first launch loads."""
         self._jitted.run(*self._arguments, grid=(1,), warmup=True, **self._options)
 
     def is_compiled(self) -> bool:
-        """Whether Triton's cache has it. To find out, Triton is asked to compile, and stopped where it begins."""
+        """Whether the variant is in Triton's cache: start a compilation, and stop it if Triton generates code."""
         with _replaced(self._jitted.ASTSource, "make_ir", _stop):
             try:
                 self.compile()
@@ -89,19 +90,19 @@ class Variant:
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[Variant]]:
-    """The variants that calls inside would launch, each once. Nothing is launched, and results hold anything."""
+    """Collect the variants that calls inside would launch, each once. Nothing is launched; results are undefined."""
     found: list[Variant] = []
     known: set[tuple[Any, str]] = set()
 
-    def note(jitted: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def collect(jitted: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         def is_seen(key: Any, **_: Any) -> bool:
             if (jitted, str(key)) not in known:
                 known.add((jitted, str(key)))
                 found.append(Variant(jitted.__name__, jitted, arguments, options))
-            return True  # which keeps Triton from compiling
+            return True  # Triton does not compile then.
 
         with _replaced(knobs.runtime, "jit_cache_hook", is_seen):
             jitted.run(*arguments, grid=(1,), warmup=True, **options)
 
-    with launching(note):
+    with launching(collect):
         yield found

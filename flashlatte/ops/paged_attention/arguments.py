@@ -1,4 +1,4 @@
-"""A call of ``paged_attention`` as its implementations take it: checked, with every default filled in."""
+"""The arguments of ``paged_attention``'s implementations: checked, with defaults filled in."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 import torch
 
 
-class Problem(NamedTuple):
+class PagedAttentionArgs(NamedTuple):
     """The arguments of ``api.paged_attention``, with these differences.
 
     Attributes:
-        k_cache: [pages, page_size, h_kv, d / x, x]; x is d where the caller's cache had four axes.
-        k_scale, v_scale: [pages, page_size, h_kv] or None. One for all tokens, or for all heads too, has strides 0.
-        k_scale_value, v_scale_value: in force where there is no tensor.
-        out_scale, out_scale_value: alike; the tensor has no axes.
-        window_left, window_right: ``ragged.UNLIMITED`` for no bound; causal attention has right 0.
+        k_cache: [pages, page_size, h_kv, d / x, x]; x is d if the caller's cache has four axes.
+        k_scale, v_scale: [pages, page_size, h_kv] or None. Strides are 0 if a scale applies to all tokens or heads.
+        k_scale_value, v_scale_value: used if the tensor is None.
+        out_scale, out_scale_value: likewise; the tensor has no axes.
+        window_left, window_right: ``ragged.UNLIMITED`` for unbounded; causal attention has right 0.
         softcap: 0 for none.
     """
 
@@ -48,5 +48,5 @@ class Problem(NamedTuple):
 
     @property
     def cached_keys(self) -> int:
-        """The most keys that the pages of a request can hold."""
+        """The capacity of a request's pages, in keys."""
         return self.block_table.shape[1] * self.k_cache.shape[1]
