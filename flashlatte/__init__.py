@@ -1,10 +1,11 @@
 """Multi-head Latent Attention in Python: attention operations, cache formats, the layer, FlashMLA's interface.
 
 Names are imported when first asked for. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
-``sparse_prefill``, ``merge_states``; over pages of keys and values ``paged_attention``, ``turboquant_decode``; of the
-sparse-attention indexer ``index_select`` and what it is made of; of DeepSeek-V4 ``compress`` and what goes with it.
-Caches: ``kv_cache``. Layers: ``layers``. FlashMLA's interface, argument for argument: ``flash_mla``; DeepGEMM's for the
-indexer: ``deep_gemm``. Several GPUs: ``distributed``. Models and servers: ``integrations``.
+``sparse_prefill``, ``merge_states``; with gradients, for training, ``sparse_attention``; over pages of keys and values
+``paged_attention``, ``turboquant_decode``; of the sparse-attention indexer ``index_select`` and what it is made of; of
+DeepSeek-V4 ``compress`` and what goes with it. Caches: ``kv_cache``. Layers: ``layers``. FlashMLA's interface, argument
+for argument: ``flash_mla``; DeepGEMM's for the indexer: ``deep_gemm``. Several GPUs: ``distributed``. Models and
+servers: ``integrations``.
 """
 
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.q_kv_norm import q_kv_norm
     from flashlatte.ops.reshape_and_cache import reshape_and_cache
     from flashlatte.ops.rotate_and_cache import rotate_and_cache
+    from flashlatte.ops.sparse_attention import sparse_attention
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
     from flashlatte.ops.topk import topk
@@ -68,6 +70,7 @@ __all__ = [
     "q_kv_norm",
     "reshape_and_cache",
     "rotate_and_cache",
+    "sparse_attention",
     "sparse_decode",
     "sparse_prefill",
     "topk",
@@ -80,7 +83,7 @@ __all__ = [
 
 _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
-    *("sparse_decode", "sparse_prefill", "topk"),
+    *("sparse_attention", "sparse_decode", "sparse_prefill", "topk"),
     *("turboquant_decode", "turboquant_gather", "turboquant_store"),
     *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
     *("compress", "index_workspace", "inverse_rope_quantize", "pack_seq", "q_kv_norm", "rotate_and_cache"),

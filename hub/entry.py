@@ -30,6 +30,7 @@ from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.ops.q_kv_norm import q_kv_norm
 from flashlatte.ops.reshape_and_cache import reshape_and_cache
 from flashlatte.ops.rotate_and_cache import rotate_and_cache
+from flashlatte.ops.sparse_attention import sparse_attention
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
 from flashlatte.ops.topk import topk
@@ -64,6 +65,7 @@ __all__ = [
     "q_kv_norm",
     "reshape_and_cache",
     "rotate_and_cache",
+    "sparse_attention",
     "sparse_decode",
     "sparse_prefill",
     "topk",

@@ -137,6 +137,34 @@ def sparse_prefill(
     return out, max_logits, lse
 
 
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    d_v: int = 512,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.sparse_attention``: out [s_q, h_q, d_v] in ``dtype`` and lse [s_q, h_q] in float64; differentiable.
+
+    Its gradients are autograd's, which ``flashlatte.sparse_attention`` writes out.
+    """
+    out, _, lse = sparse_prefill(
+        q,
+        kv,
+        indices,
+        softmax_scale,
+        d_v=d_v,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        dtype=dtype,
+    )
+    return out, lse
+
+
 def dense_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -229,7 +257,7 @@ def _with_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | N
     """A sink is one more key with logit ``attn_sink`` and value 0."""
     if attn_sink is None:
         return out
-    share = 1 / (1 + (attn_sink.double() - lse).exp())
+    share = torch.sigmoid(lse - attn_sink.double())
     return out * share[:, None].to(out.dtype)
 
 

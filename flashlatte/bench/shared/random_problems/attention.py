@@ -51,7 +51,9 @@ def dense_prefill(rng: Random) -> DensePrefill:
 def dense_prefill_backward(rng: Random) -> DensePrefillBackward:
     # With a few tokens dq is a difference of nearly equal numbers, and bf16 leaves it a cosine difference of 7e-6.
     head_dim, batch, h_q, tokens, *rest = prefill_shape(rng)
-    return DensePrefillBackward(head_dim, batch, h_q, max(tokens, 16), *rest, varlen=rng.random() < 0.5, deterministic=rng.random() < 0.5)
+    return DensePrefillBackward(
+        head_dim, batch, h_q, max(tokens, 16), *rest, varlen=rng.random() < 0.5, deterministic=rng.random() < 0.5
+    )
 
 
 def prefill_shape(rng: Random) -> tuple[int, int, int, int, bool]:
