@@ -7,6 +7,7 @@ from flashlatte.bench.problems.attention import (
     DensePrefill,
     DensePrefillBackward,
     PagedAttention,
+    SparseAttentionBackward,
     SparseDecode,
     SparsePrefill,
 )
@@ -67,6 +68,7 @@ Problem = (
     | RopeCacheWrite
     | RotateAndCache
     | RotateHeads
+    | SparseAttentionBackward
     | SparseDecode
     | SparsePrefill
     | TopK
@@ -109,6 +111,7 @@ __all__ = [
     "RopeCacheWrite",
     "RotateAndCache",
     "RotateHeads",
+    "SparseAttentionBackward",
     "SparseDecode",
     "SparsePrefill",
     "TopK",

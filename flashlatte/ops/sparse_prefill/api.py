@@ -57,7 +57,8 @@ def sparse_prefill(
     """Attention of many query tokens, each over the tokens of a contiguous latent that it selected.
 
     A key is a row of ``kv``, a value its first ``d_v`` numbers. Any strides but the last are free. No gradient flows
-    through it: a warning, once, says so where gradients are recorded and an input requires one.
+    through it: a warning, once, says so where gradients are recorded and an input requires one. ``sparse_attention``
+    has gradients.
 
     Args:
         q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0, or above 65,535. d is 576 or 512 in

@@ -1,3 +1,6 @@
+# Keyword arguments are put together in dicts of mixed values.
+# pyright: reportArgumentType=false
+
 import math
 
 import pytest
