@@ -1,11 +1,11 @@
 """Multi-head Latent Attention in Python: attention operations, cache formats, the layer, FlashMLA's interface.
 
 Names are imported when first asked for. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
-``sparse_prefill``, ``merge_states``; with gradients, for training, ``sparse_attention``; over pages of keys and values
-``paged_attention``, ``turboquant_decode``; of the sparse-attention indexer ``index_select`` and what it is made of; of
-DeepSeek-V4 ``compress`` and what goes with it. Caches: ``kv_cache``. Layers: ``layers``. FlashMLA's interface, argument
-for argument: ``flash_mla``; DeepGEMM's for the indexer: ``deep_gemm``. Several GPUs: ``distributed``. Models and
-servers: ``integrations``.
+``sparse_prefill``, ``merge_states``; for training ``sparse_attention`` and ``indexer_loss``; over pages of keys and
+values ``paged_attention``, ``turboquant_decode``; of the sparse-attention indexer ``index_select`` and what it is made
+of; of DeepSeek-V4 ``compress`` and what goes with it. Caches: ``kv_cache``. Layers: ``layers``. FlashMLA's interface,
+argument for argument: ``flash_mla``; DeepGEMM's for the indexer: ``deep_gemm``. Several GPUs: ``distributed``. Models
+and servers: ``integrations``.
 """
 
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.index_query import index_query, index_query_mxfp4
     from flashlatte.ops.index_select import index_select, paged_index_select
     from flashlatte.ops.index_workspace import index_workspace
+    from flashlatte.ops.indexer_loss import indexer_loss
     from flashlatte.ops.inverse_rope_quantize import inverse_rope_quantize
     from flashlatte.ops.merge_states import merge_attn_states, merge_states
     from flashlatte.ops.pack_seq import pack_seq, unpack_seq
@@ -57,6 +58,7 @@ __all__ = [
     "index_query_mxfp4",
     "index_select",
     "index_workspace",
+    "indexer_loss",
     "integrations",
     "inverse_rope_quantize",
     "kv_cache",
@@ -85,7 +87,7 @@ _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
     *("sparse_attention", "sparse_decode", "sparse_prefill", "topk"),
     *("turboquant_decode", "turboquant_gather", "turboquant_store"),
-    *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
+    *("index_convert", "index_logits", "index_quantize", "index_query", "index_select", "indexer_loss"),
     *("compress", "index_workspace", "inverse_rope_quantize", "pack_seq", "q_kv_norm", "rotate_and_cache"),
 )
 _BESIDE = {

@@ -23,6 +23,7 @@ from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query, index_query_mxfp4
 from flashlatte.ops.index_select import index_select, paged_index_select
 from flashlatte.ops.index_workspace import index_workspace
+from flashlatte.ops.indexer_loss import indexer_loss
 from flashlatte.ops.inverse_rope_quantize import inverse_rope_quantize
 from flashlatte.ops.merge_states import merge_attn_states, merge_states
 from flashlatte.ops.pack_seq import pack_seq, unpack_seq
@@ -54,6 +55,7 @@ __all__ = [
     "index_query_mxfp4",
     "index_select",
     "index_workspace",
+    "indexer_loss",
     "inverse_rope_quantize",
     "kv_cache",
     "merge_attn_states",

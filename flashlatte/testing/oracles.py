@@ -165,6 +165,46 @@ def sparse_attention(
     return out, lse
 
 
+def indexer_loss(
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    index_weights: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    *,
+    topk_length: torch.Tensor | None = None,
+    key_start: torch.Tensor | None = None,
+    key_end: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    index_scale: float | None = None,
+    use_relu: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.ops.indexer_loss``: the sum of the divergences in float64, differentiable, and their number."""
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    score_scale = index_q.shape[2] ** -0.5 if index_scale is None else index_scale
+    lengths, starts, ends = _lengths(topk_length), _lengths(key_start), _lengths(key_end)
+    losses = []
+    for token in range(q.shape[0]):
+        if indices is not None:
+            keys = indices[token, 0].tolist()
+            keys = keys if lengths is None else keys[: max(lengths[token], 0)]
+        else:
+            assert starts is not None
+            assert ends is not None
+            keys = list(range(max(starts[token], 0), min(ends[token], kv.shape[0])))
+        keys = [key for key in keys if 0 <= key < kv.shape[0]]
+        if not keys:
+            continue
+        probabilities, _ = _weights(q[token], kv[keys, 0].double(), scale, torch.float64)
+        target = probabilities.mean(dim=0).detach()
+        scores = index_q[token].double() @ index_k[keys].double().T * score_scale
+        logits = index_weights[token].double() @ (scores.relu() if use_relu else scores)
+        losses.append(torch.nn.functional.kl_div(logits.log_softmax(dim=-1), target, reduction="sum"))
+    total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=q.device)
+    return total, torch.tensor(len(losses), device=q.device)
+
+
 def dense_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
