@@ -90,17 +90,17 @@ def backward(
     )
 
     dkv_sum = torch.zeros(kv.shape[0], head_dim, dtype=torch.float32, device=q.device)
-    scratch_rows = SCRATCH_BYTES // (4 * head_dim) if deterministic else None
+    scratch_rows, contributions = None, dkv_sum
+    if deterministic:
+        scratch_rows = min(SCRATCH_BYTES // (4 * head_dim), s_q * topk)
+        contributions = torch.empty(scratch_rows, head_dim, dtype=torch.float32, device=q.device)
     for first_token, tokens, first_slot, slots in _pieces(s_q, topk, keys.block_n, scratch_rows):
-        target = dkv_sum
-        if deterministic:
-            target = torch.empty(tokens * slots, head_dim, dtype=torch.float32, device=q.device)
         keys_kernel[(tokens * -(-slots // keys.block_n),)](
             **shared,
             first_token=first_token,
             first_slot=first_slot,
             slots=slots,
-            dkv=target,
+            dkv=contributions,
             ATOMIC=not deterministic,
             STEP=keys_step,
             num_warps=keys.num_warps,
@@ -111,7 +111,7 @@ def backward(
             lengths = None if topk_length is None else topk_length[piece]
             sorted_keys, order = _by_key(counted, first_slot, lengths, kv.shape[0])
             sum_by_key_kernel[(tokens * slots,)](
-                contributions=target,
+                contributions=contributions,
                 sorted_keys=sorted_keys,
                 order=order,
                 count=tokens * slots,
