@@ -1,10 +1,11 @@
 """Multi-head Latent Attention in Python: attention operations, cache formats, layers, and FlashMLA's interface.
 
 Names are imported at first access. Operations: ``dense_decode``, ``dense_prefill``, ``sparse_decode``,
-``sparse_prefill``, ``merge_states``; for paged keys and values ``paged_attention``, ``turboquant_decode``; for the
-sparse-attention indexer ``index_select`` and its parts; for DeepSeek-V4 ``compress`` and related operations. Caches:
-``kv_cache``. Layers: ``layers``. Drop-in replacements with the same arguments: ``flash_mla``, and ``deep_gemm`` for the
-indexer. Several GPUs: ``distributed``. Models and servers: ``integrations``.
+``sparse_prefill``, ``merge_states``; for training ``sparse_attention`` and ``indexer_loss``; for paged keys and values
+``paged_attention``, ``turboquant_decode``; for the sparse-attention indexer ``index_select`` and its parts; for
+DeepSeek-V4 ``compress`` and related operations. Caches: ``kv_cache``. Layers: ``layers``. Drop-in replacements with the
+same arguments: ``flash_mla``, and ``deep_gemm`` for the indexer. Several GPUs: ``distributed``. Models and servers:
+``integrations``.
 """
 
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.index_query import index_query, index_query_mxfp4
     from flashlatte.ops.index_select import index_select, paged_index_select
     from flashlatte.ops.index_workspace import index_workspace
+    from flashlatte.ops.indexer_loss import indexer_loss
     from flashlatte.ops.inverse_rope_quantize import inverse_rope_quantize
     from flashlatte.ops.merge_states import merge_attn_states, merge_states
     from flashlatte.ops.pack_seq import pack_seq, unpack_seq
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.q_kv_norm import q_kv_norm
     from flashlatte.ops.reshape_and_cache import reshape_and_cache
     from flashlatte.ops.rotate_and_cache import rotate_and_cache
+    from flashlatte.ops.sparse_attention import sparse_attention
     from flashlatte.ops.sparse_decode import sparse_decode
     from flashlatte.ops.sparse_prefill import sparse_prefill
     from flashlatte.ops.topk import topk
@@ -55,6 +58,7 @@ __all__ = [
     "index_query_mxfp4",
     "index_select",
     "index_workspace",
+    "indexer_loss",
     "integrations",
     "inverse_rope_quantize",
     "kv_cache",
@@ -68,6 +72,7 @@ __all__ = [
     "q_kv_norm",
     "reshape_and_cache",
     "rotate_and_cache",
+    "sparse_attention",
     "sparse_decode",
     "sparse_index_logits",
     "sparse_prefill",
@@ -81,9 +86,9 @@ __all__ = [
 
 _OPERATIONS = (
     *("concat_mla_q", "dense_decode", "dense_prefill", "merge_states", "paged_attention", "reshape_and_cache"),
-    *("sparse_decode", "sparse_prefill", "topk"),
+    *("sparse_attention", "sparse_decode", "sparse_prefill", "topk"),
     *("turboquant_decode", "turboquant_gather", "turboquant_store"),
-    *("index_convert", "index_logits", "index_quantize", "index_query", "index_select"),
+    *("index_convert", "index_logits", "index_quantize", "index_query", "index_select", "indexer_loss"),
     *("compress", "index_workspace", "inverse_rope_quantize", "pack_seq", "q_kv_norm", "rotate_and_cache"),
 )
 _OTHER_OPERATIONS = {

@@ -130,7 +130,10 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
     calls = [over("dense_decode", name) for name in widths if get_format(name).plain]
     calls += [over("sparse_decode", name) for name in widths if not get_format(name).takes_scale]
     shared = {"head_dim": config.head_dim, "head_dim_v": config.kv_lora_rank}
-    calls.append(dispatch.CallSpec("sparse_prefill", device, dtype, **shared, **heads))
+    calls += [
+        dispatch.CallSpec(name, device, dtype, **shared, **heads)
+        for name in ("sparse_prefill", "sparse_attention_backward")
+    ]
     per_head: dict[str, Any] = {
         "head_dim": config.qk_head_dim,
         "head_dim_v": config.v_head_dim,

@@ -23,6 +23,7 @@ from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query, index_query_mxfp4
 from flashlatte.ops.index_select import index_select, paged_index_select
 from flashlatte.ops.index_workspace import index_workspace
+from flashlatte.ops.indexer_loss import indexer_loss
 from flashlatte.ops.inverse_rope_quantize import inverse_rope_quantize
 from flashlatte.ops.merge_states import merge_attn_states, merge_states
 from flashlatte.ops.pack_seq import pack_seq, unpack_seq
@@ -30,6 +31,7 @@ from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.ops.q_kv_norm import q_kv_norm
 from flashlatte.ops.reshape_and_cache import reshape_and_cache
 from flashlatte.ops.rotate_and_cache import rotate_and_cache
+from flashlatte.ops.sparse_attention import sparse_attention
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
 from flashlatte.ops.topk import topk
@@ -53,6 +55,7 @@ __all__ = [
     "index_query_mxfp4",
     "index_select",
     "index_workspace",
+    "indexer_loss",
     "inverse_rope_quantize",
     "kv_cache",
     "merge_attn_states",
@@ -64,6 +67,7 @@ __all__ = [
     "q_kv_norm",
     "reshape_and_cache",
     "rotate_and_cache",
+    "sparse_attention",
     "sparse_decode",
     "sparse_index_logits",
     "sparse_prefill",

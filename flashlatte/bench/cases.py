@@ -42,6 +42,7 @@ from flashlatte.bench.problems import (
     RopeCacheWrite,
     RotateAndCache,
     RotateHeads,
+    SparseAttentionBackward,
     SparseDecode,
     SparseIndexLogits,
     SparsePrefill,
@@ -248,6 +249,13 @@ SPARSE_PREFILL = (
     *(Case(SparsePrefill(576, h_q, 2048, 32768, overlap=overlap)) for h_q in (16, 32) for overlap in (0.0, 0.5, 0.9)),
 )
 
+# A training step of 4,096 tokens.
+SPARSE_ATTENTION = (
+    *(Case(SparseAttentionBackward(576, h_q, 2048, 4096)) for h_q in (128, 64, 16)),
+    Case(SparseAttentionBackward(576, 128, 2048, 4096, deterministic=True)),
+    Case(SparseAttentionBackward(512, 64, 512, 4096)),
+)
+
 _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
 # FlashMLA has no such kernel for this GPU; docs/notes/portable.md has cuDNN's times.
 _DENSE_PREFILL = (
@@ -326,6 +334,7 @@ CASES = (
     *DENSE_DECODE,
     *SPARSE_DECODE,
     *SPARSE_PREFILL,
+    *SPARSE_ATTENTION,
     *DENSE_PREFILL,
     *PAGED_ATTENTION,
     *KV_CACHE,

@@ -137,6 +137,74 @@ def sparse_prefill(
     return out, max_logits, lse
 
 
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    d_v: int = 512,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.sparse_attention``: out [s_q, h_q, d_v] in ``dtype`` and lse [s_q, h_q] in float64; differentiable.
+
+    Its gradients are autograd's, which ``flashlatte.sparse_attention`` writes out.
+    """
+    out, _, lse = sparse_prefill(
+        q,
+        kv,
+        indices,
+        softmax_scale,
+        d_v=d_v,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        dtype=dtype,
+    )
+    return out, lse
+
+
+def indexer_loss(
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    index_weights: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    *,
+    topk_length: torch.Tensor | None = None,
+    key_start: torch.Tensor | None = None,
+    key_end: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    index_scale: float | None = None,
+    use_relu: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashlatte.ops.indexer_loss``: the sum of the divergences in float64, differentiable, and their number."""
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    score_scale = index_q.shape[2] ** -0.5 if index_scale is None else index_scale
+    lengths, starts, ends = _lengths(topk_length), _lengths(key_start), _lengths(key_end)
+    losses = []
+    for token in range(q.shape[0]):
+        if indices is not None:
+            keys = indices[token, 0].tolist()
+            keys = keys if lengths is None else keys[: max(lengths[token], 0)]
+        else:
+            assert starts is not None
+            assert ends is not None
+            keys = list(range(max(starts[token], 0), min(ends[token], kv.shape[0])))
+        keys = [key for key in keys if 0 <= key < kv.shape[0]]
+        if not keys:
+            continue
+        probabilities, _ = _weights(q[token], kv[keys, 0].double(), scale, torch.float64)
+        target = probabilities.mean(dim=0).detach()
+        scores = index_q[token].double() @ index_k[keys].double().T * score_scale
+        logits = index_weights[token].double() @ (scores.relu() if use_relu else scores)
+        losses.append(torch.nn.functional.kl_div(logits.log_softmax(dim=-1), target, reduction="sum"))
+    total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=q.device)
+    return total, torch.tensor(len(losses), device=q.device)
+
+
 def dense_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -229,7 +297,7 @@ def _with_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | N
     """A sink is one more key with logit ``attn_sink`` and value 0."""
     if attn_sink is None:
         return out
-    share = 1 / (1 + (attn_sink.double() - lse).exp())
+    share = torch.sigmoid(lse - attn_sink.double())
     return out * share[:, None].to(out.dtype)
 
 

@@ -24,6 +24,7 @@ OPERATIONS = {
     "vit_attention": "dense_prefill",
     "index_query_mxfp4": "index_query",
     "its backward pass": "dense_prefill_backward",
+    "sparse_attention": "sparse_attention_backward",
 }
 NO_KERNEL = "–"
 

@@ -88,6 +88,30 @@ def sparse_prefill() -> Iterator[tuple[str, Run, Tolerances]]:
         yield brief(case), run, {"out": compare.SPARSE_PREFILL_OUT, **statistics}
 
 
+def sparse_attention() -> Iterator[tuple[str, Run, Tolerances]]:
+    gradients = dict.fromkeys(("dq", "dkv", "d_sink"), compare.SPARSE_ATTENTION_GRADIENT)
+    for case, deterministic in (
+        (SparsePrefillCase(s_q=5, s_kv=200, h_q=128, topk=130, empty_rows=0.2), False),
+        (SparsePrefillCase(s_q=3, s_kv=90, h_q=17, topk=70, head_dim=512, topk_lengths=True, duplicates=True), True),
+        (SparsePrefillCase(s_q=3, s_kv=50, h_q=3, topk=65, head_dim=48, d_v=32, strided=True), True),
+    ):
+        arguments = case.inputs(DEVICE)
+        leaves = [arguments[name].requires_grad_() for name in ("q", "kv", "attn_sink")]
+
+        def run(
+            backend: str,
+            *,
+            arguments: dict[str, Any] = arguments,
+            leaves: list[torch.Tensor] = leaves,
+            deterministic: bool = deterministic,
+        ) -> dict[str, torch.Tensor]:
+            out, lse = flashlatte.sparse_attention(**arguments, deterministic=deterministic, backend=backend)
+            of_leaves = torch.autograd.grad(out, leaves, torch.full_like(out, 0.1))
+            return dict(zip(("out", "lse", "dq", "dkv", "d_sink"), (out, lse, *of_leaves), strict=True))
+
+        yield brief(case), run, {"out": compare.SPARSE_PREFILL_OUT, "lse": compare.SPARSE_PREFILL_LSE, **gradients}
+
+
 def dense_prefill() -> Iterator[tuple[str, Run, Tolerances]]:
     gradients = dict.fromkeys(("dq", "dk", "dv"), compare.DENSE_PREFILL_GRADIENT)
     for case in (
@@ -178,7 +202,10 @@ def main() -> int:
     parser.add_argument("wanted", nargs="?", default="", help="part of an operation's name")
     parser.add_argument("--races", action="store_true", help="only kernels that racecheck can judge")
     arguments = parser.parse_args()
-    operations = (dense_decode, sparse_decode, sparse_prefill, dense_prefill, merge_states, topk, write_and_gather)
+    operations = (
+        *(dense_decode, sparse_decode, sparse_prefill, sparse_attention, dense_prefill),
+        *(merge_states, topk, write_and_gather),
+    )
     wrong = 0
     for operation in operations:
         if arguments.wanted not in operation.__name__:

@@ -49,6 +49,7 @@ SAME_CODE = [
     ("dense_decode", "portable", {**BATCHES, "columns": [1, 64, 3000]}, 2),
     ("sparse_decode", "portable", {**BATCHES, "topk": [200, 2048, 4000], "pages": [2, 9]}, 2),
     ("sparse_prefill", "portable", {"s_q": [1, 64, 200], "topk": [1, 300, 4000], "s_kv": [1, 100, 9000]}, 1),
+    ("sparse_attention_backward", "portable", {"s_q": [1, 64, 200], "topk": [1, 300], "s_kv": [1, 100, 9000]}, 1),
     ("dense_prefill", "portable", {**TOKENS, **WINDOWS}, 1),
     ("dense_prefill_backward", "portable", {**TOKENS, **WINDOWS}, 1),
     (

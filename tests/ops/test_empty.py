@@ -25,6 +25,7 @@ from flashlatte import (
     paged_attention,
     paged_index_logits,
     paged_index_select,
+    sparse_attention,
     sparse_decode,
     sparse_index_logits,
     sparse_prefill,
@@ -55,6 +56,11 @@ def empty_sparse_decode(batch: int = 0, s_q: int = 2, **options):
     q, cache = torch.ones(batch, s_q, 4, 576, dtype=BF16), kv_cache.allocate("v32", 3, 8)
     extra = {"extra_k_cache": kv_cache.allocate("v32", 2, 5), "extra_indices": ints(batch, s_q, 7)}
     return sparse_decode(q, cache, ints(batch, s_q, 6), topk_length=ints(batch), **extra, **options)
+
+
+def empty_sparse_attention(s_kv: int = 9, topk: int = 5):
+    q, kv = torch.ones(0, 4, 24, dtype=BF16), torch.ones(s_kv, 1, 24, dtype=BF16)
+    return sparse_attention(q, kv, ints(0, 1, topk), d_v=16, topk_length=ints(0))
 
 
 def empty_sparse_prefill(s_kv: int = 9, topk: int = 5):
@@ -201,6 +207,8 @@ CALLS: dict[str, Call] = INDEXER | {
     "dense_decode, no queries": (lambda: empty_dense_decode(3, 0), ((3, 0, 4, 16), (3, 4, 0))),
     "sparse_decode, no requests": (empty_sparse_decode, ((0, 2, 4, 512), (0, 4, 2))),
     "sparse_decode, no queries": (lambda: empty_sparse_decode(3, 0), ((3, 0, 4, 512), (3, 4, 0))),
+    "sparse_attention": (empty_sparse_attention, ((0, 4, 16), (0, 4))),
+    "sparse_attention, no keys": (lambda: empty_sparse_attention(0, 0), ((0, 4, 16), (0, 4))),
     "sparse_prefill": (empty_sparse_prefill, ((0, 4, 16), (0, 4), (0, 4))),
     "sparse_prefill, no keys": (lambda: empty_sparse_prefill(0, 0), ((0, 4, 16), (0, 4), (0, 4))),
     "dense_prefill, no requests": (empty_dense_prefill, ((0, 4, 16), (0, 4))),

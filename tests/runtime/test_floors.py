@@ -82,8 +82,8 @@ def test_a_room_imports_from_lower_floors_or_itself(module):
     assert not upward
 
 
-# Operations that are several others in a row, and have no kernels of their own.
-COMPOSED = {"index_select": {"index_logits", "topk", "index_convert"}}
+# Operations that run the kernels of others: several in a row, or as their forward pass.
+COMPOSED = {"index_select": {"index_logits", "topk", "index_convert"}, "sparse_attention": {"sparse_prefill"}}
 
 
 @pytest.mark.parametrize("module", [name for name in LIBRARY if name.startswith("flashlatte.ops.")])

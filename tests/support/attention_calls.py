@@ -214,6 +214,45 @@ def sparse_prefill(
     )
 
 
+def sparse_attention_backward(
+    record: Recording,
+    backend: str,
+    s_q: int = 8,
+    heads: int = 128,
+    head_dim: int = 576,
+    d_v: int = 512,
+    s_kv: int = 64,
+    topk: int = 256,
+    dtype: torch.dtype = BF16,
+    index_dtype: torch.dtype = torch.int32,
+    lengths: bool = False,
+    sinks: bool = True,
+    dlse: bool = False,
+    deterministic: bool = False,
+    kv_pad: int = 0,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    return record(
+        "sparse_attention_backward",
+        backend,
+        torch.empty(s_q, heads, d_v, dtype=dtype),
+        torch.empty(s_q, heads) if dlse else None,
+        torch.empty(s_q, heads, head_dim, dtype=dtype),
+        torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
+        torch.zeros(s_q, 1, topk, dtype=index_dtype),
+        torch.zeros(s_q, dtype=index_dtype) if lengths else None,
+        torch.empty(heads) if sinks else None,
+        torch.empty(s_q, heads, d_v, dtype=dtype),
+        torch.empty(s_q, heads),
+        head_dim**-0.5,
+        deterministic,
+        torch.empty(s_q, heads, head_dim, dtype=dtype),
+        torch.empty(s_kv, 1, head_dim, dtype=dtype),
+        torch.empty(heads),
+        arch=arch,
+    )
+
+
 def dense_prefill(
     record: Recording,
     backend: str,

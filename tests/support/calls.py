@@ -11,6 +11,7 @@ from support.attention_calls import (
     dense_prefill,
     dense_prefill_backward,
     paged_attention,
+    sparse_attention_backward,
     sparse_decode,
     sparse_prefill,
 )
@@ -362,6 +363,7 @@ CALLS: dict[str, Any] = {
         paged_attention,
         sparse_decode,
         sparse_prefill,
+        sparse_attention_backward,
         dense_prefill,
         dense_prefill_backward,
         cache_copy,

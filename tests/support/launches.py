@@ -14,10 +14,14 @@ MODULES = {
     "mhc_post": "mhc",
     "mhc_pre": "mhc",
     "rotate_heads": "norm_rope",
+    "sparse_attention_backward": "sparse_attention",
     "unpack_seq": "pack_seq",
 }
 # Kernels beside the one that attends: they merge, clear and convert rows.
-OTHERS = ("combine", "find_tiles", "clear", "merge_even", "prepare", "finish", "row_sums", "rotate_queries")
+OTHERS = (
+    *("combine", "find_tiles", "clear", "merge_even", "prepare", "finish"),
+    *("row_sums", "rotate_queries", "sum_by_key"),
+)
 
 
 def launches(record: Recording, operation: str, backend: str, **call: Any) -> list[Recorded]:

@@ -7,6 +7,7 @@ from flashlatte.bench.problems.attention import (
     DensePrefill,
     DensePrefillBackward,
     PagedAttention,
+    SparseAttentionBackward,
     SparseDecode,
     SparsePrefill,
 )
@@ -74,6 +75,7 @@ Problem = (
     | RopeCacheWrite
     | RotateAndCache
     | RotateHeads
+    | SparseAttentionBackward
     | SparseDecode
     | SparseIndexLogits
     | SparsePrefill
@@ -117,6 +119,7 @@ __all__ = [
     "RopeCacheWrite",
     "RotateAndCache",
     "RotateHeads",
+    "SparseAttentionBackward",
     "SparseDecode",
     "SparseIndexLogits",
     "SparsePrefill",

@@ -116,6 +116,16 @@ class SparsePrefill:
 
 
 @dataclass(frozen=True)
+class SparseAttentionBackward(SparsePrefill):
+    deterministic: bool = False
+    operation: ClassVar[str] = "sparse_attention_backward"
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}-backward" + ("-deterministic" if self.deterministic else "")
+
+
+@dataclass(frozen=True)
 class DensePrefill:
     """Attributes: ``head_dim`` of q and k; ``tokens`` (queries and keys) a request, or their mean if ``varlen``."""
 

@@ -30,6 +30,7 @@ from flashlatte.bench.workloads.layer import (
 )
 from flashlatte.bench.workloads.paged_attention import PagedAttentionWorkload
 from flashlatte.bench.workloads.sequences import MergeStatesWorkload, PackSeqWorkload, UnpackSeqWorkload
+from flashlatte.bench.workloads.sparse_attention import SparseAttentionBackwardWorkload
 from flashlatte.bench.workloads.sparse_decode import SparseDecodeWorkload
 from flashlatte.bench.workloads.sparse_index_logits import SparseIndexLogitsWorkload
 from flashlatte.bench.workloads.sparse_prefill import SparsePrefillWorkload
@@ -82,6 +83,7 @@ _WORKLOADS = {
     problems.RopeCacheWrite: RopeCacheWriteWorkload,
     problems.RotateAndCache: RotateAndCacheWorkload,
     problems.RotateHeads: RotateHeadsWorkload,
+    problems.SparseAttentionBackward: SparseAttentionBackwardWorkload,
     problems.SparseDecode: SparseDecodeWorkload,
     problems.SparsePrefill: SparsePrefillWorkload,
     problems.TopK: TopKWorkload,

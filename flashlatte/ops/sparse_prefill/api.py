@@ -75,7 +75,7 @@ def sparse_prefill(
     """Attention of many query tokens, each over selected tokens of a contiguous latent.
 
     A key is a row of ``kv``, a value its first ``d_v`` elements. All strides but the last are free. It has no backward
-    pass, and warns once if gradients are enabled and an input requires one.
+    pass, and warns once if gradients are enabled and an input requires one. ``sparse_attention`` has gradients.
 
     Args:
         q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0. d is 576 or 512 in MLA.

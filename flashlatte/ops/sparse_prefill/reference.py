@@ -23,6 +23,7 @@ def sparse_prefill(
     lse: torch.Tensor,
 ) -> None:
     s_q, _, topk = indices.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
     position = torch.arange(topk, device=q.device)
     chunk = max(1, GATHERED_BYTES // (topk * q.shape[-1] * 4))
 
@@ -32,10 +33,10 @@ def sparse_prefill(
         visible = (selected >= 0) & (selected < kv.shape[0])
         if topk_length is not None:
             visible &= position < topk_length[tokens, None]
-        keys = kv[torch.where(visible, selected, 0), 0].float()  # [tokens, topk, d]
+        keys = kv[torch.where(visible, selected, 0), 0].to(wide)  # [tokens, topk, d]
         keys = torch.where(visible.unsqueeze(-1), keys, 0.0)
 
-        scores = torch.einsum("shd,snd->shn", q[tokens].float(), keys) * softmax_scale
+        scores = torch.einsum("shd,snd->shn", q[tokens].to(wide), keys) * softmax_scale
         p, row_lse = attend(scores, visible[:, None, :])
         values = torch.einsum("shn,snd->shd", p, keys[..., : out.shape[-1]])
         if attn_sink is not None:

@@ -12,6 +12,7 @@ DRAWS: dict[str, Callable[[Random], Problem]] = {
     "dense_decode": attention.dense_decode,
     "sparse_decode": attention.sparse_decode,
     "sparse_prefill": attention.sparse_prefill,
+    "sparse_attention_backward": attention.sparse_attention_backward,
     "dense_prefill": attention.dense_prefill,
     "dense_prefill_backward": attention.dense_prefill_backward,
     "paged_attention": attention.paged_attention,

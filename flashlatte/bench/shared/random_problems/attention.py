@@ -9,6 +9,7 @@ from flashlatte.bench.problems import (
     DensePrefill,
     DensePrefillBackward,
     PagedAttention,
+    SparseAttentionBackward,
     SparseDecode,
     SparsePrefill,
 )
@@ -42,6 +43,13 @@ def sparse_prefill(rng: Random) -> SparsePrefill:
     return SparsePrefill(
         rng.choice((512, 576)), rng.choice(HEADS), topk, log_uniform(rng, topk, 32768), log_uniform(rng, 1, 1024)
     )
+
+
+def sparse_attention_backward(rng: Random) -> SparseAttentionBackward:
+    # The reference computes all of dkv.
+    topk = rng.choice((128, 512))
+    shape = (rng.choice((512, 576)), rng.choice(HEADS), topk, log_uniform(rng, topk, 8192), log_uniform(rng, 16, 256))
+    return SparseAttentionBackward(*shape, deterministic=rng.random() < 0.5)
 
 
 def dense_prefill(rng: Random) -> DensePrefill:

@@ -1,0 +1,230 @@
+"""``sparse_attention``: its arguments, their checks, the choice of implementations, and its gradient.
+
+The forward pass runs the kernels of ``sparse_prefill``; this operation adds the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
+from flashlatte.runtime import checks, dispatch, refusals, value_checks
+from flashlatte.runtime.gradients import refuse_tangents
+from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
+
+OPERATION = "sparse_attention"
+BACKWARD = "sparse_attention_backward"
+# Gradients of a tile of keys are accumulated in registers.
+_PORTABLE_MAX_HEAD_DIM = 576
+
+
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.triton(call)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
+    )
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.sparse_attention.portable import backward
+
+    return backward
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.sparse_attention.reference import backward
+
+    return backward
+
+
+dispatch.define(
+    BACKWARD,
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
+)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    d_v: int = 512,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of many query tokens, each over the tokens of a contiguous latent that it selected; differentiable.
+
+    ``sparse_prefill`` with gradients: a key is a row of ``kv``, a value its first ``d_v`` elements. Gradients flow to
+    q, kv and attn_sink from out and from lse; indices and lengths have none, and there is no second derivative. The
+    backward pass computes probabilities again from lse (arXiv:2307.08691, §2.3.2).
+
+    Args:
+        q: [s_q, h_q, d], bf16, fp16, or float32 and float64 (reference only); s_q may be 0. d is 576 or 512 in MLA.
+        kv: [s_kv, 1, d] in q's dtype.
+        indices: int32 or int64 [s_q, 1, topk], topk at least 1, of any length. Any value outside 0 to s_kv - 1 selects
+            nothing; a token selected twice counts twice, also in its gradient.
+        topk_length: int32 or int64 [s_q]: only the first so many indices of a query count; all if None.
+        attn_sink: float32 (float64 for float64) [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include
+            it.
+        softmax_scale: above 0; d^-0.5 if None.
+        d_v: width of a value, at most d.
+        deterministic: dq, dkv and the gradient of attn_sink are bitwise the same from run to run. (out and lse always
+            are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch and, for each
+            256 MiB of contributions (4 · s_q · topk · d bytes in all), a sort and two launches.
+        backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
+            refused. "hopper" has no backward pass.
+
+    Returns:
+        out [s_q, h_q, d_v] in q's dtype, and lse, natural logarithm over the selected keys, float32 (float64 for
+        float64) [s_q, h_q]. A query that selects nothing has out 0, lse -inf, and gives no gradient.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
+            other; a backend that cannot serve the call.
+    """
+    checks.tensor("q", q, ("s_q", "h_q", "d"), (*checks.FLOAT_DTYPES, torch.float64), may_be_empty=1)
+    s_q, h_q, head_dim = q.shape
+    device = q.device
+    may_be_empty = 0 if s_q else 3
+    checks.same_dtype("kv", kv, q)
+    checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
+    checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, (h_q,), (_wide(q),), device, unit_last_stride=False)
+    if topk_length is not None:
+        checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        value_checks.selections("indices", indices, "topk_length", topk_length, kv.shape[0])
+    else:
+        value_checks.entries("indices", indices, kv.shape[0])
+    if checks.positive_int("d_v", d_v) > head_dim:
+        raise ValueError(f"d_v must be at most q's last dimension {head_dim}, got {d_v}")
+    scale = checks.softmax_scale(softmax_scale, head_dim)
+    deterministic = checks.flag("deterministic", deterministic)
+    differentiable = [x for x in (q, kv, attn_sink) if x is not None]
+    refuse_tangents(OPERATION, *differentiable)
+
+    def choose(operation: str) -> str:
+        call = dispatch.CallSpec(
+            operation,
+            device,
+            q.dtype,
+            head_dim=head_dim,
+            head_dim_v=d_v,
+            h_q=h_q,
+            h_kv=1,
+            rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(kv),
+        )
+        return dispatch.select(call, backend)
+
+    forward_backend = choose(FORWARD)
+    backward_backend = choose(BACKWARD) if records_gradient(*differentiable) else ""
+    return _sparse_attention(
+        q, kv, indices, topk_length, attn_sink, scale, d_v, deterministic, forward_backend, backward_backend
+    )
+
+
+def _wide(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _fake_forward(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    softmax_scale: float,
+    d_v: int,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = q.shape[:2]
+    return q.new_empty(*rows, d_v), q.new_empty(rows, dtype=_wide(q))
+
+
+def _fake_backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, kv: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), q.new_empty(q.shape[1], dtype=_wide(q))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, kv, indices, topk_length, attn_sink, *numbers = inputs
+    ctx.scale, _, ctx.deterministic, _, ctx.backend = numbers
+    ctx.save_for_backward(q, kv, indices, topk_length, attn_sink, *output)
+
+
+def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, kv, indices, topk_length, attn_sink, out, lse = ctx.saved_tensors
+    dq, dkv, d_sink = _sparse_attention_backward(
+        torch.zeros_like(out) if dout is None else dout.contiguous(),
+        None if dlse is None else dlse.contiguous(),
+        q,
+        kv,
+        indices,
+        topk_length,
+        attn_sink,
+        out,
+        lse,
+        ctx.scale,
+        ctx.deterministic,
+        ctx.backend,
+    )
+    return dq, dkv, None, None, None if attn_sink is None else d_sink, *[None] * 5
+
+
+def _no_second_derivative(*_: object) -> None:
+    raise RuntimeError("sparse_attention has no second derivative: its gradient cannot be differentiated again")
+
+
+@register_differentiable_op(BACKWARD, fake=_fake_backward, backward=_no_second_derivative)
+def _sparse_attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dkv and the gradient of attn_sink, which is 0 without sinks."""
+    gradients = _fake_backward(dout, dlse, q, kv)
+    if q.shape[0] == 0:
+        return gradients[0], gradients[1].zero_(), gradients[2].zero_()
+    dispatch.implementation(BACKWARD, backend)(
+        dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, softmax_scale, deterministic, *gradients
+    )
+    return gradients
+
+
+@register_differentiable_op(OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep)
+def _sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    softmax_scale: float,
+    d_v: int,
+    deterministic: bool,
+    backend: str,
+    backward_backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _fake_forward(q, kv, indices, topk_length, attn_sink, softmax_scale, d_v)
+    if q.shape[0]:
+        dispatch.implementation(FORWARD, backend)(
+            q, kv, indices, topk_length, attn_sink, softmax_scale, -math.inf, out, torch.empty_like(lse), lse
+        )
+    return out, lse

@@ -1,0 +1,286 @@
+"""Gradients of sparse attention: a program for each tile of a token's selected keys, and one for a block of its heads.
+
+With P the probabilities over the selected keys and w = e^lse / (e^lse + e^sink), or 1 without a sink:
+dP = dO Vᵀ, dS = scale · P (w dP - (w Σ out · dO - dlse)), dQ = dS K, dK = dSᵀ Q, dV = w Pᵀ dO. Both kernels compute P
+again from lse: one that had dQ and dKV in registers at once would spill.
+
+STEP is a ``kernels.triton.config.Step``. out, lse, their gradients and dq are contiguous; strides of q and kv are in
+units of ALIGN elements.
+"""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.fp8 import from_float32, to_float32
+from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows, load_tile, sink_weight, within
+from flashlatte.runtime.triton_kernel import kernel
+
+
+@kernel
+def row_sums_kernel(
+    out,
+    dout,
+    lse,
+    dlse,
+    attn_sink,
+    sink_stride: tl.int64,
+    rows: tl.int64,
+    h_q: tl.int32,
+    sums,
+    D_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Of each row (a token's head), in ``sums`` [4, rows]: lse in base 2, w, w Σ out · dout - dlse, and the row's term
+    of the sink's gradient. A row without keys has +inf, 0, 0, 0.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_use = row < rows
+    cols = tl.arange(0, WIDTH)
+    offsets = row[:, None] * D_V + cols[None, :]
+    mask = in_use[:, None] & (cols < D_V)[None, :]
+    product = to_float32(tl.load(out + offsets, mask=mask, other=0), INTERPRETED) * to_float32(
+        tl.load(dout + offsets, mask=mask, other=0), INTERPRETED
+    )
+    delta = tl.sum(product, axis=1)
+    row_lse = tl.load(lse + row, mask=in_use, other=float("-inf"))
+    is_empty = row_lse == float("-inf")
+    lse2 = tl.where(is_empty, float("inf"), row_lse * LOG2_E)
+    weight = tl.full([BLOCK], 1.0, tl.float32)
+    d_sink = tl.zeros([BLOCK], tl.float32)
+    if attn_sink is not None:
+        head = row % h_q
+        weight = sink_weight(attn_sink, sink_stride, head, in_use, lse2, is_empty)
+        sink2 = tl.load(attn_sink + head * sink_stride, mask=in_use, other=0.0) * LOG2_E
+        # 1 - w, without the cancellation where w is near 1.
+        d_sink = -delta / (1.0 + tl.exp2(lse2 - sink2))
+    delta *= weight
+    if dlse is not None:
+        delta -= tl.load(dlse + row, mask=in_use, other=0.0)
+    tl.store(sums + row, lse2, mask=in_use)
+    tl.store(sums + rows + row, tl.where(is_empty, 0.0, weight), mask=in_use)
+    tl.store(sums + 2 * rows + row, tl.where(is_empty, 0.0, delta), mask=in_use)
+    tl.store(sums + 3 * rows + row, tl.where(is_empty, 0.0, d_sink), mask=in_use)
+
+
+@kernel
+def keys_kernel(
+    q,
+    q_stride_token: tl.int64,
+    q_stride_head: tl.int64,
+    kv,
+    kv_stride: tl.int64,
+    s_kv: tl.int32,
+    indices,
+    indices_stride: tl.int64,
+    topk_length,
+    length_stride: tl.int64,
+    dout,
+    sums,
+    rows: tl.int64,
+    h_q: tl.int32,
+    softmax_scale: tl.float32,
+    first_token: tl.int64,
+    first_slot: tl.int32,
+    slots: tl.int32,
+    dkv,
+    ATOMIC: tl.constexpr,
+    ALIGN: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Gradients of a tile of the keys at slots first_slot to first_slot + slots of a token's indices.
+
+    With ATOMIC they are added to rows of ``dkv`` [s_kv, d], else stored in ``dkv`` [tokens, slots, d]; float32.
+    """
+    tiles = tl.cdiv(slots, STEP.block_n)
+    launched_token = (tl.program_id(0) // tiles).to(tl.int64)
+    token = first_token + launched_token
+    slot = (tl.program_id(0) % tiles) * STEP.block_n + tl.arange(0, STEP.block_n)  # of this launch
+    length = _length(topk_length, token * length_stride, first_slot + slots)
+    in_use = first_slot + slot < length
+    index = tl.load(indices + token * indices_stride + first_slot + slot, mask=in_use, other=-1)
+    valid = within(index, s_kv) & in_use
+    keys = load_tile(kv, tl.where(valid, index, 0) * kv_stride * ALIGN, valid, STEP)
+
+    scale = softmax_scale * LOG2_E
+    ROWS: tl.constexpr = STEP.block_n
+    LATENT: tl.constexpr = STEP.latent
+    ROPE: tl.constexpr = STEP.rope if STEP.rope > 0 else 1
+    d_latent = tl.zeros([LATENT, ROWS] if STEP.values_first else [ROWS, LATENT], tl.float32)
+    d_rope = tl.zeros([ROPE, ROWS] if STEP.values_first else [ROWS, ROPE], tl.float32)
+    # Without a valid key nothing is stored.
+    heads = tl.where(tl.max(valid.to(tl.int32), axis=0) > 0, h_q, 0)
+    for start in tl.range(0, heads, STEP.block_h, num_stages=STEP.num_stages):
+        head = start + tl.arange(0, STEP.block_h)
+        query, d_out, lse2, weight, delta = _load_heads(
+            q, token * q_stride_token, q_stride_head, dout, sums, rows, token, head, h_q, ALIGN, STEP
+        )
+        scores = tl.dot(keys.latent, tl.trans(query.latent))  # [block_n, block_h]
+        if STEP.rope > 0:
+            scores = tl.dot(keys.rope, tl.trans(query.rope), scores)
+        dp = tl.dot(keys.latent, tl.trans(d_out))  # [block_n, block_h]
+        # Rows of keys that are not valid may be infinite; they are not stored.
+        p = tl.exp2(scores * scale - lse2[None, :])
+        ds = (p * (weight[None, :] * dp - delta[None, :]) * softmax_scale).to(d_out.dtype)
+        d_latent = _add_product(d_latent, (p * weight[None, :]).to(d_out.dtype), d_out, STEP)
+        d_latent = _add_product(d_latent, ds, query.latent, STEP)
+        if STEP.rope > 0:
+            d_rope = _add_product(d_rope, ds, query.rope, STEP)
+
+    row = tl.where(valid, index, 0).to(tl.int64) if ATOMIC else launched_token * slots + slot
+    _store(dkv, row * STEP.head_dim, valid, d_latent, 0, STEP.latent_dim, ATOMIC, STEP)
+    if STEP.rope > 0:
+        _store(dkv, row * STEP.head_dim, valid, d_rope, STEP.latent_dim, STEP.head_dim - STEP.latent_dim, ATOMIC, STEP)
+
+
+@kernel
+def queries_kernel(
+    q,
+    q_stride_token: tl.int64,
+    q_stride_head: tl.int64,
+    kv,
+    kv_stride: tl.int64,
+    s_kv: tl.int32,
+    indices,
+    indices_stride: tl.int64,
+    topk: tl.int32,
+    topk_length,
+    length_stride: tl.int64,
+    dout,
+    sums,
+    rows: tl.int64,
+    h_q: tl.int32,
+    softmax_scale: tl.float32,
+    dq,
+    ALIGN: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """dq of a token's block of heads."""
+    head_blocks = tl.cdiv(h_q, STEP.block_h)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
+    query, d_out, lse2, weight, delta = _load_heads(
+        q, token * q_stride_token, q_stride_head, dout, sums, rows, token, head, h_q, ALIGN, STEP
+    )
+    length = _length(topk_length, token * length_stride, topk)
+
+    scale = softmax_scale * LOG2_E
+    ROWS: tl.constexpr = STEP.block_h
+    LATENT: tl.constexpr = STEP.latent
+    ROPE: tl.constexpr = STEP.rope if STEP.rope > 0 else 1
+    d_latent = tl.zeros([LATENT, ROWS] if STEP.values_first else [ROWS, LATENT], tl.float32)
+    d_rope = tl.zeros([ROPE, ROWS] if STEP.values_first else [ROWS, ROPE], tl.float32)
+    for start in tl.range(0, length, STEP.block_n, num_stages=STEP.num_stages):
+        slot = start + tl.arange(0, STEP.block_n)
+        index = tl.load(indices + token * indices_stride + tl.minimum(slot, length - 1))
+        valid = within(index, s_kv) & (slot < length)
+        keys = load_tile(kv, tl.where(valid, index, 0) * kv_stride * ALIGN, valid, STEP)
+        scores = tl.dot(query.latent, tl.trans(keys.latent))  # [block_h, block_n]
+        if STEP.rope > 0:
+            scores = tl.dot(query.rope, tl.trans(keys.rope), scores)
+        dp = tl.dot(d_out, tl.trans(keys.latent))  # [block_h, block_n]
+        p = tl.exp2(scores * scale - lse2[:, None])
+        ds = p * (weight[:, None] * dp - delta[:, None]) * softmax_scale
+        ds = tl.where(valid[None, :], ds, 0.0).to(d_out.dtype)
+        d_latent = _add_product(d_latent, ds, keys.latent, STEP)
+        if STEP.rope > 0:
+            d_rope = _add_product(d_rope, ds, keys.rope, STEP)
+
+    row = (token * h_q + head) * STEP.head_dim
+    _store(dq, row, head < h_q, d_latent, 0, STEP.latent_dim, False, STEP)
+    if STEP.rope > 0:
+        _store(dq, row, head < h_q, d_rope, STEP.latent_dim, STEP.head_dim - STEP.latent_dim, False, STEP)
+
+
+@kernel
+def sum_by_key_kernel(
+    contributions,
+    sorted_keys,
+    order,
+    count: tl.int32,
+    s_kv: tl.int32,
+    dkv,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Add rows ``order`` of ``contributions`` to rows ``sorted_keys`` of ``dkv``, those of a key one after the other.
+
+    The program of a key's first contribution adds all of them. Keys from s_kv on select nothing.
+    """
+    position = tl.program_id(0)
+    key = tl.load(sorted_keys + position)
+    before = tl.load(sorted_keys + tl.maximum(position - 1, 0))
+    if (key >= s_kv) | ((position > 0) & (before == key)):
+        return
+    cols = tl.arange(0, WIDTH)
+    mask = cols < D
+    target = dkv + key.to(tl.int64) * D + cols
+    total = tl.load(target, mask=mask, other=0.0)
+    same = key >= 0
+    while same:
+        row = tl.load(order + position).to(tl.int64)
+        total += tl.load(contributions + row * D + cols, mask=mask, other=0.0)
+        position += 1
+        following = tl.load(sorted_keys + tl.minimum(position, count - 1))
+        same = (position < count) & (following == key)
+    tl.store(target, total, mask=mask)
+
+
+@triton.jit
+def _length(topk_length, offset, topk):
+    """How many of a token's ``topk`` indices count."""
+    length = topk
+    if topk_length is not None:
+        given = tl.load(topk_length + offset).to(tl.int64)
+        length = tl.minimum(tl.maximum(given, 0), topk).to(tl.int32)
+    return length
+
+
+@triton.jit
+def _load_heads(
+    q, q_offset, q_stride_head, dout, sums, rows, token, head, h_q, ALIGN: tl.constexpr, STEP: tl.constexpr
+):
+    """Rows of q and dout of some heads of a token, and their row sums; 0, and an lse of +inf, beyond the last head."""
+    in_heads = head < h_q
+    query = load_tile(q, (q_offset + head * q_stride_head) * ALIGN, in_heads, STEP)
+    row = token * h_q + head
+    d_out = load_rows(
+        dout, row * STEP.latent_dim, in_heads, 0, STEP.latent_dim, STEP.latent, STEP.interpreted
+    )  # [block_h, latent]
+    lse2 = tl.load(sums + row, mask=in_heads, other=float("inf"))
+    weight = tl.load(sums + rows + row, mask=in_heads, other=0.0)
+    delta = tl.load(sums + 2 * rows + row, mask=in_heads, other=0.0)
+    return query, d_out, lse2, weight, delta
+
+
+@triton.jit
+def _add_product(total, p, tile, STEP: tl.constexpr):
+    """total + p · tile, transposed if ``values_first``: Hopper's warp groups then divide the columns of a tile of 64
+    rows among themselves instead of repeating each other's work.
+    """
+    if STEP.values_first:
+        return tl.dot(tl.trans(tile), tl.trans(p), total)
+    else:
+        return tl.dot(p, tile, total)
+
+
+@triton.jit
+def _store(
+    base, offsets, in_use, tile, FIRST: tl.constexpr, COUNT: tl.constexpr, ATOMIC: tl.constexpr, STEP: tl.constexpr
+):
+    """Columns of a tile to elements FIRST to FIRST + COUNT of the rows at ``offsets``, or added to them."""
+    if STEP.values_first:
+        tile = tl.trans(tile)
+    cols = tl.arange(0, tile.shape[1])
+    pointers = base + offsets[:, None] + (FIRST + cols)[None, :]
+    mask = in_use[:, None] & (cols < COUNT)[None, :]
+    if ATOMIC:
+        tl.atomic_add(pointers, tile, mask=mask, sem="relaxed")
+    else:
+        tl.store(pointers, from_float32(tile, base.dtype.element_ty, STEP.interpreted), mask=mask)
