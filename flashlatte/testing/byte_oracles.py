@@ -164,7 +164,7 @@ def nvfp4_encode(row: Sequence[float]) -> bytes:
     values, scales = _quantize_fp4(row[:512], rounds_up=True)
     rope = bytes(map(e4m3_encode, row[512:]))
     # Byte p is the scale of block 4 · (p % 8) + p // 8.
-    return values + rope + bytes(scales[4 * (place % 8) + place // 8] for place in range(32))
+    return values + rope + bytes(scales[4 * (position % 8) + position // 8] for position in range(32))
 
 
 def nvfp4_decode(record: bytes) -> list[float]:

@@ -107,3 +107,13 @@ def test_no_cycle():
 
     for module in LIBRARY:
         visit(module, ())
+
+
+def test_no_two_classes_share_a_name():
+    """A name has one meaning: a reader who searches for a class finds one."""
+    modules: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(path.name)
+    assert {name: files for name, files in modules.items() if len(files) > 1} == {}

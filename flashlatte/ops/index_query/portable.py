@@ -141,13 +141,13 @@ def index_query_kernel(
             rotated_b = tl.where(rotates[None, :], b * cosine + a * sine, b)
             x = tl.reshape(tl.join(rotated_a, rotated_b), [BLOCK_H, D])
         else:
-            place = column - ROPE_AT
-            rotates = (place >= 0) & (place < ROPE)
-            partner = ROPE_AT + (place + pairs) % ROPE
-            cosine = tl.load(row + place % pairs, mask=rotates, other=1.0)
-            sine = tl.load(row + pairs + place % pairs, mask=rotates, other=0.0)
+            offset = column - ROPE_AT
+            rotates = (offset >= 0) & (offset < ROPE)
+            partner = ROPE_AT + (offset + pairs) % ROPE
+            cosine = tl.load(row + offset % pairs, mask=rotates, other=1.0)
+            sine = tl.load(row + pairs + offset % pairs, mask=rotates, other=0.0)
             other = tl.load(q_row[:, None] + partner[None, :], mask=inside[:, None] & rotates[None, :], other=0.0)
-            x = x * cosine[None, :] + to_float32(other, INTERPRETED) * tl.where(place < pairs, -sine, sine)[None, :]
+            x = x * cosine[None, :] + to_float32(other, INTERPRETED) * tl.where(offset < pairs, -sine, sine)[None, :]
     if HADAMARD:
         rounded = from_float32(x, q.dtype.element_ty, INTERPRETED)
         signs = tl.where(parity(column[:, None] & column[None, :]) == 1, -1.0, 1.0)

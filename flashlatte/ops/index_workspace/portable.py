@@ -93,8 +93,8 @@ def index_workspace_kernel(
         recent = position + 1 - seen + (column - groups)
         at = recent - (length - gathered)
         valid = tl.where(selects, chosen >= 0, (column < groups + seen) & (at >= 0))
-        place = tl.where(selects, chosen, window_row + at)
-        valid = valid & (place < workspace_rows)
-        row = request * workspace_rows + place
+        workspace_row = tl.where(selects, chosen, window_row + at)
+        valid = valid & (workspace_row < workspace_rows)
+        row = request * workspace_rows + workspace_row
         row = tl.where(valid & (row <= 0x7FFFFFFF), row, -1).to(tl.int32)
         tl.store(rows + token * width + column, row, mask=column < width)

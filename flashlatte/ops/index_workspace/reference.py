@@ -37,8 +37,10 @@ def index_workspace(
         chosen = indices.long().gather(1, column.clamp_max(topk - 1).expand_as(rows))
     recent = position + 1 - seen + column - groups
     at = recent - (length - gathered)[:, None]
-    place = torch.where(column < groups, chosen, window_row + at)
-    valid = torch.where(column < groups, chosen >= 0, (column < groups + seen) & (at >= 0)) & (place < workspace_rows)
-    row = request[:, None] * workspace_rows + place
+    workspace_row = torch.where(column < groups, chosen, window_row + at)
+    valid = torch.where(column < groups, chosen >= 0, (column < groups + seen) & (at >= 0)) & (
+        workspace_row < workspace_rows
+    )
+    row = request[:, None] * workspace_rows + workspace_row
     rows.copy_(row.where(valid & (row <= torch.iinfo(rows.dtype).max), -1))
     counts.copy_((groups + seen)[:, 0])

@@ -102,8 +102,8 @@ def inverse_rope_quantize_kernel(
     scaled, factors = scale_rows(x, smallest_amax, True)
     # The heads of a group are contiguous; the groups follow each other.
     group = head // group_heads
-    place = (group * num_tokens + token) * group_heads + head % group_heads
-    out_row = values + place * D
+    row = (group * num_tokens + token) * group_heads + head % group_heads
+    out_row = values + row * D
     tl.store(out_row[:, None] + column, float_to_e4m3(scaled, NATIVE), mask=real[:, None])
 
     factors = tl.where(real, factors, 0.0)

@@ -111,9 +111,9 @@ def mhc_pre_kernel(
     weight = tl.sigmoid(_scaled(projected, base, tl.load(scale) * inverse, stream, there)) + eps  # [BLOCK_N]
     share = 2 * tl.sigmoid(_scaled(projected, base, tl.load(scale + 1) * inverse, N + stream, there))
     tl.store(shares + token * N + stream, share, mask=there)
-    place = stream[:, None] * N + stream[None, :]
+    offset = stream[:, None] * N + stream[None, :]
     inside = there[:, None] & there[None, :]
-    mixed = _scaled(projected, base, tl.load(scale + 2) * inverse, 2 * N + place, inside)  # [BLOCK_N, BLOCK_N]
+    mixed = _scaled(projected, base, tl.load(scale + 2) * inverse, 2 * N + offset, inside)  # [BLOCK_N, BLOCK_N]
     mixed = tl.where(inside, mixed, float("-inf"))
     row_max = tl.where(there, tl.max(mixed, axis=1), 0.0)
     mixed = tl.exp(mixed - row_max[:, None])
@@ -122,7 +122,7 @@ def mhc_pre_kernel(
     for _ in range(iterations - 1):
         mixed /= _divisor(tl.sum(mixed, axis=1), eps, there)[:, None]
         mixed /= _divisor(tl.sum(mixed, axis=0), eps, there)[None, :]
-    tl.store(mixture + token * (N * N) + place, mixed, mask=inside)
+    tl.store(mixture + token * (N * N) + offset, mixed, mask=inside)
 
     for begin in range(0, units * UNIT, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
@@ -134,9 +134,9 @@ def mhc_pre_kernel(
 
 
 @triton.jit
-def _scaled(projected, base, factor, place, inside):
+def _scaled(projected, base, factor, offset, inside):
     """Projected values times a factor, plus their base."""
-    return tl.load(projected + place, mask=inside, other=0.0) * factor + tl.load(base + place, mask=inside, other=0.0)
+    return tl.load(projected + offset, mask=inside, other=0.0) * factor + tl.load(base + offset, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -170,5 +170,5 @@ def mhc_post_kernel(
                 tl.load(streams + (token * N + i) * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED
             )
             mixed += tl.load(mixture + token * (N * N) + i * N + j) * x
-        place = (token * N + j) * units * UNIT + column
-        tl.store(out + place, from_float32(mixed, out.dtype.element_ty, INTERPRETED), mask=wanted)
+        offset = (token * N + j) * units * UNIT + column
+        tl.store(out + offset, from_float32(mixed, out.dtype.element_ty, INTERPRETED), mask=wanted)

@@ -135,8 +135,8 @@ def rotate_and_cache_kernel(
             position = tl.load(positions + program * position_stride).to(tl.int64)
             x = to_float32(tl.load(kv + program * kv_stride * KV_UNIT + column), INTERPRETED)  # [1, D]
             x = rotate_tail(x, cos_sin, position, num_positions, 1, D, ROPE)
-            place = CacheSlot(cache, page_stride, row_stride, page_size, page, offset, valid)
-            store_row(x, place, D, FORMAT, UNIT, NATIVE, INTERPRETED)
+            cache_slot = CacheSlot(cache, page_stride, row_stride, page_size, page, offset, valid)
+            store_row(x, cache_slot, D, FORMAT, UNIT, NATIVE, INTERPRETED)
     else:
         program -= num_tokens
         token = program // head_blocks

@@ -48,18 +48,18 @@ def ordered(x, inside):
 
 
 @triton.jit
-def store_all(entries, index_row, value_row, place, length, k, INTERPRETED: tl.constexpr):
+def store_all(entries, index_row, value_row, position, length, k, INTERPRETED: tl.constexpr):
     """Write all ``length`` <= k entries, followed by padding."""
-    inside = place < length
-    tl.store(index_row + place, tl.where(inside, place, -1), mask=place < k)
+    inside = position < length
+    tl.store(index_row + position, tl.where(inside, position, -1), mask=position < k)
     if value_row is not None:
-        value = to_float32(tl.load(entries + place, mask=inside, other=0.0), INTERPRETED)
-        tl.store(value_row + place, tl.where(inside, value, float("-inf")), mask=place < k)
+        value = to_float32(tl.load(entries + position, mask=inside, other=0.0), INTERPRETED)
+        tl.store(value_row + position, tl.where(inside, value, float("-inf")), mask=position < k)
 
 
 @triton.jit
-def store_chosen(entries, index_row, value_row, chosen, place, columns, INTERPRETED: tl.constexpr):
-    tl.store(index_row + place, columns.to(tl.int32), mask=chosen)
+def store_chosen(entries, index_row, value_row, chosen, position, columns, INTERPRETED: tl.constexpr):
+    tl.store(index_row + position, columns.to(tl.int32), mask=chosen)
     if value_row is not None:
         value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0), INTERPRETED)
-        tl.store(value_row + place, value, mask=chosen)
+        tl.store(value_row + position, value, mask=chosen)

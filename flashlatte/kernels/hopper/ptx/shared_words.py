@@ -169,7 +169,7 @@ def _append_asm(entries, capacity):
     threshold, counter, list_address = (f"${n * entries}" for n in (3, 4, 5))
     return " ".join(
         [
-            "{ .reg .b32 own, upto, other, place; .reg .f32 least; .reg .pred p;",
+            "{ .reg .b32 own, upto, other, target; .reg .f32 least; .reg .pred p;",
             "mov.b32 own, 0;",
             *(f"setp.ge.f32 p, {value}, {threshold}; @p add.s32 own, own, 1;" for value in values),
             "mov.b32 upto, own;",
@@ -178,16 +178,16 @@ def _append_asm(entries, capacity):
                 for distance in (1, 2, 4, 8, 16)
             ),
             # The last lane adds the warp's total.
-            "mov.u32 place, %laneid; setp.eq.s32 p, place, 31; mov.b32 place, 0;",
-            f"@p atom.shared.add.u32 place, [{counter}], upto;",
-            "shfl.sync.idx.b32 place, place, 31, 31, -1;",
-            "add.s32 upto, upto, place; sub.s32 place, upto, own;",
+            "mov.u32 target, %laneid; setp.eq.s32 p, target, 31; mov.b32 target, 0;",
+            f"@p atom.shared.add.u32 target, [{counter}], upto;",
+            "shfl.sync.idx.b32 target, target, 31, 31, -1;",
+            "add.s32 upto, upto, target; sub.s32 target, upto, own;",
             # No value is >= NaN.
             f"setp.le.s32 p, upto, {capacity}; selp.f32 least, {threshold}, 0f7FFFFFFF, p;",
-            f"mad.lo.s32 place, place, 8, {list_address};",
+            f"mad.lo.s32 target, target, 8, {list_address};",
             *(
-                f"setp.ge.f32 p, {value}, least; @p st.shared.v2.b32 [place], {{{value}, {column}}}; "
-                "@p add.s32 place, place, 8;"
+                f"setp.ge.f32 p, {value}, least; @p st.shared.v2.b32 [target], {{{value}, {column}}}; "
+                "@p add.s32 target, target, 8;"
                 for value, column in zip(values, columns, strict=True)
             ),
             *(f"mov.b32 ${i}, 0;" for i in range(entries)),

@@ -168,8 +168,10 @@ def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + target.eps) * finish.gain
     x = rotate_tail_by(x[None, :], finish.cosine, finish.sine, D - FORM.rope_dim, 1, D)
     page, offset = page_and_offset(slot, slot >= 0, target.page_size, FORM.wide)
-    place = CacheSlot(target.cache, target.page_stride, target.row_stride, target.page_size, page, offset, slot >= 0)
-    store_row(x, place, D, ROW_BYTES, FORM.units.cache, FORM.native, FORM.interpreted)
+    cache_slot = CacheSlot(
+        target.cache, target.page_stride, target.row_stride, target.page_size, page, offset, slot >= 0
+    )
+    store_row(x, cache_slot, D, ROW_BYTES, FORM.units.cache, FORM.native, FORM.interpreted)
 
 
 @triton.jit

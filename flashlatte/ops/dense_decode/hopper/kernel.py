@@ -85,7 +85,7 @@ def dense_decode_kernel(
     Arguments as in ``launch``.
     """
     key_lengths = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
-    table = schedule.BlockTable(pages, pages_stride, num_pages)
+    table = schedule.DecodeBlockTable(pages, pages_stride, num_pages)
     uniform = UniformRanges(uniform_ranges, uniform_free)
     outputs = Outputs(
         out,

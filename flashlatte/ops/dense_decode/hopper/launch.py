@@ -18,7 +18,7 @@ from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import kernel
 from flashlatte.ops.dense_decode.hopper.one_byte_producer import OneByteKeys
 from flashlatte.ops.dense_decode.hopper.producer import DenseDecodeQuery, KeyDescriptors
-from flashlatte.ops.dense_decode.hopper.schedule import BlockTable
+from flashlatte.ops.dense_decode.hopper.schedule import DecodeBlockTable
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.runtime import machine
 from flashlatte.runtime.arguments import by_name
@@ -102,7 +102,7 @@ def dense_decode(
     q_tiles = (None, None) if few_rows else _query_descriptors(q, q_strides, heads)
     query = DenseDecodeQuery(*q_tiles, q, *q_units, heads, rows)
     keys = _keys(k_cache, box, few_rows)
-    table = BlockTable(block_table, block_table.stride(0), num_pages)
+    table = DecodeBlockTable(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)
     lengths = key_lengths(batch, 1, cache_seqlens, limit)
     outputs = outputs_of(out, lse, None, tokens=1, heads=heads, rows=rows, empty_lse=empty_lse, row_align=out_align)

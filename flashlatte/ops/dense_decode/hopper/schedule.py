@@ -100,7 +100,7 @@ class DenseDecodeSplit(NamedTuple):
     boxes: Any
 
 
-class BlockTable(NamedTuple):
+class DecodeBlockTable(NamedTuple):
     """The block table: ``pages`` at [request · pages_stride], with page ids below ``num_pages``."""
 
     pages: Any

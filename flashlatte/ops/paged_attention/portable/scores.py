@@ -69,9 +69,9 @@ def is_visible(terms, request, position, lower, upper, keys):
     visible = (keys[None, :] >= lower[:, None]) & (keys[None, :] <= upper[:, None])
     if terms.prefix_ranges is not None:
         for number in range(0, terms.num_prefix_ranges):
-            place = terms.prefix_ranges + request * terms.prefix_stride_request + number * terms.prefix_stride_range
-            first = tl.load(place)
-            last = tl.load(place + 1)
+            address = terms.prefix_ranges + request * terms.prefix_stride_request + number * terms.prefix_stride_range
+            first = tl.load(address)
+            last = tl.load(address + 1)
             row_inside = (position >= first) & (position <= last)
             key_inside = (keys >= first) & (keys <= last)
             visible = visible | (row_inside[:, None] & key_inside[None, :])

@@ -129,9 +129,9 @@ def find_tiles_kernel(
     _, last_key = seen_by(context + own + tokens - 1, keys, window_left, window_right)
     if prefix_ranges is not None:
         for number in range(0, num_ranges):
-            place = prefix_ranges + request * stride_request + number * stride_range
-            first = tl.load(place, mask=is_request, other=0).to(tl.int64)
-            last = tl.load(place + 1, mask=is_request, other=-1).to(tl.int64)
+            address = prefix_ranges + request * stride_request + number * stride_range
+            first = tl.load(address, mask=is_request, other=0).to(tl.int64)
+            last = tl.load(address + 1, mask=is_request, other=-1).to(tl.int64)
             if (first <= last) & (first < context + own + tokens) & (last >= context + own):
                 first_key = tl.minimum(first_key, tl.maximum(first, 0)).to(tl.int32)
                 last_key = tl.maximum(last_key, tl.minimum(last, keys - 1)).to(tl.int32)

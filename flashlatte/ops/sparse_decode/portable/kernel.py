@@ -27,7 +27,7 @@ def _attend(
     stop_block,
     length,
     scale,
-    place: tl.constexpr,
+    cache_layout: tl.constexpr,
     step: tl.constexpr,
 ):
     """The state after blocks first to stop (exclusive) of a list of ``length`` indices."""
@@ -35,23 +35,23 @@ def _attend(
     in_tile = tl.arange(0, BLOCK_N)
     begin = first_block * BLOCK_N
     stop = tl.minimum(stop_block * BLOCK_N, length)
-    if place.tiling is None and place.scaling is None:
+    if cache_layout.tiling is None and cache_layout.scaling is None:
         for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
             index = tl.load(indices + tl.minimum(start + in_tile, stop - 1))
-            valid, rows = locate_rows(cache, index, place)
+            valid, rows = locate_rows(cache, index, cache_layout)
             valid = valid & (in_tile < stop - start)
             keys = load_tile(cache.k_cache, rows, valid, step)
             state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
     elif step.num_stages > 1:
         # Tiles are prefetched to shared memory; their scales and indices are carried in registers.
         index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
-        scales = load_scales(cache, index, place)
+        scales = load_scales(cache, index, cache_layout)
         index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
         for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-            codes = load_codes(cache, tl.load(indices + tl.minimum(start + in_tile, stop - 1)), place)
+            codes = load_codes(cache, tl.load(indices + tl.minimum(start + in_tile, stop - 1)), cache_layout)
             valid = codes.valid & (in_tile < stop - start)
-            keys = dequantize(codes, scales, q.latent.dtype, place, step)
-            scales = load_scales(cache, index, place)
+            keys = dequantize(codes, scales, q.latent.dtype, cache_layout, step)
+            scales = load_scales(cache, index, cache_layout)
             position = start + 2 * BLOCK_N + in_tile
             index = tl.load(indices + position, mask=position < stop, other=-1)
             state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
@@ -59,12 +59,12 @@ def _attend(
         # Tiles are dequantised in registers anyway, so the next tile is prefetched to registers and needs no shared
         # memory.
         index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
-        packed = load_packed(cache, index, place)
+        packed = load_packed(cache, index, cache_layout)
         index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
         for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            keys = unpack(packed, q.latent.dtype, place, step)
+            keys = unpack(packed, q.latent.dtype, cache_layout, step)
             valid = packed.valid
-            packed = load_packed(cache, index, place)
+            packed = load_packed(cache, index, cache_layout)
             position = start + 2 * BLOCK_N + in_tile
             index = tl.load(indices + position, mask=position < stop, other=-1)
             if not step.warpgroups:
@@ -121,8 +121,8 @@ def sparse_decode_kernel(
     scratch,
     num_groups: tl.int32,
     num_ranges: tl.int32,
-    PLACE: tl.constexpr,
-    EXTRA_PLACE: tl.constexpr,
+    CACHE_LAYOUT: tl.constexpr,
+    EXTRA_CACHE_LAYOUT: tl.constexpr,
     STEP: tl.constexpr,
     D_V: tl.constexpr,
     Q_ALIGN: tl.constexpr,
@@ -197,7 +197,7 @@ def sparse_decode_kernel(
             length = device.key_count(item, key_lengths)
             own = indices + request * indices_stride_request + token * indices_stride_token
             state = empty_state(STEP)
-            state = _attend(state, q_tile, cache, own, first_block, stop_block, length, scale, PLACE, STEP)
+            state = _attend(state, q_tile, cache, own, first_block, stop_block, length, scale, CACHE_LAYOUT, STEP)
             if HAS_EXTRA:
                 before = tl.cdiv(length, BLOCK_N)
                 first_extra = tl.maximum(first_block - before, 0)
@@ -205,7 +205,7 @@ def sparse_decode_kernel(
                 own = extra_indices + request * extra_indices_stride_request + token * extra_indices_stride_token
                 length = device.extra_key_count(item, key_lengths)
                 state = _attend(
-                    state, q_tile, extra_cache, own, first_extra, stop_extra, length, scale, EXTRA_PLACE, STEP
+                    state, q_tile, extra_cache, own, first_extra, stop_extra, length, scale, EXTRA_CACHE_LAYOUT, STEP
                 )
             values, lse2 = normalize(state, scale, STEP)
             cols = tl.arange(0, STEP.latent)

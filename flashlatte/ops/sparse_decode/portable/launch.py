@@ -105,9 +105,9 @@ def sparse_decode(
         is_uniform,
         batch_invariant,
     )
-    place, own = _selection(k_cache, indices, layout)
+    main_layout, own = _selection(k_cache, indices, layout)
     extra_layout = layout if extra_k_cache is None else layout.second_format(extra_k_cache.shape[-1])
-    extra_place, extra = _selection(extra_k_cache, extra_indices, extra_layout)
+    second_layout, extra = _selection(extra_k_cache, extra_indices, extra_layout)
     q_align, out_align = row_align(q), row_align(out)
     query = SparseQuery(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk or 0)
@@ -128,8 +128,8 @@ def sparse_decode(
             num_groups=split.groups,
             num_ranges=split.splits,
         ),
-        PLACE=place,
-        EXTRA_PLACE=extra_place,
+        CACHE_LAYOUT=main_layout,
+        EXTRA_CACHE_LAYOUT=second_layout,
         Q_ALIGN=q_align,
         OUT_ALIGN=out_align,
         **launch_plan.constants,

@@ -33,19 +33,21 @@ class Codes(NamedTuple):
 
 
 @triton.jit
-def load_codes(cache, index, place: tl.constexpr):
+def load_codes(cache, index, cache_layout: tl.constexpr):
     """Load tokens of a cache. Invalid tokens are zeros."""
-    TILING: tl.constexpr = place.tiling
-    valid, page, offset = locate(cache, index, place)
+    TILING: tl.constexpr = cache_layout.tiling
+    valid, page, offset = locate(cache, index, cache_layout)
     in_use = valid[:, None]
     column = tl.arange(0, _LATENT)[None, :]
     if TILING is None:
-        rows = cache.k_cache + locate_bytes(cache, page, offset, place.scaling.token_bytes, place)[:, None]
+        rows = (
+            cache.k_cache + locate_bytes(cache, page, offset, cache_layout.scaling.token_bytes, cache_layout)[:, None]
+        )
         latent = tl.load(rows + column, mask=in_use, other=0)
         # A placeholder: there is no rope, and Triton 3.6 cannot return None.
         return Codes(latent, latent, valid)
     else:
-        rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
+        rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, cache_layout)[:, None]
         HAS: tl.constexpr = TILING.tile * TILING.tiles
         latent = tl.load(rows + column, mask=in_use & (column < HAS) if HAS < _LATENT else in_use, other=0)
         if TILING.rope_offset == TILING.row_bytes:
@@ -57,27 +59,27 @@ def load_codes(cache, index, place: tl.constexpr):
 
 
 @triton.jit
-def load_scales(cache, index, place: tl.constexpr):
+def load_scales(cache, index, cache_layout: tl.constexpr):
     """The scales of tokens, float32 [tokens, tiles].
 
     Shared memory has no room for two steps of scales, so they are loaded in pieces of less than four bytes, the minimum
     of an asynchronous copy, and kept in registers.
     """
-    TILING: tl.constexpr = place.tiling
-    valid, page, offset = locate(cache, index, place)
+    TILING: tl.constexpr = cache_layout.tiling
+    valid, page, offset = locate(cache, index, cache_layout)
     in_use = valid[:, None]
     if TILING is None:
-        SCALING: tl.constexpr = place.scaling
-        rows = cache.k_cache + locate_bytes(cache, page, offset, SCALING.token_bytes, place)[:, None]
+        SCALING: tl.constexpr = cache_layout.scaling
+        rows = cache.k_cache + locate_bytes(cache, page, offset, SCALING.token_bytes, cache_layout)[:, None]
         rows += SCALING.scale_offset
         return e8m0_to_float(tl.load(rows + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0))
     else:
         number = tl.arange(0, TILING.padded_tiles)[None, :]
         if TILING.e8m0:
-            rows = cache.k_cache + locate_scale_bytes(cache, page, offset, TILING, place)[:, None]
+            rows = cache.k_cache + locate_scale_bytes(cache, page, offset, TILING, cache_layout)[:, None]
             return e8m0_to_float(tl.load(rows + number, mask=in_use & (number < TILING.tiles), other=0))
         else:
-            rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
+            rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, cache_layout)[:, None]
             halves = (rows + TILING.tile * TILING.tiles).to(tl.pointer_type(tl.uint16)) + 2 * number
             low = tl.load(halves, mask=in_use, other=0).to(tl.uint32)
             high = tl.load(halves + 1, mask=in_use, other=0).to(tl.uint32)
@@ -85,14 +87,14 @@ def load_scales(cache, index, place: tl.constexpr):
 
 
 @triton.jit
-def dequantize(codes, scales, dtype: tl.constexpr, place: tl.constexpr, step: tl.constexpr):
+def dequantize(codes, scales, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
     """Dequantise tokens to ``dtype``, rounded to bf16 once: 512 latent elements and, for ``v32``, 64 rope elements."""
     BLOCK_N: tl.constexpr = scales.shape[0]
     TILES: tl.constexpr = scales.shape[1]
     bits = tl.reshape(codes.latent, [BLOCK_N, TILES, _LATENT // TILES])
-    latent = e4m3_to_float(bits, place.native) * scales[:, :, None]
+    latent = e4m3_to_float(bits, cache_layout.native) * scales[:, :, None]
     latent = from_float32(latent, tl.bfloat16, step.interpreted)
-    TILING: tl.constexpr = place.tiling
+    TILING: tl.constexpr = cache_layout.tiling
     if TILING is None or TILING.rope_offset == TILING.row_bytes:
         rope = latent
     else:

@@ -79,78 +79,78 @@ class Packed(NamedTuple):
 
 
 @triton.jit
-def locate(cache, index, place: tl.constexpr):
+def locate(cache, index, cache_layout: tl.constexpr):
     """The mask of valid indices, and their pages and offsets, which are undefined where invalid."""
     unsigned: tl.constexpr = tl.uint64 if index.dtype == tl.int64 else tl.uint32
     valid = index.to(unsigned, bitcast=True) < cache.num_slots.to(unsigned)
-    slot = index.to(tl.uint64 if place.wide else tl.uint32)
-    page = slot // place.page_size
-    return valid, page, slot - page * place.page_size
+    slot = index.to(tl.uint64 if cache_layout.wide else tl.uint32)
+    page = slot // cache_layout.page_size
+    return valid, page, slot - page * cache_layout.page_size
 
 
 @triton.jit
-def locate_rows(cache, index, place: tl.constexpr):
+def locate_rows(cache, index, cache_layout: tl.constexpr):
     """The mask of valid indices, and the offsets of their rows in a cache without scales."""
-    valid, page, offset = locate(cache, index, place)
+    valid, page, offset = locate(cache, index, cache_layout)
     units = page * cache.stride_page.to(page.dtype) + offset * cache.stride_token.to(page.dtype)
-    return valid, units.to(tl.int64) * place.align
+    return valid, units.to(tl.int64) * cache_layout.align
 
 
 @triton.jit
-def locate_bytes(cache, page, offset, ROW_BYTES: tl.constexpr, place: tl.constexpr):
+def locate_bytes(cache, page, offset, ROW_BYTES: tl.constexpr, cache_layout: tl.constexpr):
     """The addresses of rows of ROW_BYTES, a multiple of ``align``, in a cache with scales."""
-    units = page * cache.stride_page.to(page.dtype) + offset * (ROW_BYTES // place.align)
-    return units.to(tl.int64) * place.align
+    units = page * cache.stride_page.to(page.dtype) + offset * (ROW_BYTES // cache_layout.align)
+    return units.to(tl.int64) * cache_layout.align
 
 
 @triton.jit
-def locate_scale_bytes(cache, page, offset, TILING: tl.constexpr, place: tl.constexpr):
+def locate_scale_bytes(cache, page, offset, TILING: tl.constexpr, cache_layout: tl.constexpr):
     """The addresses of the scales of tokens in the scale plane of a page."""
-    page_start = locate_bytes(cache, page, 0, TILING.row_bytes, place)
-    return page_start + place.page_size * TILING.row_bytes + offset.to(tl.int64) * TILING.padded_tiles
+    page_start = locate_bytes(cache, page, 0, TILING.row_bytes, cache_layout)
+    return page_start + cache_layout.page_size * TILING.row_bytes + offset.to(tl.int64) * TILING.padded_tiles
 
 
 @triton.jit
-def load_packed(cache, index, place: tl.constexpr):
+def load_packed(cache, index, cache_layout: tl.constexpr):
     """Load tokens of a cache with scales, for ``unpack``."""
-    if place.scaling is not None:
-        SCALING: tl.constexpr = place.scaling
-        return _load_blocks(cache, index, place, SCALING)
+    if cache_layout.scaling is not None:
+        SCALING: tl.constexpr = cache_layout.scaling
+        return _load_blocks(cache, index, cache_layout, SCALING)
     else:
-        TILING: tl.constexpr = place.tiling
-        return _load_tiles(cache, index, place, TILING)
+        TILING: tl.constexpr = cache_layout.tiling
+        return _load_tiles(cache, index, cache_layout, TILING)
 
 
 @triton.jit
-def _load_blocks(cache, index, place: tl.constexpr, SCALING: tl.constexpr):
-    valid, page, offset = locate(cache, index, place)
+def _load_blocks(cache, index, cache_layout: tl.constexpr, SCALING: tl.constexpr):
+    valid, page, offset = locate(cache, index, cache_layout)
     in_use = valid[:, None]
-    rows = cache.k_cache + locate_bytes(cache, page, offset, SCALING.token_bytes, place)[:, None]
-    words = load_words(rows, tl.arange(0, SCALING.scale_offset // 4)[None, :], tl.int32, in_use, place.align)
+    rows = cache.k_cache + locate_bytes(cache, page, offset, SCALING.token_bytes, cache_layout)[:, None]
+    words = load_words(rows, tl.arange(0, SCALING.scale_offset // 4)[None, :], tl.int32, in_use, cache_layout.align)
     scales = tl.load(rows + SCALING.scale_offset + tl.arange(0, SCALING.blocks)[None, :], mask=in_use, other=0)
     # A placeholder: there is no rope, and Triton 3.6 cannot return None.
     return Packed(words, scales, scales, valid)
 
 
 @triton.jit
-def _load_tiles(cache, index, place: tl.constexpr, TILING: tl.constexpr):
+def _load_tiles(cache, index, cache_layout: tl.constexpr, TILING: tl.constexpr):
     LATENT: tl.constexpr = TILING.tile * TILING.tiles
-    valid, page, offset = locate(cache, index, place)
+    valid, page, offset = locate(cache, index, cache_layout)
     in_use = valid[:, None]
-    rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, place)[:, None]
+    rows = cache.k_cache + locate_bytes(cache, page, offset, TILING.row_bytes, cache_layout)[:, None]
     word = tl.arange(0, _WORDS)[None, :]
     rope_number = tl.arange(0, _ROPE_DIM)[None, :]
     scale_number = tl.arange(0, TILING.padded_tiles)[None, :]
     if TILING.e8m0:
-        words = load_words(rows, word, tl.int32, in_use & (word < LATENT // 4), place.align)
-        rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)
-        scale_rows = cache.k_cache + locate_scale_bytes(cache, page, offset, TILING, place)[:, None]
+        words = load_words(rows, word, tl.int32, in_use & (word < LATENT // 4), cache_layout.align)
+        rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, cache_layout.align)
+        scale_rows = cache.k_cache + locate_scale_bytes(cache, page, offset, TILING, cache_layout)[:, None]
         scales = tl.load(scale_rows + scale_number, mask=in_use & (scale_number < TILING.tiles), other=0)
     else:
-        words = load_words(rows, word, tl.int32, in_use, place.align)
+        words = load_words(rows, word, tl.int32, in_use, cache_layout.align)
         if TILING.rope_offset < TILING.row_bytes:
-            rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, place.align)
-        bits = load_words(rows + LATENT, scale_number, tl.int32, in_use, place.align)
+            rope = load_words(rows + TILING.rope_offset, rope_number, tl.uint16, in_use, cache_layout.align)
+        bits = load_words(rows + LATENT, scale_number, tl.int32, in_use, cache_layout.align)
         scales = bits.to(tl.float32, bitcast=True)
         if TILING.rope_offset == TILING.row_bytes:
             rope = scales
@@ -158,12 +158,12 @@ def _load_tiles(cache, index, place: tl.constexpr, TILING: tl.constexpr):
 
 
 @triton.jit
-def unpack(packed, dtype: tl.constexpr, place: tl.constexpr, step: tl.constexpr):
+def unpack(packed, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
     """Dequantise tokens to ``dtype``: 512 latent elements and, for ``v32``, 64 rope elements."""
-    if place.scaling is not None:
-        return _unpack_blocks(packed, dtype, place.scaling.fp4, step)
+    if cache_layout.scaling is not None:
+        return _unpack_blocks(packed, dtype, cache_layout.scaling.fp4, step)
     else:
-        TILING: tl.constexpr = place.tiling
+        TILING: tl.constexpr = cache_layout.tiling
         return _unpack_tiles(packed, dtype, TILING.e8m0, TILING.rope_offset < TILING.row_bytes, step)
 
 

@@ -47,10 +47,10 @@ def filter_kernel(
     cutoff = tl.full([], LOWEST, tl.int32)
     if length > CAPACITY:
         spread = length // (SAMPLE // RUN)
-        place = tl.arange(0, SAMPLE)
-        place = (place // RUN) * spread + place % RUN
-        inside = place < length
-        sample = ordered(load_values(entries + place, inside, INTERPRETED), inside)
+        position = tl.arange(0, SAMPLE)
+        position = (position // RUN) * spread + position % RUN
+        inside = position < length
+        sample = ordered(load_values(entries + position, inside, INTERPRETED), inside)
         cutoff = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
 
     chunk_length = tl.cdiv(tl.cdiv(length, chunks), RUN) * RUN
@@ -68,9 +68,9 @@ def filter_kernel(
         values = load_values(entries + (column + BLOCK), column + BLOCK < stop, INTERPRETED)
         passes = (keys >= cutoff).to(tl.int32)
         ranks = tl.cumsum(passes, axis=0)
-        place = count + ranks - passes
-        stored = (passes == 1) & (place < CAPACITY)
-        tl.store(key_places + place, keys, mask=stored)
-        tl.store(column_places + place, column, mask=stored)
+        position = count + ranks - passes
+        stored = (passes == 1) & (position < CAPACITY)
+        tl.store(key_places + position, keys, mask=stored)
+        tl.store(column_places + position, column, mask=stored)
         count += tl.sum(passes, axis=0)
     tl.store(counts + program, count)

@@ -52,27 +52,27 @@ def finish_kernel(
     if values is not None:
         value_row = values + row * value_stride
 
-    place = tl.arange(0, CAPACITY)
+    position = tl.arange(0, CAPACITY)
     if length <= k:
-        store_all(entries, index_row, value_row, place, length, k, INTERPRETED)
+        store_all(entries, index_row, value_row, position, length, k, INTERPRETED)
     elif candidate_keys is None:
-        keys = ordered(load_values(entries + place, place < length, INTERPRETED), place < length)
+        keys = ordered(load_values(entries + position, position < length, INTERPRETED), position < length)
         chosen, target = places_of_largest(keys, k)
-        store_chosen(entries, index_row, value_row, chosen, target, place, INTERPRETED)
+        store_chosen(entries, index_row, value_row, chosen, target, position, INTERPRETED)
     else:
         # [CAPACITY]: indices of the concatenated candidates of all chunks
-        source = place
+        source = position
         if SPLIT:
             total = tl.zeros([], tl.int32)
             for chunk in range(chunks):
-                source = tl.where(place >= total, chunk * CAPACITY + place - total, source)
+                source = tl.where(position >= total, chunk * CAPACITY + position - total, source)
                 # More than CAPACITY candidates in a chunk are too many; the clamp keeps the sum below 2^31.
                 count = tl.minimum(tl.load(counts + program * chunks + chunk), CAPACITY + 1)
                 total = tl.minimum(total + count, CAPACITY + 1)
         else:
             total = tl.load(counts + program)
         if (total >= k) & (total <= CAPACITY):
-            taken = place < total
+            taken = position < total
             base = program * chunks * CAPACITY
             keys = tl.load(candidate_keys + base + source, mask=taken, other=OUTSIDE)
             chosen, target = places_of_largest(keys, k)
@@ -133,7 +133,7 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         above_ranks = above_before + tl.cumsum(above, axis=0) - above
         ties_ranks = ties_before + tl.cumsum(ties, axis=0) - ties
         chosen = (above == 1) | ((ties == 1) & (ties_ranks < wanted))
-        place = above_ranks + tl.minimum(ties_ranks, wanted)
-        store_chosen(entries, index_row, value_row, chosen, place, column, INTERPRETED)
+        position = above_ranks + tl.minimum(ties_ranks, wanted)
+        store_chosen(entries, index_row, value_row, chosen, position, column, INTERPRETED)
         above_before += tl.sum(above, axis=0)
         ties_before += tl.sum(ties, axis=0)

@@ -42,7 +42,7 @@ class TurboQuantStep(NamedTuple):
     token_stride: int | None
 
 
-class RequestPages(NamedTuple):
+class TurboquantPages(NamedTuple):
     """A request's row of block_table, and the cache's number of pages and strides of pages and tokens."""
 
     entries: Any
@@ -286,7 +286,7 @@ def turboquant_decode_kernel(
                 scale,
                 cache,
                 kv_head * head_stride,
-                RequestPages(block_table + item64 * table_stride, num_pages, page_stride, token_stride),
+                TurboquantPages(block_table + item64 * table_stride, num_pages, page_stride, token_stride),
                 length,
                 length - query_tokens + row_token,
                 v_dims,

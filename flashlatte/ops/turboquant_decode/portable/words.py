@@ -98,10 +98,10 @@ def _steps_text() -> str:
     lines = [".reg .b32 w;"]
     for half, order in enumerate(("0x5410", "0x7632")):
         lines.append(f"prmt.b32 w, $8, $9, {order};")
-        for place in range(4):
-            if place == 2:
+        for position in range(4):
+            if position == 2:
                 lines.append("shr.u32 w, w, 8;")
-            lines.append(f"and.b32 ${4 * half + place}, w, {('0x000F000F', '0x00F000F0')[place % 2]};")
+            lines.append(f"and.b32 ${4 * half + position}, w, {('0x000F000F', '0x00F000F0')[position % 2]};")
     return "{" + " ".join(lines) + "}"
 
 
@@ -170,11 +170,11 @@ def e4m3_operand(words):
 @triton.jit
 def key_dims(D: tl.constexpr, BITS: tl.constexpr):
     """The dim at each index of ``key_operand`` [D]."""
-    place = tl.arange(0, D)
+    position = tl.arange(0, D)
     if BITS == 8:
-        return place
+        return position
     else:
-        return place // 32 * 32 + place // 4 % 4 * 8 + place // 16 % 2 * 4 + place % 4
+        return position // 32 * 32 + position // 4 % 4 * 8 + position // 16 % 2 * 4 + position % 4
 
 
 @triton.jit
@@ -195,8 +195,8 @@ def value_operand(words):
 @triton.jit
 def value_dims(D: tl.constexpr, FIRST: tl.constexpr):
     """The dim at each index of ``value_operand`` [D], if the first word begins with dim FIRST."""
-    place = tl.arange(0, D)
-    return (place // 64 * 64 + place % 8 * 8 + place // 8 % 8 + FIRST) % D
+    position = tl.arange(0, D)
+    return (position // 64 * 64 + position % 8 * 8 + position // 8 % 8 + FIRST) % D
 
 
 @triton.jit
