@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.deep_gemm.operands import (
-    Query,
+    IndexQuery,
     check_pair,
     float32_weights,
     keys,
@@ -34,7 +34,7 @@ def fp8_mqa_logits(
 
 
 def fp8_fp4_mqa_logits(
-    q: Query,
+    q: IndexQuery,
     kv: tuple[torch.Tensor, torch.Tensor],
     weights: torch.Tensor,
     cu_seq_len_k_start: torch.Tensor,
@@ -132,7 +132,7 @@ def fp8_paged_mqa_logits(
 
 
 def fp8_fp4_paged_mqa_logits(
-    q: Query,
+    q: IndexQuery,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
     context_lens: torch.Tensor,

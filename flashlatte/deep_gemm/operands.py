@@ -13,10 +13,10 @@ from flashlatte.runtime import checks
 _SCALED_VALUES = 4 * fp4.TILE
 
 # Values, or (values, scales).
-Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+IndexQuery = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
-def query(q: Query) -> torch.Tensor:
+def query(q: IndexQuery) -> torch.Tensor:
     """float8_e4m3fn values, or those of mxfp8 and mxfp4 queries as bf16, which holds them exactly."""
     if isinstance(q, torch.Tensor):
         return q
@@ -57,7 +57,7 @@ def _is_int32(scales: object) -> bool:
     return isinstance(scales, torch.Tensor) and scales.dtype == torch.int32
 
 
-def refuse_paged_mxfp8(q: Query) -> None:
+def refuse_paged_mxfp8(q: IndexQuery) -> None:
     """A page of mxfp8 keys is as wide as one of fp8 keys, and its scales would be read as float32."""
     check_pair("q", q if not isinstance(q, torch.Tensor) else (q, None))
     if not isinstance(q, torch.Tensor) and q[0].dtype == torch.float8_e4m3fn and _is_int32(q[1]):

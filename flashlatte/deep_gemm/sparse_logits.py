@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.deep_gemm.operands import (
-    Query,
+    IndexQuery,
     check_pair,
     float32_weights,
     keys,
@@ -18,7 +18,7 @@ from flashlatte.runtime import checks
 
 
 def fp8_fp4_sparse_mqa_logits(
-    q: Query,
+    q: IndexQuery,
     kv: tuple[torch.Tensor, torch.Tensor],
     weights: torch.Tensor,
     metadata: torch.Tensor,
@@ -52,7 +52,7 @@ def fp8_fp4_sparse_mqa_logits(
 
 
 def fp8_fp4_paged_sparse_mqa_logits(
-    q: Query,
+    q: IndexQuery,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
     metadata: torch.Tensor,

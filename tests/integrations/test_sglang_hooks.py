@@ -18,7 +18,7 @@ from support.sglang_calls import untouched
 from flashlatte import deep_gemm, flash_mla
 from flashlatte.integrations import sglang
 from flashlatte.integrations.sglang import attention, hooks
-from flashlatte.integrations.sglang.stand_in import provide_flash_mla
+from flashlatte.integrations.sglang.flash_mla_module import provide_flash_mla
 
 
 class Registry:

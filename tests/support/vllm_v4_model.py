@@ -98,10 +98,10 @@ def serve(path: Path) -> dict[str, Any]:
     """What vLLM generates: of prompts in chunks, and then of one whose first page it has."""
     from support.vllm_engine import engine, prompts
 
-    from flashlatte.integrations.vllm import serves
+    from flashlatte.integrations.vllm import support
 
     # The platform keeps chunks and the prefix cache for models that it serves itself.
-    serves.V4_MODELS = ()
+    support.V4_MODELS = ()
     given = prompts(LENGTHS)
     with engine(
         path,

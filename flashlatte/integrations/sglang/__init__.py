@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from flashlatte.integrations.sglang.flash_mla_module import NOT_IMPORTABLE, provide_flash_mla
 from flashlatte.integrations.sglang.hooks import HOOKS, Hook, unserved
-from flashlatte.integrations.sglang.stand_in import NOT_IMPORTABLE, provide_flash_mla
 
 __all__ = ["register"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashlatte import deep_gemm
-from flashlatte.integrations.sglang.stand_in import NOT_IMPORTABLE
+from flashlatte.integrations.sglang.flash_mla_module import NOT_IMPORTABLE
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.topk import topk as best
 from flashlatte.runtime import checks, machine

@@ -13,13 +13,13 @@ import importlib
 import os
 from typing import Any
 
-from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm import compat, support
 
 __all__ = ["cpu_platform", "register"]
 
 ON_CPU = "FLASHLATTE_VLLM_CPU"
 MODES = ("custom", "auto")
-CUSTOM = "flashlatte.integrations.vllm.backends.named.FlashLatteBackend"
+CUSTOM = "flashlatte.integrations.vllm.backends.custom.FlashLatteBackend"
 DENSE = "flashlatte.integrations.vllm.backends.dense.FlashLatteMLABackend"
 SPARSE = "flashlatte.integrations.vllm.backends.sparse.FlashLatteSparseMLABackend"
 MODELS = "flashlatte.integrations.vllm.backends.models"
@@ -47,17 +47,19 @@ def register() -> None:
         ValueError: ``FLASHLATTE_VLLM`` is something else.
     """
     chosen = mode()
-    reason = compat.unknown()
+    reason = compat.version_refusal()
     if reason is not None:
-        compat.say_once("FlashLatte is not registered: %s", reason)
+        compat.warn_once("FlashLatte is not registered: %s", reason)
         return
     compat.register_attention("CUSTOM", CUSTOM)
     compat.register_prefill("CUSTOM", PREFILL)
-    compat.configure_models(serves.V4_MODELS, before=take_v4_model)
-    compat.configure_models(serves.V41_MODELS, before=lambda config, _: serves.refuse(config, serves.V41_IS_VLLMS))
-    on_cpu = os.environ.get(ON_CPU) == "1" and compat.unknown_on_cpus() is None
-    if not on_cpu and compat.unknown_for_indexers() is None:
-        compat.configure_models(serves.INDEXER_MODELS, after=take_indexer_model)
+    compat.configure_models(support.V4_MODELS, before=configure_v4_model)
+    compat.configure_models(
+        support.V41_MODELS, before=lambda config, _: support.refuse(config, support.V41_UNSUPPORTED)
+    )
+    on_cpu = os.environ.get(ON_CPU) == "1" and compat.cpu_refusal() is None
+    if not on_cpu and compat.indexer_refusal() is None:
+        compat.configure_models(support.INDEXER_MODELS, after=configure_indexer_model)
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
@@ -65,12 +67,12 @@ def register() -> None:
         importlib.import_module("flashlatte.integrations.vllm.backends.indexer").install_for_cpu()
 
 
-def take_indexer_model(vllm_config: Any, architecture: str) -> None:
+def configure_indexer_model(vllm_config: Any, architecture: str) -> None:
     """Have vLLM make a model with an indexer from ``MODELS`` where FlashLatte is named for it.
 
     Any fp8 cache is DeepSeek's, as it is for vLLM's own backend of these kernels. A class that the user names stays.
     """
-    if not serves.named(vllm_config):
+    if not support.selects_flashlatte(vllm_config):
         return
     vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS}:{architecture}")
     cache = vllm_config.cache_config
@@ -78,7 +80,7 @@ def take_indexer_model(vllm_config: Any, architecture: str) -> None:
         cache.cache_dtype = "fp8_ds_mla"
 
 
-def take_v4_model(vllm_config: Any, architecture: str) -> None:
+def configure_v4_model(vllm_config: Any, architecture: str) -> None:
     """Have vLLM make DeepSeek-V4 from ``MODELS_V4`` where FlashLatte is named for it.
 
     A class that the user names stays.
@@ -86,9 +88,9 @@ def take_v4_model(vllm_config: Any, architecture: str) -> None:
     Raises:
         ValueError: FlashLatte is named, and does not serve it in this vLLM or on this platform.
     """
-    if not serves.named(vllm_config):
+    if not support.selects_flashlatte(vllm_config):
         return
-    serves.refuse(vllm_config, compat.unknown_for_v4() or (None if compat.on_cuda() else serves.V4_ON_CUDA))
+    support.refuse(vllm_config, compat.v4_refusal() or (None if compat.on_cuda() else support.V4_NEEDS_CUDA))
     vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS_V4}:{architecture}")
 
 
@@ -109,8 +111,8 @@ def cpu_platform() -> str | None:
     """
     if os.environ.get(ON_CPU) != "1":
         return None
-    reason = compat.unknown_on_cpus()
+    reason = compat.cpu_refusal()
     if reason is not None:
-        compat.say_once("FlashLatte has no platform for CPUs: %s", reason)
+        compat.warn_once("FlashLatte has no platform for CPUs: %s", reason)
         return None
     return CPU_PLATFORM

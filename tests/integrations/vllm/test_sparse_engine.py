@@ -9,7 +9,7 @@ from support import tiny_checkpoints
 from support.vllm_engine import MIXED, NEW_TOKENS, Generated, engine, largest_difference, prompts
 
 from flashlatte.integrations import vllm as plugin
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 
 CLOSE = 5e-5
 SHARED = prompts((230, 200, 170), shared=160)
@@ -147,7 +147,7 @@ def cuda(monkeypatch):
 
 def test_custom_is_by_the_model(cuda):
     assert cuda("DeepseekV3ForCausalLM", use_sparse=False) == plugin.DENSE
-    for architecture in serves.INDEXER_MODELS:
+    for architecture in support.INDEXER_MODELS:
         for cache in ("auto", "bfloat16", "fp8_ds_mla"):
             assert cuda(architecture, cache=cache) == plugin.SPARSE
 
@@ -155,7 +155,7 @@ def test_custom_is_by_the_model(cuda):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"architecture": "Dots3NoteForCausalLM"}, serves.OTHER_INDEXERS),
+        ({"architecture": "Dots3NoteForCausalLM"}, support.SUPPORTED_INDEXERS),
         ({"architecture": V32, "dtype": torch.float32}, "it takes bfloat16, float16, not float32"),
         ({"architecture": V32, "cache": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"architecture": V32, "use_dcp": True}, "DCP not supported"),

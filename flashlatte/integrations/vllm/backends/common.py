@@ -6,19 +6,19 @@ from typing import Any
 
 from vllm.v1.attention.backend import MultipleOf
 
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 
 
-class CommonAnswers:
+class CommonBackendMixin:
     """A mixin, before vLLM's backend: pages of any size, best of 64 tokens, and query lengths that the host knows."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
-        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
+        return support.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return serves.PAGE_SIZE
+        return support.PAGE_SIZE
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from flashlatte.integrations import vllm
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 
 
 class FlashLatteCpuPlatform(CpuPlatform):
@@ -21,7 +21,7 @@ class FlashLatteCpuPlatform(CpuPlatform):
     ) -> str:
         wanted = attn_selector_config
         if wanted.use_mla and _is_ours(selected_backend):
-            refuses = serves.refuses_sparse if wanted.use_sparse else serves.refuses_dense
+            refuses = support.sparse_refusal if wanted.use_sparse else support.dense_refusal
             if reason := refuses("cpu", wanted.head_size, wanted.dtype, wanted.kv_cache_dtype, wanted.block_size):
                 raise ValueError(reason)
             return vllm.SPARSE if wanted.use_sparse else vllm.DENSE
@@ -39,7 +39,7 @@ class FlashLatteCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: Any) -> None:
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         wanted = (
-            cache.block_size if cache.user_specified_block_size else serves.PAGE_SIZE,
+            cache.block_size if cache.user_specified_block_size else support.PAGE_SIZE,
             cache.enable_prefix_caching,
             scheduler.enable_chunked_prefill,
             scheduler.max_num_batched_tokens,
@@ -47,8 +47,8 @@ class FlashLatteCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         model = vllm_config.model_config
         if model is None or model.architecture in (
-            *serves.V4_MODELS,
-            *serves.V41_MODELS,
+            *support.V4_MODELS,
+            *support.V41_MODELS,
         ):  # which vLLM counts as MLA too
             return
         if model.use_mla and _is_ours(vllm_config.attention_config.backend):

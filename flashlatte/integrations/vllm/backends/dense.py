@@ -17,8 +17,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from flashlatte.integrations.vllm import compat, serves
-from flashlatte.integrations.vllm.backends.common import CommonAnswers
+from flashlatte.integrations.vllm import compat, support
+from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
@@ -29,15 +29,15 @@ from flashlatte.ops.dense_decode import dense_decode
 
 # Where all requests of a batch have as few new tokens as this, they attend in absorbed form: their keys and values are
 # read as they are cached, not expanded for every head.
-MOST_ABSORBED_QUERIES = 128
+MAX_ABSORBED_QUERIES = 128
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
-class FlashLatteMLABackend(CommonAnswers, MLACommonBackend):
+class FlashLatteMLABackend(CommonBackendMixin, MLACommonBackend):
     """FlashLatte as vLLM's attention backend for MLA without an indexer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *serves.CACHE_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *support.CACHE_DTYPES]
 
     @staticmethod
     def get_name() -> str:
@@ -57,7 +57,7 @@ class FlashLatteMLABackend(CommonAnswers, MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= serves.OLDEST_CAPABILITY
+        return tuple(capability) >= support.MIN_CAPABILITY
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -77,8 +77,8 @@ class FlashLatteMLABackend(CommonAnswers, MLACommonBackend):
         **__: Any,
     ) -> str | None:
         if use_sparse:
-            return f"FlashLatte: {compat.unknown_for_indexers() or serves.OTHER_INDEXERS}"
-        return serves.refuses_dense(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
+            return f"FlashLatte: {compat.indexer_refusal() or support.SUPPORTED_INDEXERS}"
+        return support.dense_refusal(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
 
 class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
@@ -87,12 +87,12 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     # A batch-invariant request may not attend in another form because of what else is in the batch.
-    reorder_batch_threshold: int = 1 if BATCH_INVARIANT else MOST_ABSORBED_QUERIES
+    reorder_batch_threshold: int = 1 if BATCH_INVARIANT else MAX_ABSORBED_QUERIES
 
     @staticmethod
     def determine_prefill_query_data_type(vllm_config: Any, model_dtype: torch.dtype) -> torch.dtype:
         if vllm_config.attention_config.use_prefill_query_quantization:
-            compat.say_once("FlashLatte ignores use_prefill_query_quantization: queries of a prefill keep their dtype")
+            compat.warn_once("FlashLatte ignores use_prefill_query_quantization: queries of a prefill keep their dtype")
         return model_dtype
 
     def __init__(
@@ -108,7 +108,7 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         if device.type != "cpu" and self.dcp_world_size == 1:
             layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
             if isinstance(getattr(layer, "impl", None), FlashLatteMLAImpl):  # vLLM's tests have others
-                layer.impl.run_empty_prefill(vllm_config.model_config.dtype, kv_cache_spec.block_size, layer._k_scale)
+                layer.impl.warm_up_prefill(vllm_config.model_config.dtype, kv_cache_spec.block_size, layer._k_scale)
 
     def _build_decode(self, **batch: Any) -> Any:
         """The decode requests, all of as many queries: without those that are padding and have none."""
@@ -142,7 +142,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        serves.check_layer(
+        support.check_layer(
             kv_cache_dtype,
             mla_args["qk_rope_head_dim"],
             alibi_slopes=alibi_slopes,
@@ -166,7 +166,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         # Queries stay in 16 bits over an fp8 cache.
         self.supports_quant_query_input = False
         self.is_fp8 = kv_cache_dtype.startswith("fp8")
-        self.prefills_elsewhere = compat.names_another_prefill()
+        self.uses_other_prefill = compat.selects_other_prefill()
         self.expansion = Expansion(
             kv_b=lambda latent: self.kv_b_proj(latent)[0],
             latent_dim=self.kv_lora_rank,
@@ -236,7 +236,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         output_scale: torch.Tensor | None = None,
     ) -> None:
         """Attention of prefill requests, in multi-head form, into ``output`` [T, h · v]."""
-        if output_scale is not None or self.dcp_world_size > 1 or self.prefills_elsewhere:
+        if output_scale is not None or self.dcp_world_size > 1 or self.uses_other_prefill:
             # vLLM's prefill backend writes a quantised output, and vLLM collects what other ranks have of a context.
             # And whoever names another prefill backend gets it.
             scale = {} if output_scale is None else {"output_scale": output_scale}
@@ -252,12 +252,12 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             output.view(-1, self.num_heads, self.v_head_dim),
         )
 
-    def run_empty_prefill(self, dtype: torch.dtype, page_size: int, k_scale: torch.Tensor) -> None:
+    def warm_up_prefill(self, dtype: torch.dtype, page_size: int, k_scale: torch.Tensor) -> None:
         """Attend once to zeros, new and cached, so that these kernels are compiled before vLLM serves.
 
         vLLM's own warm-up has no cached context.
         """
-        if self.prefills_elsewhere:
+        if self.uses_other_prefill:
             return
         device, tokens = k_scale.device, 2
         bounds, start = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ((0, tokens), (0,)))

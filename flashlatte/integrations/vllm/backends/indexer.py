@@ -17,8 +17,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from flashlatte.integrations.vllm import serves
-from flashlatte.integrations.vllm.backends.common import CommonAnswers
+from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.kv_cache.index_formats import quantize_rows
 from flashlatte.layers.selection import LOGIT_BYTES, SelectionChunk, plan_selection
 from flashlatte.ops.index_quantize import index_gather, index_quantize
@@ -83,7 +83,7 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
         )
 
 
-class FlashLatteIndexerBackend(CommonAnswers, AttentionBackend):
+class FlashLatteIndexerBackend(CommonBackendMixin, AttentionBackend):
     """What vLLM asks of a cache of index keys: its pages, and the metadata of a batch."""
 
     @staticmethod
@@ -134,7 +134,7 @@ class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
         CustomOp.__init__(self)
         config = get_current_vllm_config()
         shared = config.parallel_config.prefill_context_parallel_size
-        serves.check_indexer(
+        support.check_indexer(
             use_fp4_cache=use_fp4_cache, prefill_context_parallel_size=shared if shared > 1 else None, **others
         )
         self.k_cache = k_cache
@@ -158,28 +158,28 @@ class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
         if not self.skip_k_cache_insert:
             slots = batch.slot_mapping[: batch.num_tokens]
             index_quantize(cache, slots, k, scale_rounding=self.scale_rounding)
-        choose(batch, cache, q_quant, weights, self.topk_indices_buffer[:, : self.topk_tokens])
+        select_tokens(batch, cache, q_quant, weights, self.topk_indices_buffer[:, : self.topk_tokens])
         return self.topk_indices_buffer
 
     forward_cpu = forward_native
     forward_cuda = forward_native
 
 
-def choose(
+def select_tokens(
     batch: IndexerMetadata, cache: torch.Tensor, queries: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
 ) -> None:
     """Choose for queries [T, H, head_dim] with head weights [T, H], into ``chosen`` [≥ T, topk]."""
     decoding = batch.num_decode_tokens
     if decoding:
         rows = slice(0, decoding)
-        choose_of_pages(queries[rows], cache, weights[rows], batch.seq_lens, batch.block_table, chosen[rows])
+        select_from_pages(queries[rows], cache, weights[rows], batch.seq_lens, batch.block_table, chosen[rows])
     for chunk in batch.chunks:
         rows = slice(decoding + chunk.first, decoding + chunk.last)
         keys = (chunk.block_table, chunk.cu_keys, chunk.keys, chunk.key_start, chunk.key_end)
-        choose_of_keys(queries[rows], cache, weights[rows], *keys, chosen[rows])
+        select_from_keys(queries[rows], cache, weights[rows], *keys, chosen[rows])
 
 
-def choose_of_pages(
+def select_from_pages(
     queries: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
@@ -200,7 +200,7 @@ def choose_of_pages(
     )
 
 
-def choose_of_keys(
+def select_from_keys(
     queries: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
@@ -226,7 +226,7 @@ def choose_of_keys(
     )
 
 
-def choose_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def select_tokens_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """vLLM's function ``sparse_attn_indexer``, whose layers for CUDA have stored the keys, for FlashLatte's caches.
 
     Over another cache it is ``stock``.
@@ -266,7 +266,7 @@ def choose_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
             return stock(*before, *sizes, topk_indices_buffer, **others)
         if isinstance(context.attn_metadata, dict):
             batch = context.attn_metadata[k_cache_prefix]
-            choose(batch, kv_cache, q_quant, weights, topk_indices_buffer[:, :topk_tokens])
+            select_tokens(batch, kv_cache, q_quant, weights, topk_indices_buffer[:, :topk_tokens])
         return topk_indices_buffer
 
     return sparse_attn_indexer
@@ -287,25 +287,29 @@ def install() -> None:
     from vllm.models.deepseek_v32 import attention
 
     layer = attention.DeepseekV32Indexer
-    layer.indexer_cache_cls = staticmethod(where_named(FlashLatteIndexerCache, layer.indexer_cache_cls))
-    attention.SparseAttnIndexer = where_named(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
-    attention.sparse_attn_indexer = choose_or(attention.sparse_attn_indexer)
+    layer.indexer_cache_cls = staticmethod(ours_where_selected(FlashLatteIndexerCache, layer.indexer_cache_cls))
+    attention.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
+    attention.sparse_attn_indexer = select_tokens_or(attention.sparse_attn_indexer)
 
 
 @functools.cache
 def install_for_cpu() -> None:
     """Have vLLM's generic model use all this. It looks classes up as it makes its layers."""
-    deepseek_v2.SparseAttnIndexer = where_named(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
-    deepseek_v2.DeepseekV32IndexerCache = where_named(FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache)
+    deepseek_v2.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
+    deepseek_v2.DeepseekV32IndexerCache = ours_where_selected(
+        FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache
+    )
     deepseek_v2.per_token_group_quant_fp8 = quantize_queries
 
 
-def where_named(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+def ours_where_selected(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a part of the model that vLLM is configuring: on a CPU FlashLatte is named if nothing is."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         config = get_current_vllm_config()
-        unnamed = serves.backend(config) is None
-        return (ours if serves.named(config) or (unnamed and current_platform.is_cpu()) else stock)(*args, **kwargs)
+        unnamed = support.selected_backend(config) is None
+        return (ours if support.selects_flashlatte(config) or (unnamed and current_platform.is_cpu()) else stock)(
+            *args, **kwargs
+        )
 
     return make

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm import compat, support
 from flashlatte.ops.dense_prefill import dense_prefill
 
 
@@ -22,7 +22,7 @@ class FlashLattePrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:
-        return device_capability is None or tuple(device_capability) >= serves.OLDEST_CAPABILITY
+        return device_capability is None or tuple(device_capability) >= support.MIN_CAPABILITY
 
     def supports_out(self) -> bool:
         return True

@@ -15,8 +15,8 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 
-from flashlatte.integrations.vllm import serves
-from flashlatte.integrations.vllm.backends.common import CommonAnswers
+from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.absorbed import attend_selected_rows
@@ -26,11 +26,11 @@ from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.index_convert import index_convert
 
 
-class FlashLatteSparseMLABackend(CommonAnswers, AttentionBackend):
+class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
     """FlashLatte as vLLM's attention backend for MLA with an indexer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(serves.SPARSE_CACHES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(support.SPARSE_CACHES)
 
     @staticmethod
     def get_name() -> str:
@@ -54,7 +54,7 @@ class FlashLatteSparseMLABackend(CommonAnswers, AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= serves.OLDEST_CAPABILITY
+        return tuple(capability) >= support.MIN_CAPABILITY
 
     @classmethod
     def supports_combination(
@@ -66,7 +66,7 @@ class FlashLatteSparseMLABackend(CommonAnswers, AttentionBackend):
         *_: Any,
         **__: Any,
     ) -> str | None:
-        return serves.refuses_sparse(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
+        return support.sparse_refusal(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
 
 class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
@@ -122,10 +122,10 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         topk_indices_buffer: torch.Tensor | None = None,
         **_: Any,
     ) -> None:
-        serves.check_layer(
+        support.check_layer(
             kv_cache_dtype,
             qk_rope_head_dim,
-            serves.SPARSE_CACHES,
+            support.SPARSE_CACHES,
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,

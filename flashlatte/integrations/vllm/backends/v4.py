@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
 
 from flashlatte.flash_mla import get_mla_metadata
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
 
@@ -80,7 +80,9 @@ def prefill(
 def install() -> None:
     """Have vLLM make V4's layers with all this where FlashLatte is named, as its configuration says."""
     stock = model._select_dsv4_attn_cls
-    model._select_dsv4_attn_cls = lambda config: FlashLatteV4Attention if serves.named(config) else stock(config)
+    model._select_dsv4_attn_cls = lambda config: (
+        FlashLatteV4Attention if support.selects_flashlatte(config) else stock(config)
+    )
     flashmla.flash_mla_with_kvcache, flashmla.flash_mla_sparse_fwd = decode, prefill
     if not is_flashmla_sparse_supported()[0]:
         # vLLM asks FlashMLA for schedules, which nothing here looks at.

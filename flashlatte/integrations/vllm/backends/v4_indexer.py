@@ -11,9 +11,9 @@ from vllm.models.deepseek_v4 import attention
 
 from flashlatte.integrations.vllm.backends.indexer import (
     FlashLatteSparseAttnIndexer,
-    choose_of_keys,
-    choose_of_pages,
-    where_named,
+    ours_where_selected,
+    select_from_keys,
+    select_from_pages,
 )
 
 
@@ -35,23 +35,23 @@ class FlashLatteV4SparseAttnIndexer(FlashLatteSparseAttnIndexer):
         if isinstance(metadata, dict):  # otherwise vLLM measures memory
             # Of tokens that have no group to choose from, and those that only fill a graph.
             self.topk_indices_buffer[: hidden_states.shape[0]] = -1
-            self._choose(metadata[self.k_cache.prefix], q_quant, weights)
+            self._select(metadata[self.k_cache.prefix], q_quant, weights)
         return self.topk_indices_buffer
 
     forward_cpu = forward_native
     forward_cuda = forward_native
 
-    def _choose(self, batch: Any, queries: torch.Tensor, weights: torch.Tensor) -> None:
+    def _select(self, batch: Any, queries: torch.Tensor, weights: torch.Tensor) -> None:
         """``batch`` is vLLM's metadata, in which a key is a group."""
         cache, chosen = self.k_cache.kv_cache, self.topk_indices_buffer[:, : self.topk_tokens]
         rows = slice(0, batch.num_decode_tokens)
         if batch.num_decode_tokens:
             table, lengths = _decode_rows(batch, self.compress_ratio)
-            choose_of_pages(queries[rows], cache, weights[rows], lengths, table, chosen[rows])
+            select_from_pages(queries[rows], cache, weights[rows], lengths, table, chosen[rows])
         for chunk in batch.prefill.chunks if batch.prefill else ():
             rows = slice(chunk.token_start, chunk.token_end)
             keys = (chunk.block_table, chunk.cu_seq_lens, chunk.total_seq_lens, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke)
-            choose_of_keys(queries[rows], cache, weights[rows], *keys, chosen[rows])
+            select_from_keys(queries[rows], cache, weights[rows], *keys, chosen[rows])
 
 
 def _decode_rows(batch: Any, compress_ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,7 @@ def _decode_rows(batch: Any, compress_ratio: int) -> tuple[torch.Tensor, torch.T
 def install() -> None:
     """Have vLLM's V4 choose with all this where FlashLatte is named, but among keys of four bits, which stay vLLM's."""
     stock = attention.SparseAttnIndexer
-    ours = where_named(FlashLatteV4SparseAttnIndexer, stock)
+    ours = ours_where_selected(FlashLatteV4SparseAttnIndexer, stock)
 
     def make(*args: Any, use_fp4_cache: bool = False, **others: Any) -> Any:
         return (stock if use_fp4_cache else ours)(*args, use_fp4_cache=use_fp4_cache, **others)

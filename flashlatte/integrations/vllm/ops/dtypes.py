@@ -38,7 +38,7 @@ def latent_format(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> str | 
     return DS_MLA_FORMAT if kv_cache_dtype == DS_MLA else Fp8Format.name
 
 
-def numbers_of(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Tensor:
+def as_stored_dtype(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Tensor:
     """A cache of keys or values as the numbers that it holds: vLLM keeps fp8 as bytes."""
     checks.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     if kv_cache_dtype in _FLOATS:
@@ -52,7 +52,7 @@ def numbers_of(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Ten
     return cache.view(dtype)
 
 
-def scale_of(kv_cache_dtype: str, scale: float | torch.Tensor) -> float | torch.Tensor | None:
+def cache_scale(kv_cache_dtype: str, scale: float | torch.Tensor) -> float | torch.Tensor | None:
     """The scale where it belongs to the cache: vLLM passes one with every cache."""
     return scale if kv_cache_dtype in ONE_BYTE else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.integrations.vllm.ops import leading
+from flashlatte.integrations.vllm.ops.first_rows import first_rows, request_rows
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.topk import topk
 from flashlatte.ops.topk.api import LOGIT_DTYPES
@@ -80,7 +80,7 @@ def cp_gather_indexer_k_quant_cache(
     with checks.naming(cache="kv_cache", cu_seqlens="cu_seq_lens", values="dst_k", scales="dst_scale"):
         index_gather(
             kv_cache,
-            leading.of_requests(block_table, cu_seq_lens),
+            request_rows(block_table, cu_seq_lens),
             cu_seq_lens,
             rows,
             head_dim=dst_k.shape[-1],
@@ -116,10 +116,10 @@ def top_k_per_row_prefill(
     _check_strides(logits, stride0, stride1)
     with checks.naming(start="cu_seqlen_ks", end="cu_seqlen_ke", indices="raw_topk_indices", k="topk_tokens"):
         topk(
-            leading.rows("logits", logits, "num_rows", num_rows),
+            first_rows("logits", logits, "num_rows", num_rows),
             topk_tokens,
-            start=leading.rows("cu_seqlen_ks", cu_seqlen_ks, "num_rows", num_rows),
-            end=leading.rows("cu_seqlen_ke", cu_seqlen_ke, "num_rows", num_rows),
+            start=first_rows("cu_seqlen_ks", cu_seqlen_ks, "num_rows", num_rows),
+            end=first_rows("cu_seqlen_ke", cu_seqlen_ke, "num_rows", num_rows),
             indices=_chosen(raw_topk_indices, num_rows, topk_tokens),
         )
 
@@ -147,14 +147,14 @@ def top_k_per_row_decode(
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
     """
     _check_strides(logits, stride0, stride1)
-    chosen = leading.rows("logits", logits, "num_rows", num_rows)
+    chosen = first_rows("logits", logits, "num_rows", num_rows)
     # Of a request each in one axis, also where they are as many as rows.
     each = checks.positive_int("next_n", next_n) if checks.given("seq_lens", seq_lens).dim() == 1 else 1
     with checks.naming(end="seq_lens", indices="raw_topk_indices", k="topk_tokens"):
         topk(
             chosen,
             topk_tokens,
-            end=leading.rows("seq_lens", seq_lens.reshape(-1), "num_rows", chosen.shape[0] // each),
+            end=first_rows("seq_lens", seq_lens.reshape(-1), "num_rows", chosen.shape[0] // each),
             next_n=next_n,
             indices=_chosen(raw_topk_indices, num_rows, topk_tokens),
         )
@@ -196,7 +196,7 @@ cooperative_topk = persistent_topk
 def _chosen(raw_topk_indices: torch.Tensor, num_rows: int, topk_tokens: int) -> torch.Tensor:
     """The rows and columns that are written."""
     topk_tokens = checks.positive_int("topk_tokens", topk_tokens)
-    rows = leading.rows("raw_topk_indices", raw_topk_indices, "num_rows", num_rows)
+    rows = first_rows("raw_topk_indices", raw_topk_indices, "num_rows", num_rows)
     return rows[:, :topk_tokens] if rows.dim() == 2 else rows
 
 

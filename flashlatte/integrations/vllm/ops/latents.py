@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from flashlatte.integrations.vllm.ops import leading
-from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT, latent_format, scale_of
+from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT, cache_scale, latent_format
+from flashlatte.integrations.vllm.ops.first_rows import first_rows, request_rows
 from flashlatte.kv_cache.formats import ROPE_DIM
 from flashlatte.kv_cache.plain import Fp8Format
 from flashlatte.ops.cache_gather import cache_gather
@@ -58,7 +58,7 @@ def concat_and_cache_mla(
             kv_c,
             rope=rope,
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
-            scale=scale_of(kv_cache_dtype, 1.0 if skip_scale else scale),
+            scale=cache_scale(kv_cache_dtype, 1.0 if skip_scale else scale),
             scale_rounding=scale_rounding if kv_cache_dtype == DS_MLA else "power_of_two",
         )
 
@@ -105,7 +105,7 @@ def concat_and_cache_mla_rope_fused(
             interleaved=not is_neox,
             q_rope=q_pe,
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
-            scale=scale_of(kv_cache_dtype, kv_cache_scale),
+            scale=cache_scale(kv_cache_dtype, kv_cache_scale),
         )
 
 
@@ -135,7 +135,7 @@ def gather_and_maybe_dequant_cache(
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    table = leading.of_requests(block_table, cu_seq_lens)
+    table = request_rows(block_table, cu_seq_lens)
     requests = table.shape[0]
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="cu_seq_lens"):
         cache_gather(
@@ -143,9 +143,9 @@ def gather_and_maybe_dequant_cache(
             table,
             cu_seq_lens,
             cache_format=latent_format(kv_cache_dtype, src_cache, "src_cache"),
-            scale=scale_of(kv_cache_dtype, scale),
-            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "cu_seq_lens", requests),
-            out=leading.rows("dst", dst, "num_tokens", num_tokens),
+            scale=cache_scale(kv_cache_dtype, scale),
+            seq_starts=None if seq_starts is None else first_rows("seq_starts", seq_starts, "cu_seq_lens", requests),
+            out=first_rows("dst", dst, "num_tokens", num_tokens),
         )
 
 
@@ -179,12 +179,12 @@ def cp_gather_cache(
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="cu_seq_lens"):
         gather_records(
             rows.view(torch.uint8) if one_byte else rows,
-            leading.rows("block_table", block_table, "batch_size", batch_size),
-            leading.rows("cu_seq_lens", cu_seq_lens, "batch_size + 1", batch_size + 1),
+            first_rows("block_table", block_table, "batch_size", batch_size),
+            first_rows("cu_seq_lens", cu_seq_lens, "batch_size + 1", batch_size + 1),
             target.shape[0],
             # Bytes of any width.
             cache_format=Fp8Format.name if one_byte else None,
-            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "batch_size", batch_size),
+            seq_starts=None if seq_starts is None else first_rows("seq_starts", seq_starts, "batch_size", batch_size),
             out=target.view(torch.uint8) if one_byte else target,
         )
 
@@ -223,10 +223,10 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="workspace_starts"):
         cache_gather(
             src_cache,
-            leading.rows("block_table", block_table, "batch_size", batch_size),
-            leading.rows("workspace_starts", workspace_starts, "batch_size", batch_size),
+            first_rows("block_table", block_table, "batch_size", batch_size),
+            first_rows("workspace_starts", workspace_starts, "batch_size", batch_size),
             cache_format=DS_MLA_FORMAT,
-            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "batch_size", batch_size),
+            seq_starts=None if seq_starts is None else first_rows("seq_starts", seq_starts, "batch_size", batch_size),
             out=dst,
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.vllm.ops.dtypes import ONE_BYTE, numbers_of, quant_mode, scale_of, without_scales
+from flashlatte.integrations.vllm.ops.dtypes import ONE_BYTE, as_stored_dtype, cache_scale, quant_mode, without_scales
 from flashlatte.ops.cache_copy import copy_blocks as copy_pages
 from flashlatte.ops.cache_copy import swap_blocks as swap_pages
 from flashlatte.ops.reshape_and_cache import reshape_and_cache as write_pages
@@ -163,11 +163,11 @@ def _write(
         write_pages(
             key,
             value,
-            numbers_of(kv_cache_dtype, key_cache, "key_cache"),
-            numbers_of(kv_cache_dtype, value_cache, "value_cache"),
+            as_stored_dtype(kv_cache_dtype, key_cache, "key_cache"),
+            as_stored_dtype(kv_cache_dtype, value_cache, "value_cache"),
             slot_mapping,
-            k_scale=scale_of(kv_cache_dtype, k_scale),
-            v_scale=scale_of(kv_cache_dtype, v_scale),
+            k_scale=cache_scale(kv_cache_dtype, k_scale),
+            v_scale=cache_scale(kv_cache_dtype, v_scale),
         )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.vllm.ops import leading
 from flashlatte.integrations.vllm.ops.dtypes import quant_mode, without_scales
+from flashlatte.integrations.vllm.ops.first_rows import first_rows
 from flashlatte.kv_cache import scales
 from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.runtime import checks
@@ -123,7 +123,7 @@ def unified_attention(
             _dequantized(q, q_descale, out, requests),
             _numbers(k),
             _numbers(v),
-            leading.rows("block_table", block_table, "seqused_k", requests),
+            first_rows("block_table", block_table, "seqused_k", requests),
             seqused_k,
             cu_seqlens_q,
             softmax_scale=softmax_scale,

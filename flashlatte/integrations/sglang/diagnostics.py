@@ -28,13 +28,13 @@ def examine(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, An
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return {"version": None}
-    absent = _absent()
+    absent = _unregistered_reason()
     return {
         "version": version,
         "registered": absent is None,
         "reason": absent,
         "missing": unserved(_in_sources),
-        "served": _served(model, v4=v4) if model is not None or v4 else None,
+        "served": _served_operations(model, v4=v4) if model is not None or v4 else None,
     }
 
 
@@ -50,7 +50,7 @@ def report(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _absent() -> str | None:
+def _unregistered_reason() -> str | None:
     """Why SGLang has not FlashLatte's functions; None if it has, on an NVIDIA GPU."""
     if PLUGIN not in importlib.metadata.entry_points(group=GROUP).names:
         return "flashlatte is not installed as a package here, so SGLang cannot find its plugin"
@@ -60,7 +60,7 @@ def _absent() -> str | None:
     return None
 
 
-def _served(model: MLAConfig | None, *, v4: bool) -> str:
+def _served_operations(model: MLAConfig | None, *, v4: bool) -> str:
     if v4:
         return "on Hopper decode, sparse prefill and the indexer are FlashLatte's; caches of V4.1 stay SGLang's"
     if model is not None and model.indexer is not None:

@@ -18,7 +18,7 @@ from flashlatte.runtime.checks import dtype_names
 # multiple of 8 tokens about as fast, those of the indexer of 32, those of sparse decode and the portable ones any.
 PAGE_SIZE = 64
 # Triton's.
-OLDEST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 
 # vLLM's names of caches whose rows are numbers. "auto" is the model's dtype.
 CACHE_DTYPES = {
@@ -34,14 +34,14 @@ SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
 V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
 V41_MODELS = ("DeepseekV41ForCausalLM",)
 # Why FlashLatte does not serve a kind of model inside vLLM.
-V41_IS_VLLMS = (
+V41_UNSUPPORTED = (
     "DeepSeek-V4.1 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
     "as if none had been named"
 )
-V4_ON_CUDA = "DeepSeek-V4 is served on CUDA only: elsewhere its attention is layers that take no attention backend"
+V4_NEEDS_CUDA = "DeepSeek-V4 is served on CUDA only: elsewhere its attention is layers that take no attention backend"
 # What of V4 is FlashLatte's.
 V4_PARTS = "its attention and the indexer's choice; the compressor and what writes and gathers its caches stay vLLM's"
-OTHER_INDEXERS = "of models with an indexer, it serves DeepSeek-V3.2 and GLM-5"
+SUPPORTED_INDEXERS = "of models with an indexer, it serves DeepSeek-V3.2 and GLM-5"
 # By ``model_type``: models of this library's layer to which vLLM gives no MLA backend.
 WITHOUT_MLA = {
     "minicpm3": "vLLM runs MiniCPM3 as attention of many heads, whose keys and values it caches",
@@ -63,7 +63,7 @@ def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> lis
     return [multiple_of(1)]
 
 
-def backend(vllm_config: Any) -> str | None:
+def selected_backend(vllm_config: Any) -> str | None:
     """The attention backend that this configuration names for MLA, or None: one for the kind before one for all."""
     attention = vllm_config.attention_config
     of_kind = getattr(attention, "backend_per_kind", {}).get(MLA_KIND)  # vLLM 0.26 and later
@@ -71,9 +71,9 @@ def backend(vllm_config: Any) -> str | None:
     return None if chosen is None else chosen.name
 
 
-def named(vllm_config: Any) -> bool:
+def selects_flashlatte(vllm_config: Any) -> bool:
     """Whether this configuration names FlashLatte."""
-    return backend(vllm_config) == "CUSTOM"
+    return selected_backend(vllm_config) == "CUSTOM"
 
 
 def refuse(vllm_config: Any, reason: str | None) -> None:
@@ -82,39 +82,39 @@ def refuse(vllm_config: Any, reason: str | None) -> None:
     Raises:
         ValueError: there is one, and vLLM's attention backend is CUSTOM.
     """
-    if reason is not None and named(vllm_config):
+    if reason is not None and selects_flashlatte(vllm_config):
         raise ValueError(f"attention backend CUSTOM is FlashLatte, and {reason}. Leave the option out")
 
 
-def refuses_dense(
+def dense_refusal(
     device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
 ) -> str | None:
     """Why no kernel serves dense decode in these sizes, or None. The reference is for CPUs."""
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
-    if cache_dtype != torch.float8_e4m3fn and (reason := _refuses_dtypes(dtype, kv_cache_dtype, cache_dtype)):
+    if cache_dtype != torch.float8_e4m3fn and (reason := _dtypes_refusal(dtype, kv_cache_dtype, cache_dtype)):
         return reason
-    return _refuses("dense_decode", device_type, head_size, dtype, cache_dtype, block_size)
+    return _operation_refusal("dense_decode", device_type, head_size, dtype, cache_dtype, block_size)
 
 
-def refuses_sparse(
+def sparse_refusal(
     device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
 ) -> str | None:
     """Why no kernel serves the attention of an indexer's choice in these sizes, or None."""
     if kv_cache_dtype == "fp8_ds_mla":
-        return _refuses("sparse_decode", device_type, head_size, dtype, V32Format.name, block_size)
+        return _operation_refusal("sparse_decode", device_type, head_size, dtype, V32Format.name, block_size)
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
-    if reason := _refuses_dtypes(dtype, kv_cache_dtype, cache_dtype):
+    if reason := _dtypes_refusal(dtype, kv_cache_dtype, cache_dtype):
         return reason
-    return _refuses("sparse_decode", device_type, head_size, dtype, cache_dtype, block_size)
+    return _operation_refusal("sparse_decode", device_type, head_size, dtype, cache_dtype, block_size)
 
 
-def _refuses_dtypes(dtype: torch.dtype, kv_cache_dtype: str | None, cache_dtype: torch.dtype) -> str | None:
+def _dtypes_refusal(dtype: torch.dtype, kv_cache_dtype: str | None, cache_dtype: torch.dtype) -> str | None:
     if cache_dtype == dtype:
         return None
     return f"FlashLatte: a {kv_cache_dtype} cache takes queries of its own dtype, not {dtype_names([dtype])}"
 
 
-def _refuses(
+def _operation_refusal(
     operation: str,
     device_type: str,
     head_size: int,

@@ -7,7 +7,7 @@ import torch
 from flashlatte.runtime import checks
 
 
-def rows(name: str, x: object, count_name: str, count: object) -> torch.Tensor:
+def first_rows(name: str, x: object, count_name: str, count: object) -> torch.Tensor:
     """The first ``count`` rows of a tensor that has as many; a tensor of one integer is a count too, and is read."""
     if isinstance(count, torch.Tensor) and count.numel() == 1 and count.dtype in checks.INDEX_DTYPES:
         count = int(count)
@@ -21,11 +21,11 @@ def rows(name: str, x: object, count_name: str, count: object) -> torch.Tensor:
     return x[:count]
 
 
-def of_requests(block_table: object, cu_seq_lens: object) -> torch.Tensor:
+def request_rows(block_table: object, cu_seq_lens: object) -> torch.Tensor:
     """block_table's rows of the requests that ``cu_seq_lens`` [b + 1] has; others may follow, as in a padded batch.
 
     Operations of this library take [b] for boundaries without an end, where the last request goes on to the end of what
     is written: vLLM's do not.
     """
     boundaries = checks.tensor("cu_seq_lens", cu_seq_lens, ("b + 1",), checks.INDEX_DTYPES, unit_last_stride=False)
-    return rows("block_table", block_table, "cu_seq_lens", boundaries.shape[0] - 1)
+    return first_rows("block_table", block_table, "cu_seq_lens", boundaries.shape[0] - 1)

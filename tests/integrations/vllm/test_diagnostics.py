@@ -1,6 +1,7 @@
 """What ``flashlatte doctor`` says of vLLM: whether the plugin is registered, and whether a model is served."""
 
 import dataclasses
+import importlib.metadata
 import json
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from flashlatte import doctor
-from flashlatte.integrations.vllm import compat, examine, serves
+from flashlatte.integrations.vllm import compat, diagnostics, support
 from flashlatte.layers import MLAConfig
 from flashlatte.layers.config import IndexerConfig
 
@@ -17,17 +18,17 @@ V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 
 def test_doctor_without_vllm(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: None)
-    facts = examine.examine(torch.bfloat16, V3)
+    facts = diagnostics.examine(torch.bfloat16, V3)
     assert (facts["registered"], facts["reason"]) == (False, "vLLM is not installed")
-    assert examine.report(facts) == ["vLLM is not installed"]
+    assert diagnostics.report(facts) == ["vLLM is not installed"]
 
 
 def test_doctor_when_the_plugin_is_left_out(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: "0.26.0")
-    monkeypatch.setattr(examine.importlib.metadata, "entry_points", lambda group: SimpleNamespace(names={"flashlatte"}))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: SimpleNamespace(names={"flashlatte"}))
     monkeypatch.setenv("VLLM_PLUGINS", "another")
-    facts = examine.examine(torch.bfloat16)
-    assert examine.report(facts) == [
+    facts = diagnostics.examine(torch.bfloat16)
+    assert diagnostics.report(facts) == [
         "vLLM 0.26.0: FlashLatte's plugin is not registered: VLLM_PLUGINS is 'another', without flashlatte"
     ]
 
@@ -47,10 +48,10 @@ def test_doctor_when_the_plugin_is_left_out(monkeypatch):
 def test_doctor_of_a_model(monkeypatch, gpu, version, line):
     monkeypatch.setattr(compat, "version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(examine, "_absent", lambda: None)
-    monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.TritonMLABackend")
+    monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
+    monkeypatch.setattr(diagnostics, "_chosen", lambda dtype, model: "vllm.TritonMLABackend")
     monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
-    assert examine.report(examine.examine(torch.bfloat16, V3)) == [
+    assert diagnostics.report(diagnostics.examine(torch.bfloat16, V3)) == [
         f"vLLM {version}: FlashLatte's plugin is registered",
         f"    {line}",
         "    without an option vLLM takes vllm.TritonMLABackend",
@@ -69,39 +70,39 @@ def test_doctor_of_a_model(monkeypatch, gpu, version, line):
 )
 def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
     monkeypatch.setattr(compat, "version", lambda: version)
-    monkeypatch.setattr(examine, "_absent", lambda: None)
-    monkeypatch.setattr(examine, "_chosen", lambda dtype, model: "vllm.FlashMLASparseBackend")
+    monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
+    monkeypatch.setattr(diagnostics, "_chosen", lambda dtype, model: "vllm.FlashMLASparseBackend")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     indexer = IndexerConfig(num_heads=64, head_dim=128, topk=2048)
-    lines = examine.report(examine.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
+    lines = diagnostics.report(diagnostics.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
     assert lines[1:] == [f"    {line}", "    without an option vLLM takes vllm.FlashMLASparseBackend"]
 
 
-@pytest.mark.parametrize("model_type", serves.WITHOUT_MLA)
+@pytest.mark.parametrize("model_type", support.WITHOUT_MLA)
 def test_doctor_of_a_model_that_is_not_mla_in_vllm(monkeypatch, tmp_path, model_type):
     monkeypatch.setattr(compat, "version", lambda: "0.33.0")
-    monkeypatch.setattr(examine, "_absent", lambda: None)
+    monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
     fields = {"model_type": model_type, "qk_rope_head_dim": 32, "v_head_dim": 64} | sizes
     fields["rope_parameters"] = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": fields}))
-    assert examine.report(doctor.examine(model=tmp_path)["vllm"]) == [
+    assert diagnostics.report(doctor.examine(model=tmp_path)["vllm"]) == [
         "vLLM 0.33.0: FlashLatte's plugin is registered",
-        f"    not served by FlashLatte: {serves.WITHOUT_MLA[model_type]}",
+        f"    not served by FlashLatte: {support.WITHOUT_MLA[model_type]}",
     ]
 
 
 def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "version", lambda: "0.33.0")
-    monkeypatch.setattr(examine, "_absent", lambda: None)
+    monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
-    assert doctor.examine(model=tmp_path)["vllm"]["refusal"] == serves.V41_IS_VLLMS
+    assert doctor.examine(model=tmp_path)["vllm"]["refusal"] == support.V41_UNSUPPORTED
 
     def lines():
-        return examine.report(examine.examine(torch.bfloat16, v4=True, model_type="deepseek_v4"))[1:]
+        return diagnostics.report(diagnostics.examine(torch.bfloat16, v4=True, model_type="deepseek_v4"))[1:]
 
-    assert lines() == [f"    not served by FlashLatte: {serves.V4_ON_CUDA}"]
+    assert lines() == [f"    not served by FlashLatte: {support.V4_NEEDS_CUDA}"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert lines() == [f"    FlashLatte serves this model with --attention-backend CUSTOM: {serves.V4_PARTS}"]
+    assert lines() == [f"    FlashLatte serves this model with --attention-backend CUSTOM: {support.V4_PARTS}"]
     monkeypatch.setattr(compat, "version", lambda: "0.26.0")
     assert lines() == ["    not served by FlashLatte: DeepSeek-V4 is served in vLLM 0.32 and later, not in 0.26.0"]
