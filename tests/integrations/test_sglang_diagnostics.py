@@ -42,18 +42,18 @@ def test_what_is_said_where_all_is_there(installed):
     assert facts["missing"] == []
     assert diagnostics.report(facts) == [
         "SGLang 0.5.23: FlashLatte's plugin is registered",
-        "    decode is FlashLatte's with --attention-backend flashmla, prefill SGLang's; by itself SGLang takes "
+        "    with --attention-backend flashmla FlashLatte runs decode and SGLang runs prefill; without it SGLang chooses "
         "FlashAttention on Hopper",
     ]
-    assert "caches of V4.1 stay SGLang's" in diagnostics.report(diagnostics.examine(v4=True))[1]
+    assert "SGLang runs caches of V4.1" in diagnostics.report(diagnostics.examine(v4=True))[1]
 
 
 def test_what_an_sglang_lacks_is_named(installed):
     (installed / "srt/layers/attention/dsa_backend.py").write_text("def another(): ...\n")
     lines = diagnostics.report(diagnostics.examine())
     assert lines[1:] == [
-        "    it does not have sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
-        f".{name}, which is not served"
+        "    it lacks sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+        f".{name}, which FlashLatte does not replace"
         for name in ("_forward_fa3", "_forward_flashmla_sparse")
     ]
 

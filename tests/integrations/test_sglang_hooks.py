@@ -75,8 +75,8 @@ def test_what_an_sglang_lacks_is_passed_over_and_named(fake_sglang, monkeypatch,
     sglang.register_hooks(registry, HookType)
     assert len(registry.hooks) == len(hooks.HOOKS) - 7
     assert [record.getMessage() for record in caplog.records] == [
-        "FlashLatte: this SGLang does not have sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "
-        "which is not served."
+        "FlashLatte: this SGLang lacks sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "
+        "which FlashLatte does not replace."
     ]
 
 

@@ -265,7 +265,7 @@ def test_a_scale_for_each_token_and_head():
             wanted = rows[token].abs().amax(dim=-1) / 127
             assert torch.allclose(scale[0, slot], wanted)
             assert cache[0, slot].equal((rows[token] / wanted[:, None]).round().to(torch.int8))
-    with pytest.raises(ValueError, match=r"^kv_quant_mode must be one of 8 bits, got INT4_PER_TOKEN_HEAD$"):
+    with pytest.raises(ValueError, match=r"^kv_quant_mode must be an 8-bit mode, got INT4_PER_TOKEN_HEAD$"):
         write(key, value, *caches, *scales, torch.tensor([3, 1]), SimpleNamespace(name="INT4_PER_TOKEN_HEAD"))
 
 
@@ -323,7 +323,7 @@ def test_vision_towers_attend_within_images():
     assert whole.shape == q.shape
     with pytest.raises(ValueError, match=r"^k must have q's 2 heads without enable_gqa, got 1$"):
         ops.vit_torch_sdpa_wrapper(q, k[:, :, :1], v[:, :, :1])
-    with pytest.raises(ValueError, match=r"^batch_size must be the first of q's \[1, 7, 2, 8\], got 2$"):
+    with pytest.raises(ValueError, match=r"^batch_size must be the first axis of q's \[1, 7, 2, 8\], got 2$"):
         ops.vit_triton_attn_wrapper(q, k, v, 2)
 
 

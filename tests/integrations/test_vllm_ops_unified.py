@@ -171,7 +171,7 @@ def test_options_that_do_nothing_are_no_reason_to_refuse():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"kv_quant_mode": 2}, TypeError, "^kv_quant_mode must be a KVQuantMode of vLLM's or None, got 2$"),
+        ({"kv_quant_mode": 2}, TypeError, "^kv_quant_mode must be vLLM's KVQuantMode or None, got 2$"),
         (
             {"kv_quant_mode": SimpleNamespace(name="NVFP4")},
             ValueError,

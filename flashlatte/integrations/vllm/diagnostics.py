@@ -1,4 +1,4 @@
-"""What ``flashlatte doctor`` says of vLLM: its version, whether the plugin is on, and who would serve a model."""
+"""``flashlatte doctor`` for vLLM: its version, whether the plugin is registered, and the backend of a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GROUP, PLUGIN = "vllm.general_plugins", "flashlatte"
 def examine(
     dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = False, model_type: str | None = None
 ) -> dict[str, Any]:
-    """Versions and choices as plain data. vLLM is imported only if there is a ``model``.
+    """Versions and choices as plain data. vLLM is imported only if ``model`` is given.
 
     Args:
-        v4: the model is DeepSeek-V4, which is no ``model``.
-        model_type: the model's, as its configuration has it.
+        v4: whether the model is DeepSeek-V4, for which ``model`` is None.
+        model_type: ``model_type`` of the model's configuration.
     """
     absent = _unregistered_reason()
     facts: dict[str, Any] = {
@@ -47,7 +47,7 @@ def examine(
 
 
 def report(facts: dict[str, Any]) -> list[str]:
-    """The facts in lines for a terminal."""
+    """The facts as lines for a terminal."""
     if facts["version"] is None:
         return ["vLLM is not installed"]
     state = "registered" if facts["registered"] else f"not registered: {facts['reason']}"
@@ -55,16 +55,16 @@ def report(facts: dict[str, Any]) -> list[str]:
     if "chosen" not in facts:
         return lines
     if facts["refusal"] is not None:
-        lines.append(f"    not served by FlashLatte: {facts['refusal']}")
+        lines.append(f"    not supported by FlashLatte: {facts['refusal']}")
     elif facts["registered"]:
-        lines.append(f"    FlashLatte serves this model with {facts['option']}")
+        lines.append(f"    FlashLatte supports this model with {facts['option']}")
     if facts["chosen"] is not None:
-        lines.append(f"    without an option vLLM takes {facts['chosen']}")
+        lines.append(f"    without an option vLLM chooses {facts['chosen']}")
     return lines
 
 
 def _unregistered_reason() -> str | None:
-    """Why vLLM has not FlashLatte's backends; None if it has."""
+    """Why FlashLatte's backends are not registered with vLLM, or None."""
     if reason := compat.version_refusal():
         return reason
     if PLUGIN not in importlib.metadata.entry_points(group=GROUP).names:
@@ -96,8 +96,8 @@ def _v4_refusal(model_type: str | None) -> str | None:
 
 
 def _chosen(dtype: torch.dtype, model: MLAConfig) -> str:
-    """The class that vLLM takes for a model without being told, or why it takes none."""
+    """The class that vLLM chooses for a model without an option, or the error it raises."""
     try:
         return compat.automatic_choice(model.head_dim, dtype, model.num_attention_heads, model.indexer is not None)
-    except Exception as error:  # Whatever another package raises is an answer here.
+    except Exception as error:  # Any error from vLLM is part of the report.
         return f"nothing: {type(error).__name__}: {error}"

@@ -36,12 +36,12 @@ def test_doctor_when_the_plugin_is_left_out(monkeypatch):
 @pytest.mark.parametrize(
     ("gpu", "version", "line"),
     [
-        (True, "0.26.0", "FlashLatte serves this model with --attention-backend CUSTOM, or FLASHLATTE_VLLM=auto"),
-        (False, "0.32.0", "FlashLatte serves this model with FLASHLATTE_VLLM_CPU=1"),
+        (True, "0.26.0", "FlashLatte supports this model with --attention-backend CUSTOM, or FLASHLATTE_VLLM=auto"),
+        (False, "0.32.0", "FlashLatte supports this model with FLASHLATTE_VLLM_CPU=1"),
         (
             False,
             "0.26.0",
-            "not served by FlashLatte: its platform for CPUs is for vLLM 0.32 and later, and 0.26.0 is installed",
+            "not supported by FlashLatte: its CPU platform supports vLLM 0.32 and later, and 0.26.0 is installed",
         ),
     ],
 )
@@ -54,7 +54,7 @@ def test_doctor_of_a_model(monkeypatch, gpu, version, line):
     assert diagnostics.report(diagnostics.examine(torch.bfloat16, V3)) == [
         f"vLLM {version}: FlashLatte's plugin is registered",
         f"    {line}",
-        "    without an option vLLM takes vllm.TritonMLABackend",
+        "    without an option vLLM chooses vllm.TritonMLABackend",
     ]
 
 
@@ -63,9 +63,9 @@ def test_doctor_of_a_model(monkeypatch, gpu, version, line):
     [
         (
             "0.26.0",
-            "not served by FlashLatte: models with an indexer are served in vLLM 0.32 and later, not in 0.26.0",
+            "not supported by FlashLatte: models with an indexer are supported in vLLM 0.32 and later, not in 0.26.0",
         ),
-        ("0.33.0", "FlashLatte serves this model with --attention-backend CUSTOM"),
+        ("0.33.0", "FlashLatte supports this model with --attention-backend CUSTOM"),
     ],
 )
 def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
@@ -75,7 +75,7 @@ def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     indexer = IndexerConfig(num_heads=64, head_dim=128, topk=2048)
     lines = diagnostics.report(diagnostics.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
-    assert lines[1:] == [f"    {line}", "    without an option vLLM takes vllm.FlashMLASparseBackend"]
+    assert lines[1:] == [f"    {line}", "    without an option vLLM chooses vllm.FlashMLASparseBackend"]
 
 
 @pytest.mark.parametrize("model_type", support.WITHOUT_MLA)
@@ -88,7 +88,7 @@ def test_doctor_of_a_model_that_is_not_mla_in_vllm(monkeypatch, tmp_path, model_
     (tmp_path / "config.json").write_text(json.dumps({"text_config": fields}))
     assert diagnostics.report(doctor.examine(model=tmp_path)["vllm"]) == [
         "vLLM 0.33.0: FlashLatte's plugin is registered",
-        f"    not served by FlashLatte: {support.WITHOUT_MLA[model_type]}",
+        f"    not supported by FlashLatte: {support.WITHOUT_MLA[model_type]}",
     ]
 
 
@@ -101,8 +101,10 @@ def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
     def lines():
         return diagnostics.report(diagnostics.examine(torch.bfloat16, v4=True, model_type="deepseek_v4"))[1:]
 
-    assert lines() == [f"    not served by FlashLatte: {support.V4_NEEDS_CUDA}"]
+    assert lines() == [f"    not supported by FlashLatte: {support.V4_NEEDS_CUDA}"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert lines() == [f"    FlashLatte serves this model with --attention-backend CUSTOM: {support.V4_PARTS}"]
+    assert lines() == [f"    FlashLatte supports this model with --attention-backend CUSTOM: {support.V4_PARTS}"]
     monkeypatch.setattr(compat, "version", lambda: "0.26.0")
-    assert lines() == ["    not served by FlashLatte: DeepSeek-V4 is served in vLLM 0.32 and later, not in 0.26.0"]
+    assert lines() == [
+        "    not supported by FlashLatte: DeepSeek-V4 is supported in vLLM 0.32 and later, not in 0.26.0"
+    ]

@@ -30,7 +30,7 @@ def configured(model, **options):
 
 
 def test_deepseek_v4_is_refused_by_name(v4):
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is served on CUDA only"):
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: DeepSeek-V4 is supported on CUDA only"):
         configured(v4, attention_backend="CUSTOM")
 
 

@@ -88,7 +88,7 @@ def test_a_context_on_the_host_is_refused(monkeypatch):
         "kv_b_proj": None,
     }
     monkeypatch.setattr(sparse, "get_current_vllm_config", lambda: configured(hisparse_config="given"))
-    with pytest.raises(NotImplementedError, match="without hisparse_config, and it is 'given'"):
+    with pytest.raises(NotImplementedError, match="without hisparse_config, got 'given'"):
         sparse.FlashLatteSparseMLAImpl(**layer)
 
 

@@ -51,9 +51,9 @@ def test_takes_over_the_automatic_choice(installed, monkeypatch):
     ("version", "message"),
     [
         (None, "vLLM is not installed"),
-        ("0.19.1", "it knows vLLM 0.20 to 0.33, and 0.19.1 is installed"),
-        ("0.34.0", "it knows vLLM 0.20 to 0.33, and 0.34.0 is installed"),
-        ("dev", "it knows vLLM 0.20 to 0.33, and dev is installed"),
+        ("0.19.1", "it supports vLLM 0.20 to 0.33, and 0.19.1 is installed"),
+        ("0.34.0", "it supports vLLM 0.20 to 0.33, and 0.34.0 is installed"),
+        ("dev", "it supports vLLM 0.20 to 0.33, and dev is installed"),
     ],
 )
 def test_says_once_that_it_registers_nothing(installed, caplog, version, message):
@@ -114,7 +114,7 @@ def test_models_that_take_no_backend_are_refused_with_ours(configurations):
     table, done = configurations
     compat.configure_models(support.V41_MODELS, before=refuse_v41)
     for architecture in support.V41_MODELS:
-        with pytest.raises(ValueError, match=r"CUSTOM is FlashLatte, and DeepSeek-V4\.1 is vLLM's own"):
+        with pytest.raises(ValueError, match=r"CUSTOM is FlashLatte: DeepSeek-V4\.1 is vLLM's own"):
             table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
     assert done == []
 
@@ -135,10 +135,10 @@ def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
     assert done.count("OfV4") == 3
 
     monkeypatch.setattr(compat, "on_cuda", lambda: False)
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is served on CUDA only"):
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: DeepSeek-V4 is supported on CUDA only"):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
     monkeypatch.setattr(compat, "v4_refusal", lambda: "it is too old")
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and it is too old"):
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: it is too old"):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
 
 
@@ -166,9 +166,9 @@ def test_the_platform_is_asked_for(installed, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("0.20.2", "its platform for CPUs is for vLLM 0.32 and later, and 0.20.2 is installed"),
-        ("0.26.0", "its platform for CPUs is for vLLM 0.32 and later, and 0.26.0 is installed"),
-        ("0.40.0", "it knows vLLM 0.20 to 0.33, and 0.40.0 is installed"),
+        ("0.20.2", "its CPU platform supports vLLM 0.32 and later, and 0.20.2 is installed"),
+        ("0.26.0", "its CPU platform supports vLLM 0.32 and later, and 0.26.0 is installed"),
+        ("0.40.0", "it supports vLLM 0.20 to 0.33, and 0.40.0 is installed"),
         (None, "vLLM is not installed"),
     ],
 )
@@ -309,8 +309,8 @@ def test_a_class_that_the_user_names_stays():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("auto", 0), "qk_rope_head_dim is 0"),
-        (("fp8_e5m2", 64), "kv_cache_dtype auto, bfloat16, float16, fp8, fp8_e4m3, and it is fp8_e5m2"),
+        (("auto", 0), "qk_rope_head_dim 0"),
+        (("fp8_e5m2", 64), "kv_cache_dtype auto, bfloat16, float16, fp8, fp8_e4m3, got fp8_e5m2"),
     ],
 )
 def test_layers_that_are_refused(arguments, message):
@@ -320,15 +320,15 @@ def test_layers_that_are_refused(arguments, message):
 
 def test_layers_with_options_that_are_refused():
     support.check_layer("auto", 64, sliding_window=None)
-    with pytest.raises(NotImplementedError, match="without sliding_window, and it is 128"):
+    with pytest.raises(NotImplementedError, match="without sliding_window, got 128"):
         support.check_layer("auto", 64, sliding_window=128)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compress_ratio": 4}, "without compress_ratio, and it is 4"),
-        ({"use_fp4_cache": True}, "without use_fp4_cache, and it is True"),
+        ({"compress_ratio": 4}, "without compress_ratio, got 4"),
+        ({"use_fp4_cache": True}, "without use_fp4_cache, got True"),
         ({"candidate_blocks": torch.zeros(2)}, "without candidate_blocks"),
     ],
 )

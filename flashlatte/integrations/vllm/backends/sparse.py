@@ -1,4 +1,4 @@
-"""Sparse MLA: attention over the tokens that an indexer chose (DeepSeek-V3.2, GLM-5)."""
+"""Sparse MLA: attention over the tokens that an indexer selected (DeepSeek-V3.2, GLM-5)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
 
 
 class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
-    """vLLM's own metadata serves as it is: a token's request, and that request's pages."""
+    """Builds vLLM's own metadata: the request of each token and the pages of each request."""
 
     metadata_cls = SparseMLACommonMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -78,20 +78,20 @@ class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseML
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Queries of a speculation are decoded with the one before them.
+        # Speculated tokens are decode queries of their request.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> torch.Tensor:
         if self.device.type != "cpu":
             return super()._build_req_id_per_token(common_attn_metadata)
-        # vLLM's own is a Triton kernel.
+        # vLLM's implementation is a Triton kernel.
         starts = common_attn_metadata.query_start_loc_cpu
         requests = torch.arange(len(starts) - 1, dtype=torch.int32)
         return torch.repeat_interleave(requests, starts.diff())
 
 
 class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], SharedTopkIndicesBuffer):
-    """One layer's attention. All tokens, those of new prompts too, attend in absorbed form to what they chose."""
+    """One layer's attention. All tokens, also in prefill, attend in absorbed form to their selected tokens."""
 
     is_sparse = True
     supports_dense_mha_prefill = False
@@ -150,10 +150,10 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
-        """vLLM's own backends prefetch here what was chosen."""
+        """No effect. vLLM's own backends prefetch the selected tokens here."""
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """vLLM's own backends convert here for several layers at once."""
+        """No effect. vLLM's own backends convert indices for several layers here."""
 
     def do_kv_cache_update(
         self,
@@ -165,8 +165,8 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
-        if kv_cache.numel() == 0:  # vLLM measures memory, and there is no cache yet
+        """Write the latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
+        if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
             return
         cache = self._cache(kv_cache)
         cache_write(cache.pages, slot_mapping.flatten(), kv_c_normed, rope=k_pe.squeeze(1), cache_format=cache.layout)
@@ -178,7 +178,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         attn_metadata: SparseMLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention of every token over what its indexer chose: [T, h, latent]."""
+        """Attention of every token over its selected tokens: [T, h, latent]."""
         query = concat_mla_q(*q) if isinstance(q, tuple) else q
         cache = self._cache(kv_c_and_k_pe_cache)
         tokens, decoding = query.shape[0], min(attn_metadata.num_decode_tokens, query.shape[0])
@@ -191,15 +191,15 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         if decoding == tokens:
             return attend_selected_rows(query, cache, None, slots, self.scale, None), None
         out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
-        # A prompt's tokens choose among the same rows: many queries over the cache where it lies, if it lies so.
+        # Tokens of a prompt select from the same rows: sparse prefill reads a plain contiguous cache in place.
         rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
-        for part, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
-            if part.start != part.stop and query[part].shape[0]:
-                out[part] = attend_selected_rows(query[part], cache, keys, slots[part], self.scale, None)
+        for phase, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
+            if phase.start != phase.stop and query[phase].shape[0]:
+                out[phase] = attend_selected_rows(query[phase], cache, keys, slots[phase], self.scale, None)
         return out, None
 
     def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
-        """vLLM's cache: numbers [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
+        """vLLM's cache: plain values [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
         ds_mla = self.kv_cache_dtype == DS_MLA
         layout = as_format(DS_MLA_FORMAT) if ds_mla else plain_format(kv_cache.dtype, kv_cache.shape[-1])
         return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank)
