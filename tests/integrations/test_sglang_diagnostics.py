@@ -42,8 +42,8 @@ def test_what_is_said_where_all_is_there(installed):
     assert facts["missing"] == []
     assert diagnostics.report(facts) == [
         "SGLang 0.5.23: FlashLatte's plugin is registered",
-        "    with --attention-backend flashmla FlashLatte runs decode and SGLang runs prefill; without it SGLang chooses "
-        "FlashAttention on Hopper",
+        "    with --attention-backend flashmla FlashLatte runs decode and SGLang runs prefill; without it SGLang "
+        "chooses FlashAttention on Hopper",
     ]
     assert "SGLang runs caches of V4.1" in diagnostics.report(diagnostics.examine(v4=True))[1]
 
