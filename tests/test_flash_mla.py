@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dicts of mixed values, positional ones in sequences of any length.
+# Keyword arguments are dicts of mixed values, positional ones sequences of any length.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import importlib
@@ -25,7 +25,7 @@ POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def fp4_beside_fp8():
-    """DeepSeek-V4.1's two caches, and the same numbers in bf16."""
+    """DeepSeek-V4.1's two caches, and the same values in bf16."""
     inputs = replace(SPARSE, cache_format="v41", attn_sink=True).inputs()
     rows = torch.randn(*inputs["extra_k_cache"].shape[:2], 1, 512, generator=torch.Generator().manual_seed(0))
     inputs["extra_k_cache"] = kv_cache.pack(rows, "v41_fp4")

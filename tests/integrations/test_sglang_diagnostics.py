@@ -1,4 +1,4 @@
-"""What the doctor says of SGLang, whose sources stand here as empty functions."""
+"""``flashlatte doctor`` for SGLang, with fake sources of empty functions."""
 
 import importlib.metadata
 import importlib.util
@@ -14,7 +14,7 @@ V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """A folder with every function that is hooked, and metadata that says that it is SGLang."""
+    """A folder with every hooked function and SGLang's package metadata."""
     classes = ("DSATopKBackend", "DeepseekSparseAttnBackend")
     for hook in hooks.HOOKS:
         package, *modules, name = hook.target.split(".")

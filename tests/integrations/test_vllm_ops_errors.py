@@ -1,4 +1,4 @@
-"""vLLM's operations over ours: what is wrong with a call is said by vLLM's names."""
+"""Errors of vLLM's operations use vLLM's argument names."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ ONE = torch.tensor(1.0)
 FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
 SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
 KEYS = torch.zeros(1, 1, 1, 16)
-# For a tensor that a caller left out.
+# In place of a tensor argument.
 MISSING: Any = None
 LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
 

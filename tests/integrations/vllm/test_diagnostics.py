@@ -1,4 +1,4 @@
-"""What ``flashlatte doctor`` says of vLLM: whether the plugin is registered, and whether a model is served."""
+"""``flashlatte doctor`` for vLLM: plugin registration and model support."""
 
 import dataclasses
 import importlib.metadata

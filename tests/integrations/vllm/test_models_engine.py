@@ -1,4 +1,4 @@
-"""Models that vLLM computes with layers of their own, before weights load."""
+"""Configuration of models with their own attention layers in vLLM, before weights load."""
 
 import json
 
@@ -35,5 +35,5 @@ def test_deepseek_v4_is_refused_by_name(v4):
 
 
 def test_deepseek_v4_has_vllms_own_pages(v4):
-    """On FlashLatte's platform for CPUs too."""
+    """Also on FlashLatte's CPU platform."""
     assert configured(v4).cache_config.block_size == 256

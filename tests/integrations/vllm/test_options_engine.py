@@ -1,4 +1,4 @@
-"""Options of vLLM that reach FlashLatte's classes: they are honoured, refused, or said to be ignored."""
+"""vLLM options that reach FlashLatte's classes: used, refused, or ignored with a warning."""
 
 import logging
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 
 
 def configured(**options):
-    """What vLLM's classes read of a configuration with these attention options."""
+    """A configuration with these attention options, with the fields that vLLM's classes read."""
     return SimpleNamespace(
         attention_config=SimpleNamespace(**{"use_prefill_query_quantization": False, "hisparse_config": None} | options)
     )
@@ -94,7 +94,7 @@ def test_a_context_on_the_host_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("cache", "dtype"), [("auto", torch.float32), ("fp8", torch.bfloat16)])
 def test_prefill_runs_before_vllm_serves(monkeypatch, cache, dtype):
-    """Over new tokens and over cached ones, without the layer's weights; on a GPU that compiles its kernels."""
+    """Warm-up runs over new and cached tokens without the layer's weights; on a GPU it compiles the kernels."""
     from flashlatte.integrations.vllm.backends import dense
     from flashlatte.layers import prefill
 

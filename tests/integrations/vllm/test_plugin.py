@@ -1,4 +1,4 @@
-"""What the plugin does before vLLM's classes are needed: without vLLM, and with a stand-in for its metadata."""
+"""The plugin without vLLM: registration, configuration of models, and conversion of fake metadata."""
 
 import logging
 import subprocess
@@ -15,7 +15,7 @@ from flashlatte.integrations.vllm import compat, support
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Says which vLLM is installed, and collects what is registered with it."""
+    """Sets the installed vLLM version, and collects registrations."""
     registered, configured = [], []
     monkeypatch.setattr(compat, "register_attention", lambda name, path: registered.append((name, path)))
     monkeypatch.setattr(compat, "register_prefill", lambda name, path: registered.append((name, path)))
@@ -76,7 +76,7 @@ def test_a_mode_that_does_not_exist(installed, monkeypatch):
 
 @pytest.fixture
 def configurations(monkeypatch):
-    """vLLM's table of what it does to the configuration of a model, and what was done."""
+    """vLLM's table of model configuration functions, and the record of their calls."""
     done = []
 
     class VerifyAndUpdateConfig:
@@ -183,7 +183,7 @@ def test_older_vllms_keep_their_platform(installed, monkeypatch, version, messag
 
 @pytest.mark.full
 def test_entry_points_import_neither_vllm_nor_triton():
-    """vLLM loads them in every process, also where nothing of FlashLatte is used."""
+    """vLLM loads them in every process, also if FlashLatte is not used."""
     code = (
         "import sys, flashlatte.integrations.vllm as p; p.cpu_platform(); print({'vllm', 'triton'} & set(sys.modules))"
     )
@@ -206,7 +206,7 @@ def test_a_prefill_without_context():
 
 
 def test_context_as_lists():
-    """vLLM 0.20 and 0.26: a chunk is for all requests."""
+    """vLLM 0.20 and 0.26: a chunk covers all requests."""
     lists = {
         "seq_tot": [5, 2],
         "max_seq_lens": [3, 2],
@@ -219,7 +219,7 @@ def test_context_as_lists():
 
 
 def test_context_as_objects():
-    """vLLM 0.32 and 0.33: a chunk is for some of the requests."""
+    """vLLM 0.32 and 0.33: a chunk covers some of the requests."""
     chunk = SimpleNamespace(
         request_slice=slice(1, 2),
         token_slice=slice(3, 7),

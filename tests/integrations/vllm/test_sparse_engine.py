@@ -25,7 +25,7 @@ OPERATIONS = {"index_quantize", "index_gather", "index_select", "paged_index_sel
 
 @pytest.fixture
 def exact_indexer(monkeypatch):
-    """Index queries and keys in float32, as transformers has them."""
+    """Keep index queries and keys in float32, as in transformers."""
     from vllm.model_executor.models import deepseek_v2
     from vllm.plugins import load_general_plugins
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -69,7 +69,7 @@ def test_generates_what_transformers_does(checkpoint, exact_indexer, family, opt
 
 @pytest.fixture(scope="module")
 def whole(checkpoint):
-    """What V3.2 generates with vLLM's e4m3 indexer: of prompts that are prefilled whole, by the cache's dtype.
+    """Outputs of V3.2 with vLLM's e4m3 indexer and whole prefills, by cache dtype.
 
     All tokens are chosen: of two index logits of e4m3 keys that are as good as equal, another sum takes the other.
     """
@@ -99,7 +99,7 @@ def test_speculation(checkpoint, whole, own_process):
     assert [one.tokens for one in ours] == [other.tokens for other in whole["auto"]]
 
 
-# Largest difference from float32 of a logprob, where all tokens are chosen. Dense layers only, as for dense MLA.
+# Largest difference of a logprob from float32 if all tokens are selected. Dense layers only, as for dense MLA.
 @pytest.mark.parametrize(
     ("options", "bound"),
     [
@@ -121,7 +121,7 @@ V32, BF16 = "DeepseekV32ForCausalLM", torch.bfloat16
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """What vLLM takes on a Hopper GPU for CUSTOM, by the architecture."""
+    """The class that CUSTOM selects on a Hopper GPU, by architecture."""
     import vllm.config
 
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", types.ModuleType("stand_in"))
