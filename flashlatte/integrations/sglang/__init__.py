@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashlatte.integrations.sglang.flash_mla_module import NOT_IMPORTABLE, provide_flash_mla
-from flashlatte.integrations.sglang.hooks import HOOKS, Hook, unserved
+from flashlatte.integrations.sglang.hooks import HOOKS, Hook, missing_targets
 
 __all__ = ["register"]
 
@@ -46,7 +46,7 @@ def register_hooks(registry: Any, hook_types: Any) -> None:
         if hook.target not in _registered and _exists(hook):
             registry.register(hook.target, hook.function, hook_types.AROUND if hook.around else hook_types.REPLACE)
             _registered.add(hook.target)
-    if missing := unserved(lambda hook: hook.target in _registered):
+    if missing := missing_targets(lambda hook: hook.target in _registered):
         _logger.warning("FlashLatte: this SGLang lacks %s, which FlashLatte does not replace.", ", ".join(missing))
 
 

@@ -74,10 +74,10 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashlatte.flash_mla.flash_mla_with_kvcache``, which ignores schedules; lse is a natural logarithm."""
     one_byte = k_cache.dtype.itemsize == 1
-    served_format = None
+    supported_format = None
     if indices is not None and one_byte:
-        served_format = _format(k_cache, kv_format, has_tensor_schedule=num_splits is not None)
-    if not use_legacy or not _is_served(q, k_cache, indices, extra_k_cache, served_format):
+        supported_format = _format(k_cache, kv_format, has_tensor_schedule=num_splits is not None)
+    if not use_legacy or not _is_supported(q, k_cache, indices, extra_k_cache, supported_format):
         if num_splits is not None and _schedule_of_sglang is not None:
             heads, heads_k, topk = q.shape[2], k_cache.shape[2], None if indices is None else indices.shape[-1]
             tile_scheduler_metadata, num_splits = _schedule_of_sglang(
@@ -126,7 +126,7 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         topk_length=topk_length,
         extra_topk_length=extra_topk_length,
-        kv_format=served_format,
+        kv_format=supported_format,
         descale_q=_single_scale(descale_q) if q.dtype == torch.float8_e4m3fn else None,
         descale_k=_single_scale(descale_k) if one_byte and indices is None else None,
     )
@@ -192,16 +192,16 @@ def _format(k_cache: torch.Tensor, kv_format: str | None, *, has_tensor_schedule
     return fitting[0] if fitting and (fitting[0] != "V32_NO_ROPE" or has_tensor_schedule) else None
 
 
-def _is_served(
+def _is_supported(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
-    served_format: str | None,
+    supported_format: str | None,
 ) -> bool:
     if indices is None:
         return True
-    width = q.shape[-1] if k_cache.dtype.itemsize != 1 else _WIDTHS.get(served_format or "")
+    width = q.shape[-1] if k_cache.dtype.itemsize != 1 else _WIDTHS.get(supported_format or "")
     caches = [k_cache] if extra_k_cache is None else [k_cache, extra_k_cache]
     return all(cache.shape[-1] == width and cache.dtype.itemsize == k_cache.dtype.itemsize for cache in caches)
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flashlatte.integrations.sglang.hooks import Hook, unserved
+from flashlatte.integrations.sglang.hooks import Hook, missing_targets
 from flashlatte.layers.config import MLAConfig
 
 GROUP, PLUGIN = "sglang.srt.plugins", "flashlatte"
@@ -33,7 +33,7 @@ def examine(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, An
         "version": version,
         "registered": absent is None,
         "reason": absent,
-        "missing": unserved(_in_sources),
+        "missing": missing_targets(_in_sources),
         "served": _served_operations(model, v4=v4) if model is not None or v4 else None,
     }
 

@@ -46,7 +46,7 @@ def forward_fa3(
     """
     tokens = q_nope.shape[0]
     width = v_head_dim + q_rope.shape[-1]
-    served = (
+    supported = (
         (page_size, max_seqlen_q, logit_cap) == (1, 1, 0)
         # SGLang before 0.5.20 has no pooled keys.
         and getattr(self, "dsa_index_kpool", 1) <= 1
@@ -55,7 +55,7 @@ def forward_fa3(
         and kv_cache.dtype == q_nope.dtype
         and width == kv_cache.shape[-1] > v_head_dim
     )
-    if not served:
+    if not supported:
         rest = (cache_seqlens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, sm_scale, logit_cap, page_size)
         return original(self, q_rope, kv_cache, v_head_dim, q_nope, page_table, *rest)
     page = _PAGE if kv_cache.shape[0] % _PAGE == 0 else 1

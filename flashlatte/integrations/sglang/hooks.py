@@ -65,7 +65,7 @@ HOOKS = (
 )
 
 
-def unserved(exists: Callable[[Hook], bool]) -> list[str]:
+def missing_targets(exists: Callable[[Hook], bool]) -> list[str]:
     """Targets of replacements that are not in use: ``exists`` is False for all targets of the function."""
     in_use = {hook.function for hook in HOOKS if exists(hook)}
     first = {hook.function: hook.target for hook in reversed(HOOKS) if not hook.optional}
