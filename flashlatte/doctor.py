@@ -18,8 +18,8 @@ import torch
 import flashlatte
 from flashlatte import ops
 from flashlatte.distributed import diagnostics as ranks
-from flashlatte.integrations.sglang import examine as sglang
-from flashlatte.integrations.vllm import examine as vllm
+from flashlatte.integrations.sglang import diagnostics as sglang
+from flashlatte.integrations.vllm import diagnostics as vllm
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
 from flashlatte.layers import MLAConfig, V4Config
 from flashlatte.layers.models import text_config

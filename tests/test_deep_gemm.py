@@ -48,7 +48,7 @@ def check(actual, exact, quantised, seen):
 
 @pytest.fixture
 def fp8():
-    """q, (k, scales), weights, and the logits of exact and of quantised numbers."""
+    """q, (k, scales), weights, and the logits of exact and of quantised values."""
     q, k, weights = draw(M, H, D, seed=0), draw(N, D, seed=1), draw(M, H, seed=2)
     q8 = q.to(torch.float8_e4m3fn)
     k8, scales = quantize_rows(k, "exact")
@@ -71,7 +71,7 @@ def test_contiguous_fp8(fp8):
 def test_weights_in_bf16(fp8):
     q, kv, weights, _, _ = fp8
     expected = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS)
-    actual = deep_gemm.fp8_mqa_logits(q, kv, weights.bfloat16(), STARTS, ENDS)  # which hold what was drawn
+    actual = deep_gemm.fp8_mqa_logits(q, kv, weights.bfloat16(), STARTS, ENDS)  # exact in bf16
     assert torch.equal(actual, expected)
 
 
@@ -157,7 +157,7 @@ def test_the_form_of_deep_gemm_2_8_is_told_by_types(fp8):
         assert (logits.shape, logits.dtype) == ((M, widest), torch.float32)
         for row, (start, end) in enumerate(zip(STARTS.tolist(), ENDS.tolist(), strict=True)):
             assert logits[row, : end - start].equal(full[row, start:end])
-    # bf16 weights and bf16 logits, as on SM100; the earlier form has float32 ones.
+    # bf16 weights give bf16 logits, as on SM100; the earlier argument order gives float32.
     in_bf16 = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights.bfloat16(), STARTS, ENDS, widest)
     assert in_bf16[0, : ENDS[0]].equal(calls[0][0, : ENDS[0]].bfloat16())
     earlier = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights.bfloat16(), STARTS, ENDS, True)
@@ -184,7 +184,7 @@ def test_the_paged_form_of_deep_gemm_2_8_is_told_by_types():
 
 
 def mxfp8(x):
-    """float8_e4m3fn values, int32 scales, and the numbers that they stand for."""
+    """float8_e4m3fn values, int32 scales, and their dequantised values."""
     values, scales = quantize_tiles(x, 32, "power_of_two")
     packed = scales.to(torch.float8_e8m0fnu).view(torch.int32).squeeze(-1)
     return (values, packed), dequantize_tiles(values, scales, 32)
@@ -204,7 +204,7 @@ def test_mxfp8_queries_and_keys():
 
 
 def candidates(seed, rows, num_blocks, limit):
-    """Blocks of each row, with repeats, some beyond the keys, and DeepGEMM's and SGLang's padding."""
+    """Candidate blocks of each row: repeats, blocks beyond the keys, DeepGEMM's and SGLang's padding."""
     blocks = torch.randint(0, limit + 2, (rows, num_blocks), generator=generator(seed)).int()
     blocks[:, -1] = 2**31 - 1
     blocks[0, -2] = -1
@@ -297,7 +297,7 @@ def test_errors_of_candidate_blocks(fp8):
 
 
 def drawn_query(q, mxfp4):
-    """What DeepGEMM's callers pass for q, and the numbers that it stands for."""
+    """q as DeepGEMM's callers pass it, and its dequantised values."""
     if not mxfp4:
         values = q.to(torch.float8_e4m3fn)
         return (values, None), values.double()
@@ -308,7 +308,7 @@ def drawn_query(q, mxfp4):
 
 
 def assert_near(logits, expected, bound, dtype):
-    """Rounded to float32 in sums of ``bound``, the same of absolute values, and then once to ``dtype``."""
+    """Within the float32 error of sums whose absolute values sum to ``bound``, and one rounding to ``dtype``."""
     allowed = 1e-5 * bound + (torch.finfo(dtype).eps * expected.abs() if dtype == torch.bfloat16 else 0)
     assert logits.dtype == dtype
     assert ((logits.double() - expected).abs() <= allowed).all()

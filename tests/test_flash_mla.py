@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dicts of mixed values, positional ones in sequences of any length.
+# Keyword arguments are dicts of mixed values, positional ones sequences of any length.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import importlib
@@ -25,7 +25,7 @@ POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def fp4_beside_fp8():
-    """DeepSeek-V4.1's two caches, and the same numbers in bf16."""
+    """DeepSeek-V4.1's two caches, and the same values in bf16."""
     inputs = replace(SPARSE, cache_format="v41", attn_sink=True).inputs()
     rows = torch.randn(*inputs["extra_k_cache"].shape[:2], 1, 512, generator=torch.Generator().manual_seed(0))
     inputs["extra_k_cache"] = kv_cache.pack(rows, "v41_fp4")
@@ -318,16 +318,16 @@ FP8_QUERY = DENSE.inputs()["q"].to(torch.float8_e4m3fn)
         (DENSE, {"extra_topk_length": SINK}, ValueError, "^extra_topk_length belongs to sparse decode"),
         (DENSE, {"block_table": None}, ValueError, "^block_table must be given for dense decode .* got None$"),
         (DENSE, {"cache_seqlens": None}, ValueError, "^cache_seqlens must be given for dense decode .* got None$"),
-        (DENSE, {"is_fp8_kvcache": True}, ValueError, "^is_fp8_kvcache must .* is True, and k_cache is bfloat16$"),
+        (DENSE, {"is_fp8_kvcache": True}, ValueError, "^is_fp8_kvcache must .* got True with k_cache bfloat16$"),
         (DENSE, {"is_fp8_kvcache": 1}, TypeError, "^is_fp8_kvcache must be True or False, got 1$"),
         (DENSE, {"descale_k": 1.0}, ValueError, "must be None unless k_cache is float8_e4m3fn"),
-        (DENSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to a float8_e4m3fn q, and this one is bfloat16$"),
-        (DENSE, {"q": None, "descale_q": 1.0}, ValueError, "^descale_q belongs to .*, and this one is NoneType$"),
+        (DENSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to a float8_e4m3fn q, got bfloat16$"),
+        (DENSE, {"q": None, "descale_q": 1.0}, ValueError, "^descale_q belongs to .*, got NoneType$"),
         (DENSE, {"q": FP8_QUERY, "descale_q": -1.0}, ValueError, "^descale_q must be a finite number above 0, got -1"),
         (DENSE, {"q": FP8_QUERY, "descale_q": SINK}, ValueError, r"^descale_q must have one element, got shape \[4\]$"),
         (SPARSE, {"causal": True}, ValueError, "^causal must be False in sparse decode .* got True$"),
         (SPARSE, {"causal": 0}, TypeError, "^causal must be True or False, got 0$"),
-        (SPARSE, {"is_fp8_kvcache": False}, ValueError, "^is_fp8_kvcache must .* is False, and k_cache is uint8$"),
+        (SPARSE, {"is_fp8_kvcache": False}, ValueError, "^is_fp8_kvcache must .* got False with k_cache uint8$"),
         (SPARSE, {"descale_k": 1.0}, ValueError, "^descale_k belongs to dense decode over an fp8 cache"),
         (SPARSE, {"descale_q": 1.0}, ValueError, "^descale_q belongs to dense decode over an fp8 cache"),
         (SPARSE, {"extra_indices_in_kvcache": None}, ValueError, "must be given if extra_k_cache.* is, got None$"),

@@ -1,4 +1,4 @@
-"""The drop-in for FlashMLA over drawn calls, against float64."""
+"""The FlashMLA drop-in on generated calls, compared with float64."""
 
 import math
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_varlen_attention_against_the_oracle(case, kind):
 
 
 def assert_near(results, expected, dtype):
-    """out within one rounding to ``dtype`` of what float32 keeps, and lse as float32 keeps it."""
+    """out within float32 accuracy and one rounding to ``dtype``, lse within float32 accuracy."""
     (out, lse), (expected_out, expected_lse) = results, expected
     assert out.dtype == dtype
     assert_close(lse, expected_lse, FLOAT32)

@@ -1,11 +1,12 @@
-"""DeepGEMM's functions for index logits, argument for argument: ``import flashlatte.deep_gemm as deep_gemm``.
+"""DeepGEMM's functions for index logits with the same arguments: ``import flashlatte.deep_gemm as deep_gemm``.
 
-The forms of DeepGEMM 2.8 and the earlier ones are accepted by position and by keyword. ``fp8_mqa_logits`` and
-``fp8_paged_mqa_logits`` take queries without scales, the ``fp8_fp4_…`` functions a tuple, and the ``…_sparse_…``
-functions score candidate blocks only. Restrictions of DeepGEMM's kernels do not apply: 1 to 128 heads, any page size.
+The functions accept the signatures of DeepGEMM 2.8 and of earlier versions, by position and by keyword.
+``fp8_mqa_logits`` and ``fp8_paged_mqa_logits`` take queries without scales, the ``fp8_fp4_…`` functions take a tuple,
+and the ``…_sparse_…`` functions score candidate blocks only. They support 1 to 128 heads and any page size.
 
 ``python -m flashlatte.deep_gemm --install-alias DIR`` writes a package ``deep_gemm`` into DIR that forwards to this
-module, for programs that import the top-level name. It has these functions only, none of DeepGEMM's matrix products.
+module, for programs that import the top-level name. The package has only these functions, not DeepGEMM's matrix
+products.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = [
     "set_num_sms",
 ]
 
-ALIAS = '''"""DeepGEMM's functions for index logits, served by FlashLatte."""
+ALIAS = '''"""DeepGEMM's functions for index logits, implemented by FlashLatte."""
 
 from flashlatte.deep_gemm import *  # noqa: F403
 '''
@@ -53,7 +54,10 @@ ALIAS_FILES = {"__init__.py": ALIAS}
 
 
 def install_alias(directory: Path) -> Path:
-    """Write the package ``deep_gemm`` into a directory; returns its path. Refuses to replace another ``deep_gemm``."""
+    """Write the package ``deep_gemm`` into a directory and return its path.
+
+    Raises an error if the directory has another ``deep_gemm``.
+    """
     return alias.install(directory, "deep_gemm", ALIAS_FILES)
 
 

@@ -1,4 +1,4 @@
-"""Logits over all keys, and the schedules that DeepGEMM's callers make for them."""
+"""DeepGEMM's logits over all keys, and its schedule metadata."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.deep_gemm.operands import (
-    Query,
+    IndexQuery,
     check_pair,
     float32_weights,
     keys,
@@ -29,12 +29,12 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> torch.Tensor:
-    """``fp8_fp4_mqa_logits`` in its earlier form, of float8_e4m3fn queries ``q`` [M, H, D], with float32 logits."""
+    """``fp8_fp4_mqa_logits`` for float8_e4m3fn queries ``q`` [M, H, D], with float32 logits."""
     return fp8_fp4_mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
 
 
 def fp8_fp4_mqa_logits(
-    q: Query,
+    q: IndexQuery,
     kv: tuple[torch.Tensor, torch.Tensor],
     weights: torch.Tensor,
     cu_seq_len_k_start: torch.Tensor,
@@ -46,11 +46,11 @@ def fp8_fp4_mqa_logits(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Logits of queries against contiguous index keys, each against a range of its own.
+    """Logits of queries against contiguous index keys, each query over its own range of keys.
 
-    Two forms are accepted, and the type of the argument behind ``cu_seq_len_k_end`` decides which a call has: an int
-    is the ``max_seqlen_k`` of DeepGEMM 2.8, ``(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k,
-    schedule_meta=None)``; a bool is the ``clean_logits`` of the earlier form, the signature above.
+    Two argument orders are accepted. The type of the argument after ``cu_seq_len_k_end`` determines the order: an int
+    is ``max_seqlen_k`` of DeepGEMM 2.8, ``(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k,
+    schedule_meta=None)``; a bool is ``clean_logits`` of earlier versions, the signature above.
 
     Args:
         q: (values, scales), or values alone. fp8: float8_e4m3fn [M, H, D] and None; mxfp8: float8_e4m3fn [M, H, 128]
@@ -59,10 +59,10 @@ def fp8_fp4_mqa_logits(
             mxfp4: one-byte [N, 64] and int32 [N].
         weights: float32 or bf16 [M, H].
         cu_seq_len_k_start, cu_seq_len_k_end: int32 [M], the range of keys of each query.
-        clean_logits: fill columns outside of a query's range with -inf; their contents are undefined otherwise.
-            Default True; in the form of DeepGEMM 2.8 they are undefined.
-        max_seqlen_k: above 0, rows are compressed: [M, max_seqlen_k], each from its query's first key. 0, the default
-            of the earlier form: rows cover all keys.
+        clean_logits: fill columns outside a query's range with -inf; otherwise they are undefined. Default True; in the
+            argument order of DeepGEMM 2.8 False.
+        max_seqlen_k: if above 0, rows are compressed to [M, max_seqlen_k], each from its query's first key. With 0, the
+            default, rows cover all keys.
         logits_dtype: float32 or bf16. Default: float32 if ``clean_logits`` is given, else the dtype of ``weights``, as
             in DeepGEMM 2.8 (bf16 of both on SM100, float32 elsewhere).
         schedule_meta: unused; the result of ``get_mqa_logits_metadata``, or None.
@@ -116,8 +116,7 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``fp8_fp4_paged_mqa_logits`` in its earlier form, of float8_e4m3fn queries ``q`` [b, next_n, H, D], with float32
-    logits."""
+    """``fp8_fp4_paged_mqa_logits`` for float8_e4m3fn queries ``q`` [b, next_n, H, D], with float32 logits."""
     return fp8_fp4_paged_mqa_logits(
         q,
         kv_cache,
@@ -132,7 +131,7 @@ def fp8_paged_mqa_logits(
 
 
 def fp8_fp4_paged_mqa_logits(
-    q: Query,
+    q: IndexQuery,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
     context_lens: torch.Tensor,
@@ -147,24 +146,23 @@ def fp8_fp4_paged_mqa_logits(
 ) -> torch.Tensor:
     """Logits of queries against a paged cache of index keys.
 
-    Two forms are accepted, and the type of the argument behind ``max_context_len`` decides which a call has: a tensor
-    or None is the ``indices`` of DeepGEMM 2.8, ``(…, schedule_meta, max_context_len, indices=None)``; a bool is the
-    ``clean_logits`` of the earlier form, the signature above.
+    Two argument orders are accepted. The type of the argument after ``max_context_len`` determines the order: a tensor
+    or None is ``indices`` of DeepGEMM 2.8, ``(…, schedule_meta, max_context_len, indices=None)``; a bool is
+    ``clean_logits`` of earlier versions, the signature above.
 
     Args:
         q: (values, scales), or values alone. fp8: float8_e4m3fn [b, next_n, H, D] and None; mxfp4: one-byte
             [b, next_n, H, 64] and int32 [b, next_n, H].
-        kv_cache: uint8 [pages, page_size, 1, width], width D + 4 (fp8) or 68 (mxfp4). Pages of mxfp8 keys, as wide as
-            those of fp8, are not accepted.
+        kv_cache: uint8 [pages, page_size, 1, width], width D + 4 (fp8) or 68 (mxfp4). Pages of mxfp8 keys, which
+            have the width of fp8 pages, are not supported.
         weights: float32 or bf16 [b · next_n, H].
-        context_lens: int32 [b]: token t sees the first context_lens - next_n + t + 1 keys; or [b, next_n].
+        context_lens: int32 [b]: token t covers the first context_lens - next_n + t + 1 keys; or [b, next_n].
         block_table: int32 [b, max_pages].
         schedule_meta: unused; the result of ``get_paged_mqa_logits_metadata``, or None.
         max_context_len: columns of the result.
-        clean_logits: fill columns outside of a query's range with -inf; their contents are undefined otherwise.
-            Default False.
+        clean_logits: fill columns outside a query's range with -inf; otherwise they are undefined. Default False.
         logits_dtype: as for ``fp8_fp4_mqa_logits``.
-        indices: unused: DeepGEMM's request of each row, by which it groups rows.
+        indices: unused; in DeepGEMM the request of each row, to group rows.
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
@@ -199,12 +197,12 @@ def fp8_fp4_paged_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Zeros of the shape of DeepGEMM's schedule, int32 [num_sms + 1, 2], on the device of ``context_lens``.
+    """Zeros with the shape of DeepGEMM's schedule, int32 [num_sms + 1, 2], on the device of ``context_lens``.
 
-    Work is split in the call itself; ``block_kv`` and ``indices`` are unused.
+    FlashLatte splits the work in each call. ``block_kv`` and ``indices`` are unused.
 
     Raises:
-        TypeError, ValueError: ``context_lens`` that is no tensor, or a num_sms below 1.
+        TypeError, ValueError: ``context_lens`` is not a tensor, or num_sms is below 1.
     """
     device = checks.given("context_lens", context_lens).device
     return torch.zeros(checks.positive_int("num_sms", num_sms) + 1, 2, dtype=torch.int32, device=device)
@@ -213,27 +211,27 @@ def get_paged_mqa_logits_metadata(
 def get_mqa_logits_metadata(
     cu_seq_len_k_start: torch.Tensor, cu_seq_len_k_end: torch.Tensor, num_kv_tokens: int, num_heads: int
 ) -> torch.Tensor:
-    """A zero, int32 [1], on the device of ``cu_seq_len_k_start``: work is split in the call itself.
+    """One zero, int32 [1], on the device of ``cu_seq_len_k_start``: FlashLatte splits the work in each call.
 
     Raises:
-        TypeError: ``cu_seq_len_k_start`` that is no tensor.
+        TypeError: ``cu_seq_len_k_start`` is not a tensor.
     """
     device = checks.given("cu_seq_len_k_start", cu_seq_len_k_start).device
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def get_num_sms() -> int:
-    """SMs of the current GPU; where there is none, the few that the CPU is taken to have."""
+    """Number of SMs of the current GPU; without a GPU, a nominal number for the CPU."""
     has_gpu = torch.cuda.is_available()
     return machine.num_sms(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Without effect: kernels take the whole GPU."""
+    """No effect: FlashLatte's kernels use the whole GPU."""
 
 
 def _aligned_rows(rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """An output whose rows begin at multiples of 128 bytes, which top-k kernels ask for; None if they do anyway."""
+    """An output with rows aligned to 128 bytes, as top-k kernels require; None if the width is aligned already."""
     align = 128 // dtype.itemsize
     if width % align == 0:
         return None

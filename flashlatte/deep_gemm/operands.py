@@ -1,4 +1,4 @@
-"""Queries, keys and weights as DeepGEMM's callers pass them, and as index logits take them."""
+"""Conversion of DeepGEMM's queries, keys and weights to the operands of ``index_logits``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from flashlatte.kv_cache.fp8 import dequantize_tiles, from_bytes
 from flashlatte.ops.index_logits.api import LOGIT_DTYPES
 from flashlatte.runtime import checks
 
-# Values that one int32 of four E8M0 scales covers.
+# Number of values that one int32 of four E8M0 scales covers.
 _SCALED_VALUES = 4 * fp4.TILE
 
 # Values, or (values, scales).
-Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+IndexQuery = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
-def query(q: Query) -> torch.Tensor:
-    """float8_e4m3fn values, or those of mxfp8 and mxfp4 queries as bf16, which holds them exactly."""
+def query(q: IndexQuery) -> torch.Tensor:
+    """float8_e4m3fn queries unchanged; mxfp8 and mxfp4 queries dequantised to bf16, which is exact."""
     if isinstance(q, torch.Tensor):
         return q
     check_pair("q", q)
@@ -28,7 +28,7 @@ def query(q: Query) -> torch.Tensor:
 
 
 def keys(k: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys and scales as ``index_logits`` takes them. mxfp8 keys as bf16, which holds them exactly."""
+    """Keys and scales for ``index_logits``. mxfp8 keys are dequantised to bf16, which is exact."""
     if k.dtype.itemsize != 1 or (k.dtype == torch.float8_e4m3fn and not _is_int32(scales)):
         return k, scales
     scale_bytes = _scale_bytes("kv", scales)
@@ -38,7 +38,7 @@ def keys(k: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _dequantized(name: str, values: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
-    """bf16 [..., 128] of float8_e4m3fn (mxfp8) or packed mxfp4 values and their E8M0 bytes [..., 4]."""
+    """Dequantise float8_e4m3fn (mxfp8) or packed mxfp4 values with E8M0 bytes [..., 4] to bf16 [..., 128]."""
     is_mxfp8 = values.dtype == torch.float8_e4m3fn
     width = _SCALED_VALUES if is_mxfp8 else _SCALED_VALUES // 2
     if values.dtype.itemsize != 1 or values.shape != (*scale_bytes.shape[:-1], width):
@@ -57,8 +57,8 @@ def _is_int32(scales: object) -> bool:
     return isinstance(scales, torch.Tensor) and scales.dtype == torch.int32
 
 
-def refuse_paged_mxfp8(q: Query) -> None:
-    """A page of mxfp8 keys is as wide as one of fp8 keys, and its scales would be read as float32."""
+def refuse_paged_mxfp8(q: IndexQuery) -> None:
+    """Raise for mxfp8 queries: pages of mxfp8 and fp8 keys have the same width, so scales would be read as float32."""
     check_pair("q", q if not isinstance(q, torch.Tensor) else (q, None))
     if not isinstance(q, torch.Tensor) and q[0].dtype == torch.float8_e4m3fn and _is_int32(q[1]):
         raise ValueError(
@@ -68,13 +68,13 @@ def refuse_paged_mxfp8(q: Query) -> None:
 
 
 def float32_weights(weights: torch.Tensor) -> torch.Tensor:
-    """In float32, which bf16 ones are exactly."""
+    """Weights in float32; the conversion from bf16 is exact."""
     is_bf16 = isinstance(weights, torch.Tensor) and weights.dtype == torch.bfloat16
     return weights.float() if is_bf16 else weights
 
 
 def logits_dtype_of(logits_dtype: object, weights: object, as_weights: bool) -> torch.dtype:
-    """The dtype asked for; else that of the weights if ``as_weights``, or float32."""
+    """``logits_dtype`` if given; else the dtype of the weights if ``as_weights``, else float32."""
     if logits_dtype is None:
         is_bf16 = as_weights and isinstance(weights, torch.Tensor) and weights.dtype == torch.bfloat16
         return torch.bfloat16 if is_bf16 else torch.float32
@@ -89,7 +89,7 @@ def check_pair(name: str, value: object) -> None:
 
 
 def _scale_bytes(name: str, scales: object) -> torch.Tensor:
-    """uint8 [..., 4] of int32 [...]."""
+    """View int32 scales [...] as uint8 [..., 4]."""
     if not isinstance(scales, torch.Tensor) or scales.dtype != torch.int32:
         got = checks.dtype_names([scales.dtype]) if isinstance(scales, torch.Tensor) else type(scales).__name__
         raise TypeError(f"{name} of mxfp4 and mxfp8 values must have int32 scales, four E8M0 bytes in each, got {got}")

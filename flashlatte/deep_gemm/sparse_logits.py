@@ -1,11 +1,11 @@
-"""Logits over candidate blocks of keys (DeepSeek-V4.1's two-level indexer), and the metadata that names the blocks."""
+"""Logits over candidate blocks of keys (DeepSeek-V4.1's two-level indexer), and the metadata of the blocks."""
 
 from __future__ import annotations
 
 import torch
 
 from flashlatte.deep_gemm.operands import (
-    Query,
+    IndexQuery,
     check_pair,
     float32_weights,
     keys,
@@ -18,7 +18,7 @@ from flashlatte.runtime import checks
 
 
 def fp8_fp4_sparse_mqa_logits(
-    q: Query,
+    q: IndexQuery,
     kv: tuple[torch.Tensor, torch.Tensor],
     weights: torch.Tensor,
     metadata: torch.Tensor,
@@ -33,13 +33,13 @@ def fp8_fp4_sparse_mqa_logits(
     Args:
         q, kv, weights, backend: as for ``fp8_fp4_mqa_logits``.
         metadata: the result of ``get_sparse_mqa_logits_metadata`` for the same queries.
-        num_max_sparse_blocks: candidate blocks of a query.
+        num_max_sparse_blocks: number of candidate blocks of a query.
         sparse_block_kv: keys of a block.
-        use_unaligned_ks: unused; ``metadata`` holds it.
+        use_unaligned_ks: unused; ``metadata`` includes it.
 
     Returns:
         [M, num_max_sparse_blocks · sparse_block_kv] in the dtype of ``weights``: column j · sparse_block_kv + o is key
-        o of candidate block j; -inf where that key is outside of the query's range.
+        o of candidate block j, -inf if that key is outside the query's range.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -52,7 +52,7 @@ def fp8_fp4_sparse_mqa_logits(
 
 
 def fp8_fp4_paged_sparse_mqa_logits(
-    q: Query,
+    q: IndexQuery,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
     metadata: torch.Tensor,
@@ -104,17 +104,17 @@ def get_sparse_mqa_logits_metadata(
     sparse_block_kv: int,
     use_unaligned_ks: bool = False,
 ) -> torch.Tensor:
-    """Where each candidate block begins, and how many of its keys a query sees, for ``fp8_fp4_sparse_mqa_logits``.
+    """The first key and the number of visible keys of each candidate block, for ``fp8_fp4_sparse_mqa_logits``.
 
     Args:
         cu_seq_len_k_start, cu_seq_len_k_end: int32 [M], the range of keys of each query.
         num_kv_tokens: keys in total.
         sparse_kv_block_indices: int32 [M, num_max_sparse_blocks]. Block i covers ``sparse_block_kv`` keys from
             i · sparse_block_kv, or from i · sparse_block_kv + cu_seq_len_k_start % sparse_block_kv with
-            ``use_unaligned_ks``. A block that begins outside of the query's range has no keys; repeats are allowed.
+            ``use_unaligned_ks``. A block that begins outside the query's range has no keys; repeats are allowed.
         qk_dtype: unused.
         sparse_block_kv: keys of a block.
-        use_unaligned_ks: whether ranges may begin anywhere; if False, at multiples of ``sparse_block_kv``.
+        use_unaligned_ks: whether ranges may begin anywhere; if False, they begin at multiples of ``sparse_block_kv``.
 
     Returns:
         int64 [M, num_max_sparse_blocks, 2], on the device of the arguments.
@@ -148,13 +148,12 @@ def get_paged_sparse_mqa_logits_metadata(
     qk_dtype: torch.dtype,
     sparse_block_kv: int,
 ) -> torch.Tensor:
-    """Where each candidate block begins in the cache, and how many of its keys a query sees, for
-    ``fp8_fp4_paged_sparse_mqa_logits``.
+    """The first slot and the number of visible keys of each block, for ``fp8_fp4_paged_sparse_mqa_logits``.
 
     Args:
-        context_lens: int32 [rows], keys that a query sees.
+        context_lens: int32 [rows], number of keys visible to a query.
         block_table: int32 [rows, max_pages].
-        indices: unused: DeepGEMM's request of each row.
+        indices: unused; in DeepGEMM the request of each row.
         page_kv: page size, a multiple of ``sparse_block_kv``.
         sparse_kv_block_indices: int32 [rows, num_max_sparse_blocks]. Block i covers keys i · sparse_block_kv to
             (i + 1) · sparse_block_kv - 1 of the row's request; a block beyond its keys or its pages has none.

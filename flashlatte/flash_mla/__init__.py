@@ -1,9 +1,9 @@
-"""FlashMLA's interface, argument for argument: ``import flashlatte.flash_mla as flash_mla``.
+"""FlashMLA's functions with the same arguments: ``import flashlatte.flash_mla as flash_mla``.
 
-Conventions are FlashMLA's: the lse of a row without keys is +inf. The signatures of FlashMLA 1.0.0 at commit 9241ae3,
-of the copy in vLLM 0.33 and of sgl-flash-mla 1.0.0 are accepted, by position and by keyword. Restrictions of FlashMLA's
-kernels do not apply: any number of heads, any page size, per-tensor fp8 caches and queries in dense decode, bf16 caches
-and any number of indices in sparse decode. Contradictory arguments are errors, ``ValueError`` or ``TypeError``.
+The conventions are FlashMLA's: the lse of a row without keys is +inf. The functions accept the signatures of FlashMLA
+1.0.0 (commit 9241ae3), of vLLM 0.33's copy and of sgl-flash-mla 1.0.0, by position and by keyword. They also support
+any number of heads, any page size, per-tensor fp8 caches and queries in dense decode, and bf16 caches and any number of
+indices in sparse decode. Contradictory arguments raise ``ValueError`` or ``TypeError``.
 
 ``python -m flashlatte.flash_mla --install-alias DIR`` writes a package ``flash_mla`` into DIR that forwards to this
 module, for programs that import the top-level name.
@@ -35,16 +35,16 @@ __all__ = [
     "has_legacy",
 ]
 
-# FlashMLA's own, for programs that read it.
+# The version of FlashMLA whose interface this is, for programs that check it.
 __version__ = "1.0.0"
 
-ALIAS = '''"""The top-level name of FlashMLA, served by FlashLatte."""
+ALIAS = '''"""The package name ``flash_mla``, implemented by FlashLatte."""
 
 from flashlatte.flash_mla import *  # noqa: F403
 from flashlatte.flash_mla import __version__  # noqa: F401
 '''
 
-ALIAS_INTERFACE = '''"""FlashMLA's module path for its functions, served by FlashLatte."""
+ALIAS_INTERFACE = '''"""The module ``flash_mla.flash_mla_interface``, implemented by FlashLatte."""
 
 from flashlatte.flash_mla import *  # noqa: F403
 '''
@@ -54,7 +54,10 @@ ALIAS_FILES = {"__init__.py": ALIAS, "flash_mla_interface.py": ALIAS_INTERFACE}
 
 
 def install_alias(directory: Path) -> Path:
-    """Write the package ``flash_mla`` into a directory; returns its path. Refuses to replace another ``flash_mla``."""
+    """Write the package ``flash_mla`` into a directory and return its path.
+
+    Raises an error if the directory has another ``flash_mla``.
+    """
     return alias.install(directory, "flash_mla", ALIAS_FILES)
 
 

@@ -16,7 +16,7 @@ from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import checks
 from flashlatte.runtime.repeat import repeats_launches
 
-# Arguments whose positions differ, in FlashMLA's and sgl-flash-mla's order and in vLLM's.
+# The last positional arguments in the order of FlashMLA and sgl-flash-mla, and in that of vLLM's copy.
 LAST = ("enable_batch_invariant", "use_legacy", "kv_format", "descale_q", "descale_k")
 LAST_IN_VLLM = ("out", "enable_batch_invariant")
 
@@ -59,35 +59,35 @@ def flash_mla_with_kvcache(
         cache_seqlens: dense: int32 or int64 [b]. Unused in sparse decode.
         head_dim_v: width of a value (512).
         tile_scheduler_metadata, num_splits: the results of ``get_mla_metadata`` or ``get_mla_decoding_metadata``;
-            they may be reused for any call.
+            they hold nothing, and any call may reuse them.
         softmax_scale: above 0; d^-0.5 if None.
-        causal: dense only; bottom-right: query token j sees keys 0 to cache_seqlens - s_q + j.
-        is_fp8_kvcache: whether k_cache holds one-byte values; must agree with its dtype, except for caches of
-            DeepSeek-V4.1 and with ``descale_k``. Default: as its dtype.
-        indices: sparse: int32 or int64 [b, s_q, topk], page · page_size + offset; values outside the cache (FlashMLA
-            knows only -1) select nothing.
+        causal: dense only; bottom-right: query token j attends to keys 0 to cache_seqlens - s_q + j.
+        is_fp8_kvcache: whether k_cache has one-byte values; must match its dtype, except for caches of DeepSeek-V4.1
+            and with ``descale_k``. Default: from the dtype.
+        indices: sparse: int32 or int64 [b, s_q, topk], page · page_size + offset; values outside the cache (in
+            FlashMLA only -1) select nothing.
         attn_sink: sparse: float32 [h_q]; out is scaled by e^lse / (e^lse + e^sink), lse is not.
         extra_k_cache, extra_indices_in_kvcache: sparse: a second cache in the same format, or in "V41_FP4" (288 wide)
             next to "V41", and its indices.
-        topk_length, extra_topk_length: sparse: int32 or int64 [b] or [b, s_q], how many indices count.
+        topk_length, extra_topk_length: sparse: int32 or int64 [b] or [b, s_q], number of indices to use.
         last: by position: ``enable_batch_invariant, use_legacy, kv_format, descale_q, descale_k``, the order of
             sgl-flash-mla, if the first is a bool; else ``out, enable_batch_invariant``, the order of vLLM's copy.
-        enable_batch_invariant: make a request's result independent of what else is in the batch, bit for bit.
-        use_legacy: which of sgl-flash-mla's kernels would run. False: an ambiguous width is "V41", whose tokens lie
-            together, as its present kernels read them. True: "V41" is an error, because its legacy kernels read pages
-            whose scales follow all values.
+        enable_batch_invariant: make a request's result bitwise independent of the other requests of the batch.
+        use_legacy: selects between sgl-flash-mla's kernels. False: an ambiguous width means "V41" with the values and
+            scales of a token adjacent, as its current kernels read it. True: "V41" is an error, because its legacy
+            kernels read pages whose scales follow all values.
         kv_format: sparse: format of a one-byte k_cache: "V32" (656 bytes a token), "V32_NO_ROPE" (528), "V4" (584),
             "V41" (528) or "V41_FP4" (288). Default: inferred from the width, which must not be ambiguous (528).
         descale_q: dense with a float8_e4m3fn q: query = byte · descale_q, rounded to bf16; a number or a one-element
             float32 tensor; default 1.
         descale_k: dense over a float8_e4m3fn cache: key = byte · descale_k; as ``descale_q``.
-        out: [b, s_q, h_q, head_dim_v] in q's dtype to write into.
-        lse: float32 [b, h_q, s_q] to write into.
+        out: optional output buffer [b, s_q, h_q, head_dim_v] in q's dtype.
+        lse: optional output buffer, float32 [b, h_q, s_q].
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
         out [b, s_q, h_q, head_dim_v] in q's dtype (bf16 for a float8_e4m3fn q), and lse, natural logarithm, float32
-        [b, h_q, s_q] with strides (s_q · h_q, 1, h_q). A row that sees no key: out 0, lse +inf.
+        [b, h_q, s_q] with strides (s_q · h_q, 1, h_q). A row without keys: out 0, lse +inf.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
@@ -113,7 +113,7 @@ def flash_mla_with_kvcache(
             ("kv_format", kv_format),
         ):
             if value is not None:
-                raise ValueError(f"{name} belongs to sparse decode and needs indices beside it, got {name} alone")
+                raise ValueError(f"{name} belongs to sparse decode and needs indices, got {name} without indices")
         if block_table is None or cache_seqlens is None:
             missing = "block_table" if block_table is None else "cache_seqlens"
             raise ValueError(f"{missing} must be given for dense decode (without indices), got None")
@@ -176,7 +176,7 @@ def _dense(
     lse: torch.Tensor | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``dense_decode`` with FlashMLA's arguments. A repeated call skips the checks here."""
+    """``dense_decode`` with FlashMLA's arguments. A repeated launch skips these checks."""
     _check_fp8_flag(k_cache, is_fp8_kvcache, descale_k)
     q = _query(q, descale_q)
     with checks.naming(k_scale="descale_k", batch_invariant="enable_batch_invariant"):
@@ -217,7 +217,7 @@ def _sparse(
     lse: torch.Tensor | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``sparse_decode`` with FlashMLA's arguments, as ``_dense``."""
+    """``sparse_decode`` with FlashMLA's arguments. A repeated launch skips these checks."""
     cache_format = _cache_format(k_cache, kv_format, use_legacy)
     _check_fp8_flag(k_cache, is_fp8_kvcache, None)
     with checks.naming(extra_indices="extra_indices_in_kvcache", batch_invariant="enable_batch_invariant"):
@@ -242,10 +242,10 @@ def _sparse(
 
 
 def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:
-    """q as it is, or byte · descale_q in bf16."""
+    """q unchanged, or a float8_e4m3fn q dequantised to bf16."""
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         if descale_q is not None:
-            raise ValueError(f"descale_q belongs to a float8_e4m3fn q, and this one is {_kind(q)}")
+            raise ValueError(f"descale_q belongs to a float8_e4m3fn q, got {_kind(q)}")
         return q
     tensor, number = scales.split("descale_q", descale_q, q.device)
     return (q.float() * (number if tensor is None else tensor)).to(torch.bfloat16)
@@ -256,7 +256,7 @@ def _kind(value: object) -> str:
 
 
 def _cache_format(k_cache: object, kv_format: object, use_legacy: object) -> str | None:
-    """The name of a cache's format here; None where its dtype and width tell it."""
+    """The cache's format in ``kv_cache``; None if dtype and width determine it."""
     if use_legacy is not None:
         checks.flag("use_legacy", use_legacy)
     if kv_format is not None:
@@ -289,10 +289,10 @@ def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool | None, descale_k: obj
         return
     one_byte = k_cache.dtype.itemsize == 1
     if k_cache.dim() and any(layout.block_scaling is not None for layout in formats_of_width(k_cache)):
-        # FlashMLA's first release for DeepSeek-V4.1, which brought such caches, had no such argument.
+        # FlashMLA's release that introduced caches of DeepSeek-V4.1 had no is_fp8_kvcache.
         return
     if one_byte != is_fp8_kvcache and not (one_byte and descale_k is not None):
         raise ValueError(
-            f"is_fp8_kvcache must say whether k_cache holds one-byte numbers: it is {is_fp8_kvcache}, and k_cache is "
+            f"is_fp8_kvcache must say whether k_cache has one-byte values: got {is_fp8_kvcache} with k_cache "
             f"{_kind(k_cache)}"
         )

@@ -1,4 +1,4 @@
-"""Arguments whose position differs between the versions of FlashMLA."""
+"""Positional arguments whose order differs between versions of FlashMLA."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def by_name(function: str, values: tuple[Any, ...], upstream: tuple[str, ...], vllm: tuple[str, ...]) -> dict[str, Any]:
-    """Names of the last positional arguments of a call.
+    """Map the last positional arguments of a call to their names.
 
     Args:
-        function: of the call, for errors.
-        values: the arguments.
-        upstream: their names in FlashMLA and sgl-flash-mla, where the first is a bool.
-        vllm: their names in vLLM's copy, where the first is ``out``, a tensor or None.
+        function: name of the function, for errors.
+        values: the positional arguments.
+        upstream: names in FlashMLA and sgl-flash-mla, where the first argument is a bool.
+        vllm: names in vLLM's copy, where the first argument is ``out``, a tensor or None.
 
     Raises:
         TypeError: more arguments than names.

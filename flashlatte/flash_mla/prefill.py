@@ -11,7 +11,7 @@ from flashlatte.flash_mla import positions
 from flashlatte.ops.sparse_prefill import sparse_prefill
 from flashlatte.runtime import checks
 
-# As in ``decode``.
+# The last positional arguments in the order of sgl-flash-mla, and in that of vLLM's copy.
 LAST = ("use_legacy", "return_log2_lse")
 LAST_IN_VLLM = ("out",)
 
@@ -32,7 +32,7 @@ def flash_mla_sparse_fwd(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, Any, Any]:
-    """Sparse prefill: each query token attends to the tokens of a contiguous latent that it selected.
+    """Sparse prefill: each query token attends to its selected tokens of a contiguous latent.
 
     Args:
         q: [s_q, h_q, d], bf16 or fp16 (float32 on the reference), d 576 or 512.
@@ -41,18 +41,17 @@ def flash_mla_sparse_fwd(
         sm_scale: softmax scale, above 0.
         d_v: width of a value, the first columns of a row of ``kv``.
         attn_sink: float32 [h_q]; out is scaled by e^lse / (e^lse + e^sink), lse is not.
-        topk_length: int32 or int64 [s_q], how many indices count.
+        topk_length: int32 or int64 [s_q], number of indices to use.
         last: by position: ``use_legacy, return_log2_lse``, the order of sgl-flash-mla, if the first is a bool; else
             ``out``, as in vLLM's copy.
-        use_legacy: unused: which of sgl-flash-mla's kernels would run.
-        return_log2_lse: True: max_logits and lse in base 2; False: None in their place. Default: natural logarithm.
-        out: [s_q, h_q, d_v] in q's dtype to write into.
+        use_legacy: unused; selects between sgl-flash-mla's kernels.
+        return_log2_lse: True: max_logits and lse in base 2; False: None for both. Default: natural logarithm.
+        out: optional output buffer [s_q, h_q, d_v] in q's dtype.
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype; max_logits and lse, natural logarithm unless ``return_log2_lse``, float32
-        [s_q, h_q]. A row that selects
-        nothing: out 0, max_logits -inf, lse +inf.
+        [s_q, h_q]. A row without valid indices: out 0, max_logits -inf, lse +inf.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each

@@ -1,4 +1,4 @@
-"""FlashMLA's schedules, which hold nothing here: work is split anew in each call, from the lengths of that call."""
+"""FlashMLA's schedule objects. They are empty: each call splits its work from its own lengths."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from flashlatte.runtime import checks
 
-# int32 numbers of a CTA in FlashMLA's metadata.
+# int32 values per CTA in FlashMLA's metadata.
 _METADATA_WIDTH = 8
 
 
 @dataclass
 class FlashMLASchedMeta:
-    """FlashMLA's cache of a schedule. It holds nothing here, and may be reused with other lengths and shapes."""
+    """FlashMLA's schedule object. It stays empty, and may be reused with other lengths and shapes."""
 
     have_initialized: bool = False
     config: object | None = None
@@ -39,15 +39,16 @@ def get_mla_decoding_metadata(
     topk: int | None = None,
     use_legacy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros of the shapes of sgl-flash-mla's precomputed schedule, on the device of ``seqlens_k`` [b].
+    """Zeros with the shapes of sgl-flash-mla's precomputed schedule, on the device of ``seqlens_k`` [b].
 
     All arguments but ``seqlens_k`` are unused.
 
     Returns:
-        int32 [1, 8] and [b + 1]: fields of a ``FlashMLASchedMeta``, or ``tile_scheduler_metadata`` and ``num_splits``.
+        int32 [1, 8] and [b + 1], to pass as ``tile_scheduler_metadata`` and ``num_splits``, or in a
+        ``FlashMLASchedMeta``.
 
     Raises:
-        TypeError: ``seqlens_k`` that is no tensor.
+        TypeError: ``seqlens_k`` is not a tensor.
     """
     device = checks.given("seqlens_k", seqlens_k).device
     metadata = torch.zeros(1, _METADATA_WIDTH, dtype=torch.int32, device=device)
@@ -55,12 +56,12 @@ def get_mla_decoding_metadata(
 
 
 def has_legacy() -> bool:
-    """True: the formats that sgl-flash-mla serves with ``use_legacy=True`` are served."""
+    """True: the cache formats of sgl-flash-mla's ``use_legacy=True`` are supported."""
     return True
 
 
 def check(metadata: object, num_splits: object) -> None:
-    """A schedule object and None, or the two tensors of ``get_mla_decoding_metadata``."""
+    """Accept a schedule object with None, or the two tensors of ``get_mla_decoding_metadata``; raise otherwise."""
     if isinstance(metadata, FlashMLASchedMeta):
         if num_splits is not None:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""What tests and benchmarks of FlashLatte's operations are made of, for users with kernels of their own too.
+"""Test tools for FlashLatte's operations and for kernels of users.
 
-``cases`` draws inputs, ``oracles`` computes results in float64, ``byte_oracles`` writes and reads cache bytes in plain
-Python, ``compare`` judges a result.
+``cases`` generates inputs, ``oracles`` computes results in float64, ``byte_oracles`` encodes and decodes cache bytes in
+plain Python, ``compare`` checks a result.
 """

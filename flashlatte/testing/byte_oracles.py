@@ -1,4 +1,4 @@
-"""Cache bytes written and read in plain Python, a value at a time: what the cache formats are checked against."""
+"""Encoding and decoding of cache bytes in plain Python, one value at a time: the oracle of the cache formats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _POSITIVE = E4M3_VALUES[:0x7F]
 
 
 def e4m3_encode(x: float) -> int:
-    """The byte of the nearest value, the even one of two as near; beyond ±448 saturates."""
+    """The byte of the nearest value, ties to even; saturates at ±448."""
     if math.isnan(x):
         return 0x7F
     sign = 0x80 if math.copysign(1.0, x) < 0 else 0
@@ -54,7 +54,7 @@ def e8m0_encode(power_of_two: float) -> int:
 
 
 def bf16_bytes(x: float) -> bytes:
-    """The nearest bf16, the even one of two as near, little-endian."""
+    """The nearest bf16, ties to even, little-endian."""
     (bits,) = struct.unpack("<I", struct.pack("<f", x))
     if math.isnan(x):
         return struct.pack("<H", bits >> 16 | 0x40)
@@ -66,7 +66,7 @@ def bf16_values(data: bytes) -> list[float]:
 
 
 def float32(x: float) -> float:
-    """The nearest float32, infinite beyond the largest."""
+    """The nearest float32; infinity on overflow."""
     try:
         return struct.unpack("<f", struct.pack("<f", x))[0]
     except OverflowError:
@@ -74,7 +74,7 @@ def float32(x: float) -> float:
 
 
 def tile_scale(tile: Sequence[float], scale_rounding: str = "power_of_two") -> float:
-    """amax / 448 in float32, rounded up to a power of two and at least 2^-13, or as it is ("exact")."""
+    """amax / 448 in float32: "power_of_two" rounds up to a power of two, at least 2^-13; "exact" does not round."""
     if any(math.isnan(x) for x in tile):
         return math.nan
     scale = float32(max(abs(x) for x in tile) / E4M3_MAX)
@@ -85,7 +85,7 @@ def tile_scale(tile: Sequence[float], scale_rounding: str = "power_of_two") -> f
 
 
 def v32_encode(row: Sequence[float], scale_rounding: str = "power_of_two") -> bytes:
-    """The 656 bytes of 576 float32 values: 512 e4m3, four float32 scales, 64 bf16."""
+    """Encode 576 float32 values to 656 bytes: 512 e4m3, four float32 scales, 64 bf16."""
     latent, rope = row[:V32_LATENT], row[V32_LATENT:]
     values, scales = _quantize(latent, V32_TILE, scale_rounding)
     return values + b"".join(struct.pack("<f", scale) for scale in scales) + b"".join(map(bf16_bytes, rope))
@@ -98,7 +98,7 @@ def v32_decode(record: bytes) -> list[float]:
 
 
 def model1_encode_page(rows: Sequence[Sequence[float]]) -> bytes:
-    """A page of 512-wide rows: each token's 448 e4m3 and 64 bf16, then each token's seven E8M0 scales and a zero."""
+    """Encode a page of 512-wide rows: 448 e4m3 and 64 bf16 of each token, then seven E8M0 scales and a zero of each."""
     data, scale_rows = b"", b""
     for row in rows:
         values, scales = _quantize(row[:MODEL1_LATENT], MODEL1_TILE, "power_of_two")
@@ -121,7 +121,7 @@ E2M1_VALUES = [sign * magnitude for sign in (1.0, -1.0) for magnitude in (0.0, 0
 
 
 def e2m1_encode(x: float) -> int:
-    """The code of the nearest value, the even one of two as near; beyond ±6 saturates, NaN is 0."""
+    """The code of the nearest value, ties to even; saturates at ±6, NaN becomes 0."""
     if math.isnan(x):
         return 0
     code = min(range(8), key=lambda code: (abs(E2M1_VALUES[code] - min(abs(x), 6.0)), code % 2))
@@ -129,17 +129,17 @@ def e2m1_encode(x: float) -> int:
 
 
 def nvfp4_scale(block: Sequence[float], rounds_up: bool) -> int:
-    """The e4m3 byte of amax / 6, at least 2^-9: the nearest, or the next that is no less; NaN of a NaN or infinity."""
+    """amax / 6 as an e4m3 byte, at least 2^-9, rounded to nearest or up; NaN if a value is NaN or infinite."""
     if not all(math.isfinite(x) for x in block):
         return 0x7F
-    wanted = min(max(float32(max(abs(x) for x in block) / 6.0), 2.0**-9), E4M3_MAX)
+    scale = min(max(float32(max(abs(x) for x in block) / 6.0), 2.0**-9), E4M3_MAX)
     if rounds_up:
-        return bisect_left(_POSITIVE, wanted)
-    return e4m3_encode(wanted)
+        return bisect_left(_POSITIVE, scale)
+    return e4m3_encode(scale)
 
 
 def v41_encode(row: Sequence[float]) -> bytes:
-    """The 528 bytes of 512 float32 values: all e4m3, then sixteen E8M0 scales."""
+    """Encode 512 float32 values to 528 bytes: 512 e4m3, then sixteen E8M0 scales."""
     values, scales = _quantize(row, V41_BLOCK, "power_of_two")
     return values + bytes(e8m0_encode(scale) for scale in scales)
 
@@ -150,7 +150,7 @@ def v41_decode(record: bytes) -> list[float]:
 
 
 def v41_fp4_encode(row: Sequence[float]) -> bytes:
-    """The 288 bytes of 512 float32 values: e2m1 pairs, then 32 e4m3 scales."""
+    """Encode 512 float32 values to 288 bytes: e2m1 pairs, then 32 e4m3 scales."""
     values, scales = _quantize_fp4(row, rounds_up=False)
     return values + bytes(scales)
 
@@ -160,11 +160,11 @@ def v41_fp4_decode(record: bytes) -> list[float]:
 
 
 def nvfp4_encode(row: Sequence[float]) -> bytes:
-    """The 352 bytes of 576 float32 values: 512 in e2m1 pairs, 64 e4m3, and the 32 e4m3 scales four by four."""
+    """Encode 576 float32 values to 352 bytes: 512 as e2m1 pairs, 64 e4m3, then 32 e4m3 scales, transposed."""
     values, scales = _quantize_fp4(row[:512], rounds_up=True)
     rope = bytes(map(e4m3_encode, row[512:]))
     # Byte p is the scale of block 4 · (p % 8) + p // 8.
-    return values + rope + bytes(scales[4 * (position % 8) + position // 8] for position in range(32))
+    return values + rope + bytes(scales[4 * (p % 8) + p // 8] for p in range(32))
 
 
 def nvfp4_decode(record: bytes) -> list[float]:
@@ -189,8 +189,8 @@ def _dequantize_fp4(pairs: bytes, scales: bytes) -> list[float]:
 def _quantize(row: Sequence[float], tile: int, scale_rounding: str) -> tuple[bytes, list[float]]:
     values, scales = bytearray(), []
     for begin in range(0, len(row), tile):
-        part = row[begin : begin + tile]
-        scale = tile_scale(part, scale_rounding)
-        values += bytes(e4m3_encode(float32(x / scale)) for x in part)
+        block = row[begin : begin + tile]
+        scale = tile_scale(block, scale_rounding)
+        values += bytes(e4m3_encode(float32(x / scale)) for x in block)
         scales.append(scale)
     return bytes(values), scales

@@ -1,8 +1,8 @@
-"""Cases of the operations: what varies is a field, and ``inputs`` draws the arguments, the same for the same seed.
+"""Test cases of the operations. The fields of a case describe its inputs; ``inputs`` generates them from the seed.
 
-The data follow FlashMLA's tests (commit 9241ae3): keys around randn / 10, pages in random order, NaN in every cache
-row that no query may read, table entries that no length reaches far beyond the cache. ``inputs`` returns keyword
-arguments that an operation and its oracle in ``flashlatte.testing.oracles`` both take.
+The data follow FlashMLA's tests (commit 9241ae3): keys are about randn / 10, pages are in random order, cache rows that
+no query may read are NaN, and unused entries of the block table are far out of range. ``inputs`` returns keyword
+arguments for an operation and for its oracle in ``flashlatte.testing.oracles``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from flashlatte import kv_cache
 from flashlatte.ops.cache_write import cache_write
-from flashlatte.testing.draws import Draw, apart, counted
+from flashlatte.testing.draws import Draw, selection_mask, with_gaps
 
 TopkLengths = Literal["all", "request", "token"]
 
 FP8_SCALE = 0.02
-ROWS_AT_A_TIME = 2**16
+WRITE_CHUNK_ROWS = 2**16
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class DenseDecodeCase:
     Attributes:
         s_k: keys of a request, or their mean if ``varlen``: N(s_k, s_k / 2), at least s_q.
         zero_lengths: make about half of the requests empty.
-        strided: gaps between the heads of q and between the pages of the cache, with NaN in them.
-        cache_dtype: q's if None; torch.float8_e4m3fn comes with a k_scale.
+        strided: put gaps of NaN between the heads of q and between the pages of the cache.
+        cache_dtype: dtype of the cache; q's if None. torch.float8_e4m3fn adds a k_scale.
     """
 
     batch: int
@@ -64,7 +64,7 @@ class DenseDecodeCase:
         quantized = self.cache_dtype == torch.float8_e4m3fn
         cache = (rows / FP8_SCALE).to(torch.float8_e4m3fn) if quantized else rows
         return {
-            "q": apart(q) if self.strided else q,
+            "q": with_gaps(q) if self.strided else q,
             "k_cache": cache[:, : self.page_size],
             "block_table": torch.tensor(paged.table, dtype=self.index_dtype, device=device),
             "cache_seqlens": torch.tensor(lengths, dtype=self.index_dtype, device=device),
@@ -79,18 +79,18 @@ class DenseDecodeCase:
 class SparseDecodeCase:
     """Arguments of ``sparse_decode``.
 
-    Every query token selects different tokens of its request; where the request has fewer than ``topk``, and for
-    a share ``invalid_share`` of the rest, an invalid index of some kind takes their place.
+    Every query token selects distinct tokens of its request. Invalid indices of several kinds fill the row if the
+    request has fewer than ``topk`` tokens, and replace the fraction ``invalid_share`` of the others.
 
     Attributes:
         s_k: tokens of a request in the cache, or their mean if ``varlen``: N(s_k, s_k / 2), at least 1.
-        head_dim: of the formats that leave it open (bf16, fp16, fp32).
-        extra_topk: indices into a second cache; 0 for none.
-        topk_lengths: "all" for no topk_length, "request" for [b], "token" for [b, s_q]; from 0 to topk.
-        duplicates: every token selected is selected twice.
-        empty_rows: share of the query tokens all of whose indices are invalid.
+        head_dim: for formats without a fixed head dim (bf16, fp16, fp32).
+        extra_topk: number of indices into a second cache; 0 for none.
+        topk_lengths: "all" for no topk_length, "request" for shape [b], "token" for [b, s_q]; values from 0 to topk.
+        duplicates: select every token twice.
+        empty_rows: fraction of query tokens with only invalid indices.
         zero_lengths: make about half of the requests empty.
-        strided: gaps between the heads of q, the rows of the indices and the pages of the caches.
+        strided: put gaps between the heads of q, the rows of the indices and the pages of the caches.
         softmax_scale: d^-0.55 if None.
     """
 
@@ -126,7 +126,7 @@ class SparseDecodeCase:
         q = draw.normal(self.batch, self.s_q, self.h_q, layout.head_dim, dtype=self.dtype, factor=1.0)
         k_cache, indices, topk_length = self._scope(draw, self.topk, self.s_k, self.page_size, self.topk_lengths)
         arguments = {
-            "q": apart(q) if self.strided else q,
+            "q": with_gaps(q) if self.strided else q,
             "k_cache": k_cache,
             "indices": indices,
             "cache_format": layout,
@@ -143,7 +143,7 @@ class SparseDecodeCase:
     def _scope(
         self, draw: Draw, topk: int, s_k: int, page_size: int, topk_lengths: TopkLengths
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """A cache, indices into it and their topk_length."""
+        """A cache, indices into it, and topk_length."""
         paged = draw.pages(draw.lengths(self.batch, s_k, 1, self.varlen, self.zero_lengths), page_size)
         limit = len(paged.tokens_in_page) * page_size
         slots = []
@@ -158,20 +158,20 @@ class SparseDecodeCase:
         if topk_lengths != "all":
             shape = (self.batch,) if topk_lengths == "request" else (self.batch, self.s_q)
             topk_length = draw.integers(0, topk + 1, *shape).to(self.index_dtype)
-        selected = indices[counted(indices, limit, topk_length)].long()
+        selected = indices[selection_mask(indices, limit, topk_length)].long()
         cache = self._cache(draw, limit // page_size, page_size, selected)
-        return cache, apart(indices) if self.strided else indices, topk_length
+        return cache, with_gaps(indices) if self.strided else indices, topk_length
 
     def _cache(self, draw: Draw, num_pages: int, page_size: int, selected: torch.Tensor) -> torch.Tensor:
-        """A cache whose selected slots hold randn / 10, and all others NaN."""
+        """A cache with randn / 10 in the selected slots and NaN in all others."""
         layout = kv_cache.get_format(self.cache_format, self.head_dim)
         cache = kv_cache.allocate(layout, num_pages, page_size + (1 if self.strided else 0), device=draw.device)
         cache = cache.fill_(torch.nan if cache.is_floating_point() else 0xFF)[:, :page_size]
         slots = selected.unique()
         dtype = layout.record_dtype if layout.plain else self.dtype
-        for part in slots.split(ROWS_AT_A_TIME):
-            rows = draw.normal(part.shape[0], layout.head_dim, dtype=dtype)
-            cache_write(cache, part, rows, cache_format=layout, backend="reference")
+        for chunk in slots.split(WRITE_CHUNK_ROWS):
+            rows = draw.normal(chunk.shape[0], layout.head_dim, dtype=dtype)
+            cache_write(cache, chunk, rows, cache_format=layout, backend="reference")
         return cache
 
 
@@ -180,8 +180,8 @@ class SparsePrefillCase:
     """Arguments of ``sparse_prefill``; fields as in ``SparseDecodeCase``.
 
     Attributes:
-        topk_lengths: whether to give a topk_length [s_q], from 0 to topk.
-        strided: gaps between the rows of q, kv and the indices.
+        topk_lengths: whether to pass a topk_length [s_q], values from 0 to topk.
+        strided: put gaps between the rows of q, kv and the indices.
     """
 
     s_q: int
@@ -211,12 +211,12 @@ class SparsePrefillCase:
         topk_length = draw.integers(0, self.topk + 1, self.s_q).to(self.index_dtype) if self.topk_lengths else None
 
         unselected = torch.ones(self.s_kv, dtype=torch.bool, device=device)
-        unselected[indices[counted(indices, self.s_kv, topk_length)].long()] = False
+        unselected[indices[selection_mask(indices, self.s_kv, topk_length)].long()] = False
         kv[unselected] = torch.nan
         return {
-            "q": apart(q) if self.strided else q,
-            "kv": apart(kv) if self.strided else kv,
-            "indices": apart(indices) if self.strided else indices,
+            "q": with_gaps(q) if self.strided else q,
+            "kv": with_gaps(kv) if self.strided else kv,
+            "indices": with_gaps(indices) if self.strided else indices,
             "softmax_scale": self.softmax_scale,
             "d_v": self.d_v,
             "attn_sink": draw.sinks(self.h_q) if self.attn_sink else None,
@@ -230,10 +230,10 @@ class DensePrefillCase:
 
     Attributes:
         s_q, s_k: queries and keys of a request, or their means if ``varlen``: N(s, s / 2), at least 1.
-        equal: every request has as many keys as queries, s_q of them; s_k is not looked at.
-        zero_lengths: make about half of the requests empty of queries, and about half empty of keys.
-        unowned: tokens before the first and after the last request, with NaN in them.
-        strided: k and v are views of one tensor, q has gaps between its heads, with NaN in them.
+        equal: every request has the same number of keys as queries; s_k is ignored.
+        zero_lengths: make about half of the requests have no queries, and about half have no keys.
+        unowned: number of tokens before the first and after the last request, with NaN.
+        strided: k and v are views of one tensor, and q has gaps of NaN between its heads.
         softmax_scale: (head_dim + 100)^-0.5 if None, as in FlashMLA's tests.
     """
 
@@ -266,7 +266,7 @@ class DensePrefillCase:
         k = self._rows(draw, lengths_k, self.h_kv, self.head_dim, 1.0)
         v = self._rows(draw, lengths_k, self.h_kv, self.d_v, 0.1)
         if self.strided:
-            q = apart(q)
+            q = with_gaps(q)
             k, v = torch.cat((k, v), dim=-1).split((self.head_dim, self.d_v), dim=-1)
         return {
             "q": q,

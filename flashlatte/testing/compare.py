@@ -1,4 +1,4 @@
-"""Judging a result: FlashMLA's three-fold check, and the error measured against a float64 oracle."""
+"""Checks of a result: FlashMLA's three criteria, and the error relative to a float64 oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BF16_SMALLEST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a result may differ by: each element by ``abs`` or by ``rel`` · |expected|, the whole by ``cos``.
+    """Accepted differences: each element within ``abs`` or ``rel`` · |expected|, the whole tensor within ``cos``.
 
     Attributes:
         abs: largest absolute difference of an element.
@@ -35,15 +35,15 @@ DENSE_PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536)
 DECODE_LSE = Tolerance(1e-6, 8.01 / 65536)
 SPARSE_PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536)
 
-# What float32 arithmetic on float32 inputs keeps of sums of a few thousand terms.
+# Rounding error of float32 sums of a few thousand terms.
 FLOAT32 = Tolerance(2e-6, 2e-5, 1e-9)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance, name: str = "result") -> None:
-    """FlashMLA's check: infinities and NaN in the same places, every element and the direction within tolerance.
+    """FlashMLA's check: same positions of infinities and NaN; elements and cosine difference within tolerance.
 
     Raises:
-        AssertionError: with the number of wrong elements and the worst of them.
+        AssertionError: a criterion fails; the message gives the number of wrong elements and the worst one.
     """
     actual, expected = _comparable(actual, expected, name)
     finite = _same_nonfinite(actual, expected, name)
@@ -53,7 +53,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolera
     if wrong.any():
         raise AssertionError(
             f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ by more than {tolerance.abs:.3g} and by "
-            f"more than {tolerance.rel:.3g} of their size; {_worst(difference, actual, expected)}"
+            f"more than {tolerance.rel:.3g} of their magnitude; {_worst(difference, actual, expected)}"
         )
     cosine = _cosine_difference(actual[finite], expected[finite])
     if cosine > tolerance.cos:
@@ -61,16 +61,16 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolera
 
 
 def assert_accurate(actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, name: str = "result") -> None:
-    """Every error against a float64 oracle at most twice the baseline's largest, plus one bf16 ulp of the element.
+    """Check each element's error: at most twice the baseline's largest error plus one bf16 ulp of the element.
 
     Args:
-        actual: the result judged.
-        oracle: the same in float64.
-        baseline: the same by plain PyTorch in bf16 (``oracles`` with dtype=torch.bfloat16).
-        name: of the result, for the message.
+        actual: the result to check.
+        oracle: the float64 result.
+        baseline: the result of plain PyTorch in bf16 (``oracles`` with dtype=torch.bfloat16).
+        name: name of the result, for the message.
 
     Raises:
-        AssertionError: with the number of wrong elements and the worst of them.
+        AssertionError: an error is too large; the message gives the number of wrong elements and the worst one.
     """
     actual, oracle = _comparable(actual, oracle, name)
     baseline, oracle = _comparable(baseline, oracle, f"baseline of {name}")
@@ -86,7 +86,7 @@ def assert_accurate(actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.
 
 
 def bf16_ulp(x: torch.Tensor) -> torch.Tensor:
-    """Distance between bf16 numbers at each value of x, as float64."""
+    """Spacing of bf16 values at each element of x, as float64."""
     _, exponent = torch.frexp(x.double().abs().clamp_min(BF16_SMALLEST_NORMAL))  # x in [2^(exponent - 1), 2^exponent)
     return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1 - BF16_MANTISSA_BITS)
 
@@ -98,13 +98,13 @@ def _comparable(actual: torch.Tensor, expected: torch.Tensor, name: str) -> tupl
 
 
 def _same_nonfinite(actual: torch.Tensor, expected: torch.Tensor, name: str) -> torch.Tensor:
-    """Where both are finite; an AssertionError if inf, -inf and NaN are not in the same places."""
+    """Mask of the finite elements. Raises AssertionError if inf, -inf or NaN differ in position."""
     for kind, test in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         wrong = test(actual) != test(expected)
         if wrong.any():
             at = wrong.nonzero()[0].tolist()
             raise AssertionError(
-                f"{name}: {kind} in other places than expected, {int(wrong.sum())} times; first at {at}: "
+                f"{name}: {kind} at other positions than expected, {int(wrong.sum())} times; first at {at}: "
                 f"{actual[tuple(at)].item()} instead of {expected[tuple(at)].item()}"
             )
     return expected.isfinite()

@@ -1,4 +1,4 @@
-"""Random tensors, lengths, pages and selections that ``cases`` puts together."""
+"""Random tensors, lengths, pages and selections for ``cases``."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
-UNREACHED_PAGE = 2_147_480_000  # FlashMLA's tests put it in table entries that no length reaches
+UNREACHED_PAGE = 2_147_480_000  # FlashMLA's tests use it for unused entries of the block table
 INT32_LIMITS = (-(2**31), 2**31 - 1)
-BEYOND_INT32 = (2**32, -(2**40))  # valid once truncated to 32 bits, or nearly
+BEYOND_INT32 = (2**32, -(2**40))  # truncation to 32 bits would give 0
 RANDOM_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class PagedRequests:
-    """Requests spread over pages in random order.
+    """Requests with pages in random order.
 
     Attributes:
-        lengths: keys of each request.
-        table: the pages of each request, all rows equally long, at least one entry.
-        tokens_in_page: how many tokens of each page belong to a request; pages of no request have 0.
+        lengths: number of keys of each request.
+        table: the pages of each request; rows of equal length with at least one entry.
+        tokens_in_page: number of tokens of each page that belong to a request; 0 for unused pages.
     """
 
     lengths: list[int]
@@ -28,7 +28,7 @@ class PagedRequests:
 
 
 class Draw:
-    """Lengths and pages come from the CPU's generator, alike on every device; data from the device's."""
+    """Seeded random data. Lengths and pages come from a CPU generator and are the same for every device."""
 
     def __init__(self, seed: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -36,7 +36,7 @@ class Draw:
         self.on_device = torch.Generator(self.device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype, factor: float = 0.1, offset: float = 0.0) -> torch.Tensor:
-        """randn · factor + offset, within ±1."""
+        """randn · factor + offset, clamped to ±1."""
         x = torch.randn(shape, generator=self.on_device, device=self.device, dtype=dtype)
         return x.mul_(factor).add_(offset).clamp_(-1, 1)
 
@@ -48,7 +48,7 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.on_device, device=self.device)
 
     def lengths(self, requests: int, mean: int, at_least: int, varlen: bool, zero_lengths: bool) -> list[int]:
-        """``mean`` each, or N(mean, mean / 2); with ``zero_lengths`` about half of them 0."""
+        """``mean`` for each request, or N(mean, mean / 2) with ``varlen``; ``zero_lengths`` sets about half to 0."""
         lengths = torch.full((requests,), float(mean))
         if varlen:
             lengths += torch.randn(requests, generator=self.on_host) * mean / 2
@@ -58,7 +58,7 @@ class Draw:
         return [int(length) for length in lengths]
 
     def pages(self, lengths: list[int], page_size: int) -> PagedRequests:
-        """Pages for requests of these lengths, and two spare ones."""
+        """Pages for requests of these lengths, and two unused pages."""
         counts = [-(-length // page_size) for length in lengths]
         order = torch.randperm(sum(counts) + 2, generator=self.on_host).tolist()
         tokens_in_page = [0] * len(order)
@@ -71,43 +71,43 @@ class Draw:
         return PagedRequests(lengths, table, tokens_in_page)
 
     def sinks(self, heads: int) -> torch.Tensor:
-        """float32 sinks, about a third of them inf and a third -inf."""
+        """float32 sinks: about a third inf, a third -inf."""
         kind = self.uniform(heads)
         sinks = torch.randn(heads, generator=self.on_device, device=self.device)
         return sinks.masked_fill(kind < 0.31, torch.inf).masked_fill(kind > 0.69, -torch.inf)
 
     def choices(self, rows: int, topk: int, tokens: int, duplicates: bool) -> torch.Tensor:
-        """int64 [rows, topk]: different tokens of 0 to tokens - 1 in random order, or each twice; -1 for want of them.
+        """int64 [rows, topk]: distinct tokens from 0 to tokens - 1 in random order, padded with -1.
 
-        Odd rows are reversed, so that the missing ones stand first there.
+        ``duplicates`` repeats each token. Odd rows are reversed, so their padding comes first.
         """
         chosen = torch.full((rows, topk), -1, dtype=torch.int64, device=self.device)
         count = min(topk, tokens)
         if count:
-            at_a_time = max(1, RANDOM_BYTES // (4 * tokens))
-            for begin in range(0, rows, at_a_time):
-                part = chosen[begin : begin + at_a_time]
-                part[:, :count] = self.uniform(part.shape[0], tokens).topk(count, dim=-1).indices
+            chunk_rows = max(1, RANDOM_BYTES // (4 * tokens))
+            for begin in range(0, rows, chunk_rows):
+                chunk = chosen[begin : begin + chunk_rows]
+                chunk[:, :count] = self.uniform(chunk.shape[0], tokens).topk(count, dim=-1).indices
         if duplicates:
             chosen[:, 1::2] = chosen[:, 0::2][:, : topk // 2]
         chosen[1::2] = chosen[1::2].flip(-1)
         return chosen
 
     def drop(self, indices: torch.Tensor, invalid_share: float, empty_rows: float) -> torch.Tensor:
-        """-1 in place of a share of the indices [..., topk], and of all indices of a share of the rows."""
+        """Replace a fraction of the indices [..., topk], and all indices of a fraction of the rows, by -1."""
         dropped = self.uniform(*indices.shape) < invalid_share
         dropped |= (self.uniform(*indices.shape[:-1]) < empty_rows).unsqueeze(-1)
         return indices.masked_fill(dropped, -1)
 
     def fill_invalid(self, indices: torch.Tensor, limit: int, dtype: torch.dtype) -> torch.Tensor:
-        """Every kind of invalid index in place of -1: negative, from ``limit`` on, the ends of the dtype."""
+        """Replace -1 by invalid indices of every kind: negative, ``limit`` and above, the limits of the dtype."""
         kinds = (-1, -2, -limit, limit, limit + 1, *INT32_LIMITS, *(BEYOND_INT32 if dtype == torch.int64 else ()))
         fillers = torch.tensor(kinds, device=self.device)[self.integers(0, len(kinds), *indices.shape)]
         return torch.where(indices < 0, fillers, indices).to(dtype)
 
 
-def counted(indices: torch.Tensor, limit: int, topk_length: torch.Tensor | None) -> torch.Tensor:
-    """Which of the indices [..., topk] select something; ``topk_length`` has the leading axes, or the first of them."""
+def selection_mask(indices: torch.Tensor, limit: int, topk_length: torch.Tensor | None) -> torch.Tensor:
+    """Mask of the indices [..., topk] that select a token; ``topk_length`` has their leading axes, or the first."""
     valid = (indices >= 0) & (indices < limit)
     if topk_length is None:
         return valid
@@ -115,8 +115,8 @@ def counted(indices: torch.Tensor, limit: int, topk_length: torch.Tensor | None)
     return valid & (torch.arange(indices.shape[-1], device=indices.device) < length)
 
 
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """x [..., n, d] with gaps between its rows and before the first of every n, NaN or the largest int in the gaps."""
+def with_gaps(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x [..., n, d] with gaps before and between its rows, filled with NaN or the largest int."""
     gap = torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max
     storage = torch.full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 8), gap, dtype=x.dtype, device=x.device)
     view = storage[..., 1:, : x.shape[-1]]

@@ -1,7 +1,7 @@
-"""The operations once more, one query token at a time over an explicit list of its keys, in float64.
+"""float64 oracles of the operations: one query token at a time, over an explicit list of its keys.
 
-Nothing is masked here: a key that a query does not see is never read. With ``dtype=torch.bfloat16`` the same is the
-plain low-precision computation that ``compare.assert_accurate`` takes as its baseline.
+Nothing is masked: keys that a query does not attend to are never read. ``dtype=torch.bfloat16`` gives the plain
+low-precision result that ``compare.assert_accurate`` uses as its baseline.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def sparse_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashlatte.sparse_decode``: out [b, s_q, h_q, head_dim_v] in ``dtype`` and lse [b, h_q, s_q] in float64.
 
-    The pages that hold a query's keys are dequantised by ``kv_cache.unpack``, which ``byte_oracles`` can vouch for.
+    ``kv_cache.unpack`` dequantises the pages of a query's keys; ``byte_oracles`` checks it.
     """
     batch, s_q, h_q, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -253,23 +253,23 @@ def merge_states(
     outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashlatte.merge_states`` in float64, one row at a time."""
-    parts, part_lses = list(outs), list(lses)
-    shape, width = parts[0].shape, parts[0].shape[-1]
-    rows = [part.double().reshape(-1, width) for part in parts]
-    row_lses = [part_lse.double().reshape(-1).tolist() for part_lse in part_lses]
+    states, state_lses = list(outs), list(lses)
+    shape, width = states[0].shape, states[0].shape[-1]
+    rows = [state.double().reshape(-1, width) for state in states]
+    row_lses = [state_lse.double().reshape(-1).tolist() for state_lse in state_lses]
     out = torch.zeros(rows[0].shape, dtype=torch.float64, device=rows[0].device)
     lse = []
     for row in range(out.shape[0]):
-        present = [(part_lse[row], part[row]) for part_lse, part in zip(row_lses, rows, strict=True)]
-        present = [(value, part) for value, part in present if not math.isinf(value)]
+        present = [(state_lse[row], state[row]) for state_lse, state in zip(row_lses, rows, strict=True)]
+        present = [(value, state) for value, state in present if not math.isinf(value)]
         if not present:
             lse.append(-math.inf)
             continue
         largest = max(value for value, _ in present)
         weights = [math.exp(value - largest) for value, _ in present]
         total = math.fsum(weights)
-        for weight, (_, part) in zip(weights, present, strict=True):
-            out[row] += weight / total * part
+        for weight, (_, state) in zip(weights, present, strict=True):
+            out[row] += weight / total * state
         lse.append(largest + math.log(total))
     return out.reshape(shape), torch.tensor(lse, dtype=torch.float64, device=out.device).reshape(shape[:-1])
 
@@ -277,7 +277,7 @@ def merge_states(
 def _attend(
     queries: torch.Tensor, keys: torch.Tensor, head_dim_v: int, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out [h, head_dim_v] in ``dtype``, lse [h] and the largest logit [h] in float64; at least one key [n, d]."""
+    """out [h, head_dim_v] in ``dtype``, lse [h] and the maximum logit [h] in float64. Needs at least one key [n, d]."""
     keys = keys.to(dtype)
     weights, lse = _weights(queries, keys, scale, dtype)
     return weights @ keys[:, :head_dim_v], lse, (queries.to(dtype) @ keys.T * scale).double().amax(dim=-1)
@@ -286,7 +286,7 @@ def _attend(
 def _weights(
     queries: torch.Tensor, keys: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [h, n] in ``dtype`` and lse [h] in float64; at least one key [n, d] in ``dtype``."""
+    """Probabilities [h, n] in ``dtype`` and lse [h] in float64. Needs at least one key [n, d] in ``dtype``."""
     logits = queries.to(dtype) @ keys.T * scale
     exact = logits.double()
     largest = exact.amax(dim=-1)
@@ -294,11 +294,11 @@ def _weights(
 
 
 def _with_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:
-    """A sink is one more key with logit ``attn_sink`` and value 0."""
+    """Rescale ``out``: a sink is an additional key with logit ``attn_sink`` and value 0."""
     if attn_sink is None:
         return out
-    share = torch.sigmoid(lse - attn_sink.double())
-    return out * share[:, None].to(out.dtype)
+    factor = torch.sigmoid(lse - attn_sink.double())
+    return out * factor[:, None].to(out.dtype)
 
 
 def _key_rows(

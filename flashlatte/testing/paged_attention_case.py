@@ -1,4 +1,4 @@
-"""Cases of ``paged_attention``, drawn as those of ``flashlatte.testing.cases``."""
+"""Test cases of ``paged_attention``, in the style of ``flashlatte.testing.cases``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 
 from flashlatte.kv_cache.fp8 import raw_view, to_e4m3
-from flashlatte.testing.draws import Draw, PagedRequests, apart
+from flashlatte.testing.draws import Draw, PagedRequests, with_gaps
 
 Layout = Literal["nhd", "hnd", "split"]
 ScaleKind = Literal["number", "tensor", "head", "token"]
 
 _PIECE_BYTES = 16
-_PAGES_AT_ONCE = 4096
+_CHUNK_PAGES = 4096
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,18 @@ class PagedAttentionCase:
 
     Attributes:
         s_q: queries of a request, or their mean if ``varlen``: N(s_q, s_q / 2), at least 1.
-        context: keys of a request before its queries, alike, at least 0.
-        new_keys: those of the queries come as k and v, and not in the cache.
-        s_k: keys of a request in its pages, instead of its context and its queries.
-        zero_lengths: make about half of the requests empty of queries.
-        decodes: so many requests of one query before the others.
-        unowned: tokens before the first and after the last request.
-        layout: in memory a page holds tokens of heads ("nhd"), heads of tokens ("hnd"), or pieces of 16 bytes of K and
-            transposed V ("split", as vLLM's first kernels want it).
-        cache_dtype: q's if None; others come with scales of ``scale_kind``.
-        prefix_ranges, qq_bias, sinks, alibi: ranges of a request, the size of the bias, and whether there are such.
-        fp8_out: with an out_scale.
+        context: keys of a request before its queries, or their mean if ``varlen``, at least 0.
+        new_keys: pass keys and values of the query tokens as k and v instead of in the cache.
+        s_k: number of keys of a request in its pages; context plus queries if None.
+        zero_lengths: make about half of the requests have no queries.
+        decodes: number of requests with one query before the others.
+        unowned: number of tokens before the first and after the last request.
+        layout: memory layout of a page: "nhd", "hnd", or "split" (K in pieces of 16 bytes and transposed V, the layout
+            of vLLM's first kernels).
+        cache_dtype: dtype of the cache; q's if None. Other dtypes add scales of ``scale_kind``.
+        prefix_ranges, qq_bias: number of ranges of a request, and size of the bias; 0 for none.
+        sinks, alibi: whether to pass sinks, and which kind of ALiBi.
+        fp8_out: pass an out_scale.
     """
 
     batch: int
@@ -79,7 +80,7 @@ class PagedAttentionCase:
         tokens = sum(queries) + 2 * self.unowned
         q = draw.normal(tokens, self.h_q, self.head_dim, dtype=self.dtype, factor=1.0)
         arguments: dict[str, Any] = {
-            "q": apart(q) if self.strided else q,
+            "q": with_gaps(q) if self.strided else q,
             "block_table": torch.tensor(paged.table, dtype=self.index_dtype, device=device),
             "seqused_k": torch.tensor(in_pages, dtype=self.index_dtype, device=device),
             "cu_seqlens_q": torch.tensor([self.unowned, *queries]).cumsum(dim=0).to(device, self.index_dtype),
@@ -95,7 +96,7 @@ class PagedAttentionCase:
         return arguments | self._terms(draw, in_pages, device)
 
     def _cache(self, draw: Draw, paged: PagedRequests, name: str, width: int, factor: float) -> dict[str, Any]:
-        """A cache with NaN, or bytes of NaN, wherever no request has a key; and its scale."""
+        """A cache with NaN where no request has a key, and its scale."""
         pages = len(paged.tokens_in_page)
         rows = draw.normal(pages, self.page_size, self.h_kv, width, dtype=torch.float32, factor=factor)
         written = torch.arange(self.page_size) < torch.tensor(paged.tokens_in_page)[:, None]  # [pages, page_size]
@@ -108,7 +109,7 @@ class PagedAttentionCase:
         else:
             scale = self._scale(draw, factor, unwritten)
             factors = scale.unsqueeze(-1) if isinstance(scale, torch.Tensor) else scale
-            # In place: a cache of 2^31 numbers beside its quotient does not fit a GPU that tests share.
+            # In place: a cache of 2^31 elements and its quotient do not fit a GPU that tests share.
             cache = _quantised(rows.div_(factors), dtype)
             if dtype != torch.int8:
                 raw_view(cache)[unwritten] = 0x7F  # NaN in both kinds of fp8
@@ -116,7 +117,7 @@ class PagedAttentionCase:
         return arguments | {f"{name}_cache": self._laid_out(cache, is_key=name == "k")}
 
     def _scale(self, draw: Draw, factor: float, unwritten: torch.Tensor) -> float | torch.Tensor:
-        """Of numbers up to 1; so large that e4m3 and int8 hold most of them, with NaN for what is not written."""
+        """A scale with which e4m3 and int8 represent most values, with NaN for slots that are not written."""
         largest = factor / 24
         if self.scale_kind == "number":
             return largest
@@ -155,10 +156,10 @@ class PagedAttentionCase:
 
 def _quantised(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cache = torch.empty_like(rows, dtype=dtype)
-    # Some pages at a time, for the same reason.
-    for part, numbers in zip(cache.split(_PAGES_AT_ONCE), rows.split(_PAGES_AT_ONCE), strict=True):
+    # In chunks of pages, to save memory.
+    for chunk, values in zip(cache.split(_CHUNK_PAGES), rows.split(_CHUNK_PAGES), strict=True):
         if dtype == torch.int8:
-            part.copy_(numbers.round().clamp(-127, 127))
+            chunk.copy_(values.round().clamp(-127, 127))
         else:
-            part.copy_(to_e4m3(numbers) if dtype == torch.float8_e4m3fn else numbers)
+            chunk.copy_(to_e4m3(values) if dtype == torch.float8_e4m3fn else values)
     return cache

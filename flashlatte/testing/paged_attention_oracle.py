@@ -1,4 +1,4 @@
-"""``flashlatte.paged_attention`` once more, one query head at a time over an explicit list of its keys, in float64."""
+"""float64 oracle of ``flashlatte.paged_attention``: one query head at a time, over an explicit list of its keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashlatte.testing.byte_oracles import E4M3_VALUES
 
 
 def _e5m2_decode(byte: int) -> float:
-    """Five bits of exponent, bias 15, and two of mantissa."""
+    """One sign bit, five exponent bits (bias 15), two mantissa bits."""
     sign, exponent, mantissa = -1 if byte & 0x80 else 1, byte >> 2 & 31, byte & 3
     if exponent == 31:
         return math.nan if mantissa else sign * math.inf
@@ -46,7 +46,7 @@ def paged_attention(
     empty_lse: float = -math.inf,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [T, h_q, d_v] in ``dtype``, divided by ``out_scale`` and not rounded, and lse [T, h_q] in float64."""
+    """out [T, h_q, d_v] in ``dtype``, divided by ``out_scale`` without rounding, and lse [T, h_q] in float64."""
     tokens, h_q, head_dim = q.shape
     num_pages, page_size, h_kv = k_cache.shape[:3]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -56,7 +56,7 @@ def paged_attention(
     lse = torch.full((tokens, h_q), empty_lse, dtype=torch.float64, device=q.device)
 
     def bias(query: int, key: int, head: int) -> float:
-        """What is added to a score; ``key`` counts from the request's first query."""
+        """The bias of a score; ``key`` is relative to the request's first query."""
         added = 0.0
         if alibi_slopes is not None:
             distance = abs(query - key)
@@ -81,12 +81,12 @@ def paged_attention(
             position = context + token - first
             keys = [key for key in range(length) if sees(request, position, key)]
             keys = [key for key in keys if key >= cached or 0 <= table[key // page_size] < num_pages]
-            places = [(table[key // page_size], key % page_size) for key in keys if key < cached]
+            slots = [(table[key // page_size], key % page_size) for key in keys if key < cached]
             new = [first + key - cached for key in keys if key >= cached]
             for head in range(h_q if keys else 0):
                 kv_head = head * h_kv // h_q
-                rows = _rows(k_cache, k_scale, places, kv_head, k, new).to(dtype)
-                values = _rows(v_cache, v_scale, places, kv_head, v, new).to(dtype)
+                rows = _rows(k_cache, k_scale, slots, kv_head, k, new).to(dtype)
+                values = _rows(v_cache, v_scale, slots, kv_head, v, new).to(dtype)
                 logits = rows @ q[token, head].to(dtype) * scale
                 if softcap:
                     logits = softcap * torch.tanh(logits / softcap)
@@ -97,21 +97,21 @@ def paged_attention(
                 if row_lse.isneginf():
                     lse[token, head] = empty_lse
                     continue
-                share = 1.0 if attn_sink is None else 1 / (1 + math.exp(float(attn_sink[head]) - float(row_lse)))
-                out[token, head] = torch.softmax(logits, dim=0) @ values * share
+                factor = 1.0 if attn_sink is None else 1 / (1 + math.exp(float(attn_sink[head]) - float(row_lse)))
+                out[token, head] = torch.softmax(logits, dim=0) @ values * factor
     return out if out_scale is None else out / out_scale, lse
 
 
 def _rows(
     cache: torch.Tensor,
     scale: Any,
-    places: list[tuple[int, int]],
+    slots: list[tuple[int, int]],
     kv_head: int,
     new: torch.Tensor | None,
     tokens: list[int],
 ) -> torch.Tensor:
-    """float64 [keys, d] at (page, offset) places of a cache, and after them those of some new tokens."""
-    rows = [_row(cache, scale, page, offset, kv_head) for page, offset in places]
+    """float64 [keys, d]: rows at the (page, offset) slots of a cache, then the rows of new tokens."""
+    rows = [_row(cache, scale, page, offset, kv_head) for page, offset in slots]
     if new is not None:
         rows += [new[token, kv_head].double() for token in tokens]
     return torch.stack(rows)

@@ -1,4 +1,4 @@
-"""TurboQuant records in plain Python, a number at a time: what the format and its operations are checked against."""
+"""Oracle of TurboQuant records and operations in plain Python, one value at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from flashlatte.testing.byte_oracles import E4M3_VALUES, e4m3_encode, float32
 
-# Centroids above 0 for N(0, 1), as J. Max tabulated them (1960), to more digits.
+# Positive centroids for N(0, 1): the table of J. Max (1960), with more digits.
 POSITIVE = {
     3: (0.2450942, 0.7560050, 1.3439093, 2.1519457),
     4: (0.1283950, 0.3880480, 0.6567590, 0.9423402, 1.2562310, 1.6180464, 2.0690172, 2.7325896),
@@ -23,13 +23,13 @@ def centroids(bits: int) -> list[float]:
 
 
 def rotate(row: Sequence[float]) -> list[float]:
-    """Σ_j row[j] (-1)^(bits that i and j share) / √n for each i."""
+    """Walsh-Hadamard transform: Σ_j row[j] (-1)^popcount(i & j) / √n for each i."""
     n = len(row)
     return [sum(x * (-1) ** bin(i & j).count("1") for j, x in enumerate(row)) / math.sqrt(n) for i in range(n)]
 
 
 def encode_record(key: Sequence[float], value: Sequence[float], key_bits: int, value_bits: int) -> bytes:
-    """The bytes of a token's head."""
+    """Encode the key and value of one token and head."""
     if key_bits == 8:
         record = bytes(map(e4m3_encode, key))
     else:
@@ -42,7 +42,7 @@ def encode_record(key: Sequence[float], value: Sequence[float], key_bits: int, v
 
 
 def decode_record(record: bytes, head_dim: int, key_bits: int, value_bits: int) -> tuple[list[float], list[float]]:
-    """The key and the value of a record."""
+    """Decode a record to key and value."""
     at = head_dim * key_bits // 8
     if key_bits == 8:
         key = [E4M3_VALUES[byte] for byte in record[:at]]
@@ -58,21 +58,21 @@ def decode_record(record: bytes, head_dim: int, key_bits: int, value_bits: int) 
 
 
 def key_margin(key: Sequence[float], bits: int) -> float:
-    """How far the nearest of the rotated numbers, in standard deviations, is from changing its code."""
+    """The smallest distance of a rotated value, in standard deviations, to a boundary between codes."""
     if bits == 8:
         return math.inf
     return min(abs(x - middle) for x in _normal(key) for middle in _midpoints(bits))
 
 
 def pack(codes: Sequence[int], bits: int) -> bytes:
-    """As one long number, the first code lowest."""
-    number = sum(code << bits * place for place, code in enumerate(codes))
+    """Pack codes into bytes, the first code in the lowest bits."""
+    number = sum(code << bits * i for i, code in enumerate(codes))
     return number.to_bytes(len(codes) * bits // 8, "little")
 
 
 def unpack(data: bytes, bits: int) -> list[int]:
     number = int.from_bytes(data, "little")
-    return [number >> bits * place & (1 << bits) - 1 for place in range(len(data) * 8 // bits)]
+    return [number >> bits * i & (1 << bits) - 1 for i in range(len(data) * 8 // bits)]
 
 
 def _normal(key: Sequence[float]) -> list[float]:
@@ -98,7 +98,7 @@ def attend(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [b, s_q, h_q, d], lse [b, h_q, s_q]) in float64, a row at a time; lse of a row without keys is -inf."""
+    """(out [b, s_q, h_q, d], lse [b, h_q, s_q]) in float64, one row at a time; lse of a row without keys is -inf."""
     batch, s_q, h_q, head_dim = q.shape
     num_pages, page_size, h_kv, _ = cache.shape
     out = torch.zeros(q.shape, dtype=torch.float64)

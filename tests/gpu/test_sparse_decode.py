@@ -13,7 +13,7 @@ from gpu.harness import DEVICE, Arguments, Results
 import flashlatte
 from flashlatte import kv_cache
 from flashlatte.testing import compare, oracles
-from flashlatte.testing.cases import SparseDecodeCase, counted
+from flashlatte.testing.cases import SparseDecodeCase, selection_mask
 from flashlatte.testing.draws import Draw
 
 pytestmark = pytest.mark.gpu
@@ -228,7 +228,7 @@ def test_nan_numbers_under_finite_scales(typical: SparseDecodeCase, h_q: int, ba
         if cache is None:
             continue
         indices, lengths = arguments[f"{prefix}indices"], arguments[f"{prefix}topk_length"]
-        counts = counted(indices, cache.shape[0] * page_size, lengths)
+        counts = selection_mask(indices, cache.shape[0] * page_size, lengths)
         chosen = (counts[:, 0] * Draw(1, DEVICE).integers(1, 1000, *counts[:, 0].shape)).argmax(dim=-1)
         slots = indices[place, 0, chosen].long().where(counts[:, 0].any(dim=-1), -1)
         damaged = cache.clone()

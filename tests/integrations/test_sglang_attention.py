@@ -1,4 +1,4 @@
-"""The attention functions that SGLang calls here, and its conventions."""
+"""The attention functions that SGLang calls, and SGLang's conventions."""
 
 import inspect
 import math
@@ -30,7 +30,7 @@ def test_dense_decode_takes_tensors_as_schedule():
     expected = flash_mla.flash_mla_with_kvcache(q, cache, tile_scheduler_metadata=meta, **call)
     assert all(x.equal(y) for x, y in zip(given, expected, strict=True))
 
-    # fp8, which SGLang keeps as bytes or as numbers, with q in fp8 too.
+    # fp8, which SGLang stores as uint8 or e4m3, also with q in fp8.
     fp8, q8, scale = rows.clamp(-448, 448).to(torch.float8_e4m3fn), q.to(torch.float8_e4m3fn), torch.full((4,), 0.5)
     expected = flash_mla.flash_mla_with_kvcache(
         (q8.float() * 0.5).bfloat16(),
@@ -109,7 +109,7 @@ def test_what_is_not_served_stays_sglangs(width, options):
 
 @pytest.mark.parametrize("says_format", [True, False])
 def test_sparse_decode_over_v32_without_rope(says_format):
-    """By its name; a schedule as tensors tells it too, as in SGLang's wrapper."""
+    """The format is named, or implied by a schedule as tensors, as in SGLang's wrapper."""
     q, cache = draw(2, 1, 4, 512).bfloat16(), kv_cache.pack(draw(2, 64, 1, 512, seed=1), "v32_no_rope")
     indices = torch.randint(-1, 128, (2, 1, 64), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     lengths = torch.tensor([60, 64], dtype=torch.int32)
@@ -144,7 +144,7 @@ def test_a_schedule_without_lengths_is_sglangs_own():
 
 
 def test_what_stays_sglangs_has_sglangs_schedule():
-    """Ours is zeros, with which SGLang's kernel would compute nothing."""
+    """FlashLatte's schedule is zeros, with which SGLang's kernel would compute nothing."""
     lengths, cache = torch.tensor([70, 64], dtype=torch.int32), torch.zeros(2, 64, 1, 528, dtype=torch.uint8)
     indices, q = torch.zeros(2, 3, 64, dtype=torch.int32), torch.zeros(2, 3, 4, 512).bfloat16()
     asked: list[Any] = []
@@ -224,13 +224,13 @@ def test_sparse_prefill_of_few_heads_is_of_these_heads(rows, monkeypatch):
 
 
 class Dsa:
-    """What SGLang's ``dsa`` backend says of itself."""
+    """The attributes of SGLang's ``dsa`` backend that are read."""
 
     dsa_index_kpool, num_splits = 1, 0
 
 
 def fa3_call(slots=192, dtype=torch.bfloat16):
-    """Three tokens over their slots, as SGLang pads them: lengths for more tokens than there are, -1 behind a row's."""
+    """Three tokens with SGLang's padding: more lengths than tokens, rows padded with -1."""
     q = draw(3, 4, 576).to(dtype)
     chosen = torch.randint(0, slots, (3, 64), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     lengths = torch.tensor([64, 40, 3, 9, 9], dtype=torch.int32)

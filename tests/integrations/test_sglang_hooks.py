@@ -1,4 +1,4 @@
-"""What is registered with SGLang, and its signatures."""
+"""Registration with SGLang, and the signatures of the replaced functions."""
 
 import ast
 import importlib.util
@@ -18,11 +18,11 @@ from support.sglang_calls import untouched
 from flashlatte import deep_gemm, flash_mla
 from flashlatte.integrations import sglang
 from flashlatte.integrations.sglang import attention, hooks
-from flashlatte.integrations.sglang.stand_in import provide_flash_mla
+from flashlatte.integrations.sglang.flash_mla_module import provide_flash_mla
 
 
 class Registry:
-    """SGLang's registry as a plugin sees it."""
+    """A fake of SGLang's hook registry."""
 
     def __init__(self):
         self.hooks = {}
@@ -37,7 +37,7 @@ HookType = Enum("HookType", ["BEFORE", "AFTER", "AROUND", "REPLACE"])
 
 @pytest.fixture
 def fake_sglang(monkeypatch):
-    """Modules with something at every place that is hooked, and without ``flash_mla``."""
+    """Fake modules with every hooked function, without ``flash_mla``."""
     monkeypatch.setattr(sglang, "_registered", set())
     monkeypatch.setitem(sys.modules, "flash_mla", None)
     for name in ("flash_mla.flash_mla_interface", "flash_mla.fused_norm_rope_attn_rope_cast"):
@@ -75,8 +75,8 @@ def test_what_an_sglang_lacks_is_passed_over_and_named(fake_sglang, monkeypatch,
     sglang.register_hooks(registry, HookType)
     assert len(registry.hooks) == len(hooks.HOOKS) - 7
     assert [record.getMessage() for record in caplog.records] == [
-        "FlashLatte: this SGLang does not have sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "
-        "which is not served."
+        "FlashLatte: this SGLang lacks sglang.kernels.ops.attention.flash_mla_interface.flash_mla_sparse_fwd, "
+        "which FlashLatte does not replace."
     ]
 
 
@@ -136,7 +136,7 @@ def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
 
 
 def test_a_flash_mla_without_sglangs_fused_attention_is_kept(fake_sglang, monkeypatch, tmp_path):
-    """As the alias is, and FlashMLA itself: SGLang's interface asks for the name when it is imported."""
+    """FlashMLA and FlashLatte's alias lack the module that SGLang's interface imports."""
     flash_mla.install_alias(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("flash_mla", "flash_mla.flash_mla_interface", "flash_mla.fused_norm_rope_attn_rope_cast"):
@@ -155,7 +155,7 @@ def test_a_flash_mla_without_sglangs_fused_attention_is_kept(fake_sglang, monkey
     ids=lambda hook: hook.target,
 )
 def test_signatures_are_sglangs(hook):
-    """Those in the source of the installed SGLang, or of the fetched one: it need not be importable.
+    """Compare with the sources of the installed or fetched SGLang, which need not be importable.
 
     An earlier one may lack our last arguments.
     """
@@ -177,7 +177,7 @@ def signature_in_sources(package: str, *modules_and_name: str) -> ast.arguments:
     if not found:
         pytest.skip(f"{package} is not installed, and {MISSING}")
     path = Path(found[0], *modules)
-    # A method's class stands where its module's last part would; sgl-kernel gives its functions other names' modules.
+    # The target may be a method, whose class is the last part; sgl-kernel defines its functions in other modules.
     paths = [path.with_suffix(".py"), path.parent.with_suffix(".py")] if modules else sorted(path.glob("*.py"))
     for functions in (ast.walk(ast.parse(path.read_text())) for path in paths if path.exists()):
         for node in functions:

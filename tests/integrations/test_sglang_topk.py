@@ -1,4 +1,4 @@
-"""The choices of SGLang's indexer, and where its functions come from."""
+"""Top-k of SGLang's indexer, and the resolution of its logits functions."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from flashlatte.integrations.sglang import indexer
 
 
 def chosen_columns(scores, starts, lengths, k):
-    """Of each row the best columns, counted from its start, in ascending order and filled with -1."""
+    """Top-k columns of each row relative to its start, in ascending order, padded with -1."""
     rows = []
     for row, start, length in zip(scores, starts, lengths, strict=True):
         taken = sorted(row[start : start + length].topk(min(k, length)).indices.tolist())
@@ -60,7 +60,7 @@ def test_top_k_as_slots_of_pages():
 
 
 def test_top_k_of_a_prefill_as_slots():
-    """Three requests of 2, 0 and 3 rows over keys of 10, 4 and 20 tokens that lie one after the other."""
+    """Three requests with 2, 0 and 3 rows over concatenated keys of 10, 4 and 20 tokens."""
     scores, starts, lengths = draw(5, 34), [0, 0, 14, 14, 14], [9, 10, 18, 19, 3]
     scores[:2, 10:], scores[2:, :14] = torch.nan, torch.nan  # of other requests
     row_starts, row_lengths = torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
@@ -72,12 +72,12 @@ def test_top_k_of_a_prefill_as_slots():
     prefill = partial(indexer.fast_topk_transform_fused, untouched, scores, row_lengths, topk=8, row_starts=row_starts)
     slots = prefill(page_table_size_1=table, cu_seqlens_q=first_rows)
     assert (slots.dtype, slots.tolist()) == (torch.int32, expected)
-    # A long prefill comes in pieces, each of whose rows has a table of its own.
+    # A long prefill is split into chunks, with a page table for each row.
     assert prefill(page_table_size_1=table[requests], cu_seqlens_q=torch.arange(6)).tolist() == expected
 
 
 @pytest.mark.parametrize("with_starts", [False, True])
-def test_the_best_of_rows_as_places_in_the_batch(with_starts):
+def test_topk_of_rows_as_indices_into_the_batch(with_starts):
     scores, starts, lengths = (
         torch.randn(4, 60, generator=torch.Generator().manual_seed(2)),
         [0, 7, 20, 3],
@@ -114,7 +114,7 @@ def test_more_than_our_top_k_takes_stays_sglangs():
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError, OSError, RuntimeError])
 def test_what_the_indexer_is_resolved_to(error):
-    """SGLang's choice, which is DeepGEMM's hooked function or what a flag names; ours where DeepGEMM is not there."""
+    """SGLang's choice (DeepGEMM's hooked function or a flag's); ours if DeepGEMM is missing."""
 
     def no_deep_gemm() -> Any:
         raise error("deep_gemm")

@@ -1,4 +1,4 @@
-"""vLLM's operations over ours: layouts and quirks of vLLM's, against bytes and numbers that are worked out here."""
+"""vLLM's operations: layouts and special cases of vLLM, compared with bytes and values computed here."""
 
 import math
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def e4m3(x):
 @pytest.mark.parametrize(("width", "rope"), [(320, 64), (576, 64), (512, 0)])
 def test_concat_and_cache_mla_copies_or_quantises_the_whole_row(width, rope):
     kv_c, k_pe = draw(5, width - rope, dtype=torch.bfloat16), draw(5, rope, seed=1, dtype=torch.bfloat16)
-    slots = torch.tensor([6, -1, 0, 99])  # two tokens go nowhere, the fifth is padding
+    slots = torch.tensor([6, -1, 0, 99])  # two tokens are skipped, the fifth is padding
     rows = torch.cat((kv_c, k_pe), dim=1)
 
     cache = torch.full((2, 4, width), 7.0, dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ def test_fp8_ds_mla_is_four_tiles_their_scales_and_the_rope(rounding):
     ops.cp_gather_and_upconvert_fp8_kv_cache(cache, rows, table, starts, 2, firsts)
     values = (record[:512].view(E4M3).float().view(4, 128) * scales[:, None]).bfloat16().flatten()
     assert rows[0].equal(torch.cat((values, k_pe[0])))
-    assert rows[1].eq(0).all()  # the second request begins at token 0, and has the rest of the rows
+    assert rows[1].eq(0).all()  # the second request begins at token 0 and extends to the last row
     assert rows[2].equal(rows[0])
 
 
@@ -79,9 +79,9 @@ def test_fp8_ds_mla_of_keys_without_rope_has_zeros_in_its_place():
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_concat_and_cache_mla_rope_fused_turns_pairs_in_place(is_neox):
+def test_concat_and_cache_mla_rope_fused_rotates_pairs_in_place(is_neox):
     kv_c, k_pe, q_pe = draw(2, 16), torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), torch.ones(2, 3, 4)
-    # A quarter turn of the first frequency, none of the second.
+    # Rotate the first frequency by 90 degrees, the second by 0.
     cos_sin, positions = torch.tensor([[1.0, 1, 0, 0], [0, 1, 1, 0]]), torch.tensor([1, 0])
     cache = torch.zeros(1, 2, 20)
     ops.concat_and_cache_mla_rope_fused(
@@ -116,7 +116,7 @@ def test_gathers_follow_the_table_from_each_requests_first_token(name):
     ops.gather_and_maybe_dequant_cache(*given)
     assert dst[:8].equal(values[pages, offsets])
     assert dst[8:].eq(9.0).all()
-    # vLLM 0.26 counts tokens by a tensor, and a compiled operation takes NumPy's integers for its own.
+    # vLLM 0.26 passes the number of tokens as a tensor; compiled operations accept NumPy integers.
     counts: tuple[Any, ...] = (cu_seq_lens[-1], np.int64(8))
     for count in counts:
         counted = torch.full((10, width), 9.0)
@@ -134,7 +134,7 @@ def test_gathers_follow_the_table_from_each_requests_first_token(name):
 
 
 def test_gathers_end_with_the_last_boundary_also_beside_a_longer_table():
-    """A table of one row more is that of a padded batch, and no request without an end."""
+    """A block table with an additional row is that of a padded batch, not an open-ended request."""
     table, ends = torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
     cache, dst = draw(2, 4, 576), torch.full((4, 576), 9.0)
     more = torch.tensor([1, 0], dtype=torch.int32)
@@ -202,7 +202,7 @@ def test_top_k_per_row():
             set(logits[row, :length].topk(min(8, length)).indices.tolist())
             for row, length in enumerate(by_row.tolist())
         ]
-    # Of more requests than there are rows of, also where they are as many as rows.
+    # More requests than num_rows / next_n, also as many as rows.
     longer = torch.full_like(indices, 77)
     ops.top_k_per_row_decode(logits, 3, torch.tensor([30, 7, 1, 1, 1, 1]), longer, 6, 40, 1, 8)
     assert longer.equal(indices)
@@ -230,7 +230,7 @@ def test_reshape_and_cache(name, layout):
         found = key_cache.permute(0, 3, 1, 2, 4).flatten(3), value_cache.permute(0, 3, 1, 2)
         again = torch.zeros_like(key_cache), torch.zeros_like(value_cache)
         ops.triton_reshape_and_cache_flash(key, value, *again, slots, name, *scales)
-        # Of vLLM's two, the one in Triton writes e4m3 whatever fp8 is asked for: nothing of it reads another.
+        # vLLM's Triton function writes e4m3 for every fp8 dtype: its readers support no other.
         assert again[0].equal(key_cache) is (name != "fp8_e5m2")
         e4m3s = torch.zeros_like(key_cache), torch.zeros_like(value_cache)
         ops.reshape_and_cache(key, value, *e4m3s, slots, "auto" if name == "auto" else "fp8", *scales)
@@ -265,7 +265,7 @@ def test_a_scale_for_each_token_and_head():
             wanted = rows[token].abs().amax(dim=-1) / 127
             assert torch.allclose(scale[0, slot], wanted)
             assert cache[0, slot].equal((rows[token] / wanted[:, None]).round().to(torch.int8))
-    with pytest.raises(ValueError, match=r"^kv_quant_mode must be one of 8 bits, got INT4_PER_TOKEN_HEAD$"):
+    with pytest.raises(ValueError, match=r"^kv_quant_mode must be an 8-bit mode, got INT4_PER_TOKEN_HEAD$"):
         write(key, value, *caches, *scales, torch.tensor([3, 1]), SimpleNamespace(name="INT4_PER_TOKEN_HEAD"))
 
 
@@ -315,7 +315,7 @@ def test_vision_towers_attend_within_images():
     ):
         assert given.shape == q.shape
         assert torch.allclose(given.double(), expected, atol=1e-5)
-    # PyTorch's is given boundaries within a row, of every row alike.
+    # PyTorch's wrapper takes boundaries within a row, the same for every row.
     q2, k2, v2 = (torch.cat((x, x.flip(2))) for x in (q, k, v))
     two = ops.vit_torch_sdpa_wrapper(q2, k2, v2, 0.3, boundaries)
     assert torch.allclose(two.double(), torch.cat((expected, expected.flip(2))), atol=1e-5)
@@ -323,12 +323,12 @@ def test_vision_towers_attend_within_images():
     assert whole.shape == q.shape
     with pytest.raises(ValueError, match=r"^k must have q's 2 heads without enable_gqa, got 1$"):
         ops.vit_torch_sdpa_wrapper(q, k[:, :, :1], v[:, :, :1])
-    with pytest.raises(ValueError, match=r"^batch_size must be the first of q's \[1, 7, 2, 8\], got 2$"):
+    with pytest.raises(ValueError, match=r"^batch_size must be the first axis of q's \[1, 7, 2, 8\], got 2$"):
         ops.vit_triton_attn_wrapper(q, k, v, 2)
 
 
 def test_queries_into_an_output_with_more_heads():
-    """vLLM pads heads to what a kernel takes: those beyond are left as they are."""
+    """vLLM pads heads to a kernel's number: padded heads stay unchanged."""
     latent, rope = torch.randn(3, 8, 512).bfloat16(), torch.randn(3, 8, 64).bfloat16()
     padded = torch.full((3, 64, 576), 7.0, dtype=torch.bfloat16)
     ops.concat_mla_q(latent, rope, padded)

@@ -1,4 +1,4 @@
-"""vLLM's operations over ours: what is wrong with a call is said by vLLM's names."""
+"""Errors of vLLM's operations use vLLM's argument names."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ ONE = torch.tensor(1.0)
 FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
 SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
 KEYS = torch.zeros(1, 1, 1, 16)
-# For a tensor that a caller left out.
+# In place of a tensor argument.
 MISSING: Any = None
 LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
 
@@ -52,19 +52,19 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
         (
             lambda: ops.cp_gather_cache(FP8_CACHE, FP8_CACHE[0], SLOT[None], torch.tensor([0, 1]), 2),
             ValueError,
-            "^block_table must have the 2 rows that batch_size says, got 1$",
+            "^block_table must have the 2 rows of batch_size, got 1$",
         ),
         (
             lambda: ops.cp_gather_and_upconvert_fp8_kv_cache(
                 FP8_CACHE, ROPES, SLOT[None], SLOT, 1, host_cache=FP8_CACHE
             ),
             ValueError,
-            "^host_cache must be None: rows on the host are not served$",
+            "^host_cache must be None: rows on the host are not supported$",
         ),
         (
             lambda: ops.reshape_and_cache(KEYS, KEYS, KEYS, KEYS, SLOT, "auto", ONE, ONE, interleaved_v=True),
             ValueError,
-            "^interleaved_v must be False: the values' layout for AMD's kernels is not served$",
+            "^interleaved_v must be False: the value layout of AMD's kernels is not supported$",
         ),
         (
             lambda: ops.triton_reshape_and_cache_flash(KEYS, KEYS, KEYS, KEYS, SLOT, "auto", ONE, ONE, 8),
@@ -86,7 +86,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
         (
             lambda: ops.top_k_per_row_decode(LOGITS, 1, SLOT, INDICES, 2, 8, 1, 4),
             ValueError,
-            "^logits must have the 2 rows that num_rows says, got 1$",
+            "^logits must have the 2 rows of num_rows, got 1$",
         ),
         (
             lambda: ops.concat_mla_q(LATENTS[None], ROPES[None], MISSING),
@@ -152,7 +152,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
         (
             lambda: ops.indexer_k_quant_and_cache(LATENTS[:, :128], FP8_CACHE[..., :132], SLOT, 128, "mxfp8"),
             ValueError,
-            "^kv_cache_dtype must be 'ue8m0' or a name of fp8 with float32 scales, got 'mxfp8'$",
+            "^kv_cache_dtype must be 'ue8m0' or an fp8 name with float32 scales, got 'mxfp8'$",
         ),
         (
             lambda: ops.cp_gather_indexer_k_quant_cache(
@@ -163,7 +163,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
                 torch.zeros(3).int(),
             ),
             ValueError,
-            "^block_table must have the 2 rows that cu_seq_lens says, got 1$",
+            "^block_table must have the 2 rows of cu_seq_lens, got 1$",
         ),
         (
             lambda: ops.top_k_per_row_prefill(LOGITS, SLOT, SLOT, INDICES, 1, 9, 1, 4),
@@ -173,12 +173,12 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
         (
             lambda: ops.persistent_topk(LOGITS, torch.tensor([1, 2]), INDICES, None, 4, 8),
             ValueError,
-            r"^lengths must hold one for each of the 1 rows of logits, got \[2\]$",
+            r"^lengths must have one element for each of the 1 rows of logits, got \[2\]$",
         ),
         (
             lambda: ops.triton_convert_req_index_to_global_index(SLOT, SLOT[None], INDICES),
             ValueError,
-            r"^token_indices must have shape \[T, 2048\], as NUM_TOPK_TOKENS says, got \[1, 4\]$",
+            r"^token_indices must have shape \[T, 2048\] \(NUM_TOPK_TOKENS\), got \[1, 4\]$",
         ),
         (
             lambda: ops.triton_convert_req_index_to_global_index(
@@ -192,7 +192,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
                 SLOT, SLOT[None], INDICES, NUM_TOPK_TOKENS=4, valid_counts_out=SLOT
             ),
             ValueError,
-            "^valid_counts_out belongs to return_valid_counts, got it without$",
+            "^valid_counts_out needs return_valid_counts=True, got False$",
         ),
         (
             lambda: ops.triton_convert_req_index_to_global_index(
@@ -245,7 +245,7 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
         (
             lambda: ops.swap_blocks(LATENTS[:, ::2], LOGITS, 32, torch.tensor([[0, 0]])),
             ValueError,
-            "^src must have its numbers in one piece",
+            "^src must be dense in memory",
         ),
         (
             lambda: ops.swap_blocks(LOGITS, torch.zeros(1, 8), 32, torch.tensor([[0, 1]])),
@@ -304,9 +304,9 @@ def test_errors_of_slots_name_vllms_arguments(change, error, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_descale": torch.ones(0)}, r"^q_descale must hold at least one number, got shape \[0\]$"),
-        ({"k_descale": torch.ones(0, 1)}, r"^k_descale must hold at least one number, got shape \[0, 1\]$"),
-        ({"v_descale": torch.ones(1, 0)}, r"^v_descale must hold at least one number, got shape \[1, 0\]$"),
+        ({"q_descale": torch.ones(0)}, r"^q_descale must have at least one element, got shape \[0\]$"),
+        ({"k_descale": torch.ones(0, 1)}, r"^k_descale must have at least one element, got shape \[0, 1\]$"),
+        ({"v_descale": torch.ones(1, 0)}, r"^v_descale must have at least one element, got shape \[1, 0\]$"),
     ],
 )
 def test_unified_attention_takes_one_scale(change, message):

@@ -1,4 +1,4 @@
-"""vLLM's functions that turn the tokens of an indexer's choice into slots, against rows that are counted here."""
+"""vLLM's conversion of selected token positions to slots, compared with slots computed here."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_selected_tokens_become_slots():
     filtered, counts = ops.triton_filter_and_convert_dcp_index(
         requests, table, chosen, 2, 1, NUM_TOPK_TOKENS=4, BLOCK_N=4, return_valid_counts=True
     )
-    # Odd tokens lie on rank 1, token t as its token t // 2.
+    # Odd tokens are on rank 1, token t at position t // 2.
     assert filtered.tolist() == [[7 * 64 + 2, 7 * 64 + 31, -1, -1], [4 * 64 + 63, -1, -1, -1]]
     assert counts.tolist() == [2, 1]
     of_ranks: Any = ops.triton_filter_and_convert_dcp_index
@@ -39,7 +39,7 @@ def test_selected_tokens_become_slots():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_selected_tokens_in_what_later_vllms_have(dtype):
-    """Rows between pages, a table of other rows, outputs of the caller's, and a workspace with every rank's tokens."""
+    """Gaps between pages, an index mapping, output buffers, and a workspace with the tokens of all ranks."""
     beyond = 2**31 // 80 + 1
     table = torch.tensor([[4, 2, 9], [7, 0, beyond]], dtype=torch.int32)
     chosen = torch.tensor([[5, -1, 70, 130], [0, 64, 190, -1]], dtype=dtype)
@@ -50,7 +50,7 @@ def test_selected_tokens_in_what_later_vllms_have(dtype):
     def page(which, offset):
         return which * 80 + offset if which * 80 + offset <= torch.iinfo(dtype).max else -1
 
-    # A page of 64 every 80 rows. The last page of request 1 is beyond what int32 can name.
+    # Pages of 64 every 80 rows. Slots of the last page of request 1 overflow int32.
     rows = [[page(7, 5), -1, page(0, 6), page(beyond, 2)], [page(4, 0), page(2, 0), page(9, 62), -1]]
     sizes: dict[str, Any] = {"BLOCK_SIZE": 64, "NUM_TOPK_TOKENS": 4, "BLOCK_N": 4}
     assert convert(requests, table, chosen, BLOCK_STRIDE_ROWS=80, **sizes).tolist() == rows
@@ -76,7 +76,7 @@ def test_selected_tokens_in_what_later_vllms_have(dtype):
     assert slots.tolist() == [row + [-1] * (4 - len(row)) for row in valid]
     assert counts.tolist() == [len(row) for row in valid]
 
-    # Tokens in threes on two ranks; a workspace begins with 500 rows of rank 0, and is not of pages.
+    # Interleave 3 on two ranks; the workspace begins with 500 rows of rank 0 and has no pages.
     over = {"dcp_size": 2, "dcp_rank": 1, "cp_kv_cache_interleave_size": 3}
     slots = convert(
         requests,
@@ -102,7 +102,7 @@ def test_selected_tokens_in_what_later_vllms_have(dtype):
 
 
 def test_one_rank_compacts_where_it_counts():
-    """As vLLM's conversion does, to which its filter hands the call on."""
+    """As in vLLM, whose filter forwards the call to the conversion."""
     table, chosen = torch.tensor([[4]], dtype=torch.int32), torch.tensor([[-1, 5, 200, 7]], dtype=torch.int32)
     sizes: dict[str, Any] = {"NUM_TOPK_TOKENS": 4, "BLOCK_N": 4}
     requests = torch.tensor([0], dtype=torch.int32)

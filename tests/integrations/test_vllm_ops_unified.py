@@ -1,4 +1,4 @@
-"""vLLM's unified attention over ours, against float64 and vLLM's own masks and layouts."""
+"""vLLM's unified attention, compared with float64 for vLLM's masks and layouts."""
 
 import math
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def e4m3(x):
 
 
 def attention(q, k, v, lengths_q, lengths_k, table, page_size, scale, sees=lambda query, key: key <= query):
-    """float64; the last query stands at the last key."""
+    """float64 attention; the last query is at the last key."""
     outs, first = [], 0
     for request, (s_q, s_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         slots = torch.tensor([int(table[request, p // page_size]) * page_size + p % page_size for p in range(s_k)])
@@ -69,7 +69,7 @@ def test_unified_attention():
     expected = attention(q, k, v, LENGTHS_Q, LENGTHS_K, TABLE, PAGE_SIZE, SCALE)
     assert torch.allclose(out.double(), expected, atol=2e-2)
 
-    # One scale for all of an fp8 cache, kept as bytes; and an fp8 q.
+    # One scale for an fp8 cache stored as uint8, and an fp8 q.
     k8, v8, q8 = e4m3(k.float() / 0.5), e4m3(v.float() / 0.25), (q.float() / 0.5).to(E4M3)
     k_read, v_read = k8.view(E4M3).float() * 0.5, v8.view(E4M3).float() * 0.25
     attend(q, k8, v8, out)
@@ -92,7 +92,7 @@ def test_unified_attention():
 
 @pytest.mark.parametrize("right", [2, 0, -1])
 def test_a_window_without_causal_is_as_wide_on_both_sides(right):
-    """vLLM's layers of a decoder pass (left, 0), and its kernel takes left for right where a batch is not causal."""
+    """vLLM's decoder layers pass (left, 0), and its kernel uses left for both sides if a batch is not causal."""
     q, k, v = problem()
     out = torch.empty_like(q)
     attend(q, k, v, out, {"causal": False, "window_size": (2, right)})
@@ -102,7 +102,7 @@ def test_a_window_without_causal_is_as_wide_on_both_sides(right):
     assert torch.allclose(out.double(), expected, atol=2e-2)
 
 
-def test_no_window_without_causal_hides_nothing():
+def test_no_window_without_causal_masks_nothing():
     q, k, v = problem()
     for window in ((-1, -1), (-1, 0)):
         out = torch.empty_like(q)
@@ -113,7 +113,7 @@ def test_no_window_without_causal_hides_nothing():
 
 @pytest.mark.parametrize(("name", "dtype"), [("INT8_PER_TOKEN_HEAD", torch.int8), ("FP8_PER_TOKEN_HEAD", E4M3)])
 def test_rows_that_end_in_their_scale(name, dtype):
-    """vLLM's pages [pages, heads, page_size, 2 (d + 4)], whose scales are a view of the bytes behind each row."""
+    """vLLM's pages [pages, heads, page_size, 2 (d + 4)], whose scales are a view of the last bytes of each row."""
     q, k, v = problem()
     mode = SimpleNamespace(name=name)
     pages = torch.full((6, 2, PAGE_SIZE, 40), 7, dtype=torch.int8).view(dtype)
@@ -143,7 +143,7 @@ def test_shapes_that_are_of_more_or_of_nobody():
     attend(q8, k8, v8, one, {"q_descale": torch.tensor(0.5)})
     attend(q8, k8, v8, expanded, {"q_descale": torch.full((2, 2), 0.5)})
     assert one.equal(expanded)
-    # Of the table, as of a padded batch's, the requests' rows count.
+    # Only the first rows of a padded batch's block table are used.
     table = torch.cat((TABLE, torch.full((3, 3), 99)))
     attend(q8, k8, v8, expanded, {"q_descale": torch.tensor(0.5), "block_table": table})
     assert one.equal(expanded)
@@ -153,7 +153,7 @@ def test_shapes_that_are_of_more_or_of_nobody():
 
 
 def test_options_that_do_nothing_are_no_reason_to_refuse():
-    """vLLM hands these on with every layer of a model, also of one that has no window or no image."""
+    """vLLM passes these with every layer, also without a window or an image."""
     q, k, v = problem()
     plain, out = torch.empty_like(q), torch.empty_like(q)
     attend(q, k, v, plain)
@@ -171,7 +171,7 @@ def test_options_that_do_nothing_are_no_reason_to_refuse():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"kv_quant_mode": 2}, TypeError, "^kv_quant_mode must be a KVQuantMode of vLLM's or None, got 2$"),
+        ({"kv_quant_mode": 2}, TypeError, "^kv_quant_mode must be vLLM's KVQuantMode or None, got 2$"),
         (
             {"kv_quant_mode": SimpleNamespace(name="NVFP4")},
             ValueError,

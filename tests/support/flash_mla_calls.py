@@ -1,10 +1,10 @@
-"""Calls of the drop-in for FlashMLA, from the arguments of FlashLatte's operations."""
+"""Calls of the FlashMLA drop-in with the arguments of FlashLatte's operations."""
 
 from flashlatte import flash_mla
 
 
 def decode(inputs, **changes):
-    """Dense or sparse decode with these arguments of flashlatte's operation, by FlashMLA's names."""
+    """Dense or sparse decode: convert the operation's arguments to FlashMLA's names."""
     schedule, num_splits = flash_mla.get_mla_metadata()
     arguments = {
         "q": inputs["q"],

@@ -1,4 +1,4 @@
-"""What tests of the functions that SGLang calls share."""
+"""Helpers of the tests of SGLang's replaced functions."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def untouched(*args: Any, **kwargs: Any) -> NoReturn:
-    """In the place of SGLang's own function."""
+    """In place of SGLang's own function."""
     raise AssertionError("SGLang's own function was called")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import importlib
 
-# Where the integration finds each operation.
+# The modules in which the integration looks up each operation.
 DENSE, SPARSE, INDEXER = (f"flashlatte.integrations.vllm.backends.{name}" for name in ("dense", "sparse", "indexer"))
 PLACES = {
     "cache_write": DENSE,

@@ -1,4 +1,4 @@
-"""vLLM's engine on a CPU, as the tests run it: offline, greedy, with logprobs."""
+"""vLLM's offline engine on a CPU, greedy, with logprobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIXED = (5, 17, 1, 64, 130, 33, 250, 16)
 
 @dataclasses.dataclass
 class Generated:
-    """What came of one prompt."""
+    """The output of one prompt."""
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
@@ -25,7 +25,7 @@ class Generated:
 
 
 def prompts(lengths: Sequence[int], shared: int = 0, vocabulary: int = 256) -> list[list[int]]:
-    """Random prompts of these lengths, whose first ``shared`` tokens are the same."""
+    """Random prompts of these lengths with the same first ``shared`` tokens."""
     draw = random.Random(0)
     prefix = [draw.randrange(vocabulary) for _ in range(shared)]
     return [prefix + [draw.randrange(vocabulary) for _ in range(length - shared)] for length in lengths]
@@ -43,7 +43,7 @@ class Engine:
             "kv_cache_memory_bytes": 64 << 20,
             "skip_tokenizer_init": True,
             "disable_log_stats": False,
-            # vLLM's rotary operation for CPUs takes the wrong stride of 3-D queries.
+            # vLLM's rotary operation for CPUs uses the wrong stride for 3-D queries.
             "compilation_config": {"custom_ops": ["none"]},
             "worker_extension_cls": f"{CountsCalls.__module__}.{CountsCalls.__qualname__}",
         }
@@ -65,7 +65,7 @@ class Engine:
         ]
 
     def calls(self) -> list[dict[str, int]]:
-        """How often each worker called FlashLatte's operations."""
+        """Number of calls of FlashLatte's operations in each worker."""
         return self.llm.collective_rpc("calls")
 
     def metric(self, name: str) -> int:
@@ -86,7 +86,7 @@ def engine(model: Path, **options: Any) -> Iterator[Engine]:
 
 
 def largest_difference(ours: Sequence[Generated], theirs: Sequence[Generated]) -> float:
-    """Of a token's logprob, as long as both have generated the same."""
+    """Largest difference of a token's logprob, up to the first different token."""
     largest = 0.0
     for one, other in zip(ours, theirs, strict=True):
         for step, (a, b) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):

@@ -22,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """The first numbers of each row [T, ..., d] rotated by ``table`` [T, rope], cosines and then sines."""
+    """The first elements of each row [T, ..., d] rotated by ``table`` [T, rope], cosines and then sines."""
     half = table.shape[-1] // 2
     cos, sin = (part.view(-1, *[1] * (x.dim() - 2), half).float() for part in table.split(half, -1))
     x = x.float()
@@ -34,13 +34,13 @@ def rotate(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Ten
 
 
 def quantize(x: torch.Tensor, smallest: float = 1e-4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as e4m3, and a power of two for each [..., 1]."""
+    """Rows as e4m3, and a power-of-two scale for each row [..., 1]."""
     scale = (x.abs().amax(-1, keepdim=True).clamp_min(smallest) / E4M3_MAX).log2().ceil().exp2()
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
 def store_latents(cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
-    """Into a cache of numbers, or of 656 bytes a token: e4m3, four scales, bf16."""
+    """Write to a cache of plain values, or of 656 bytes a token: e4m3, four scales, bf16."""
     kept = slots >= 0
     pages, offsets = slots[kept] // cache.shape[1], slots[kept] % cache.shape[1]
     if cache.shape[-1] != 656:
@@ -53,7 +53,7 @@ def store_latents(cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor
 
 
 def store_index_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
-    """Into pages of e4m3 keys and then their scales, or of float32 keys."""
+    """Write to pages of e4m3 keys followed by their scales, or of float32 keys."""
     page_size = cache.shape[1]
     if cache.dtype == torch.float32:
         for slot, key in zip(slots.tolist(), keys, strict=False):

@@ -1,4 +1,4 @@
-"""Context parallelism in vLLM's workers on a CPU: in PyTorch, what vLLM has as kernels for GPUs only.
+"""Context parallelism in vLLM's workers on a CPU: PyTorch versions of vLLM's GPU kernels.
 
 Its CPU platform refuses to compute slots of a context that ranks share, and has neither the kernel that weighs what a
 rank computed nor the gather of a rank's pages.
@@ -24,7 +24,7 @@ class SharesContext(CountsCalls):
 
 
 def _compute_slot_mapping(self, num_reqs, query_start_loc, positions):
-    """Token p of a request is rank (p // interleave) % ranks's; others pass it over."""
+    """Token p of a request is on rank (p // interleave) % ranks; other ranks skip it."""
     tokens = int(query_start_loc[num_reqs])
     request = torch.repeat_interleave(torch.arange(num_reqs), query_start_loc[: num_reqs + 1].diff())
     ranks, interleave, size = self.dcp_world_size, self.cp_kv_cache_interleave_size, self.block_size
@@ -37,7 +37,7 @@ def _compute_slot_mapping(self, num_reqs, query_start_loc, positions):
 
 
 def _correct_attn_out(out, lses, cp_rank, ctx, is_lse_base_on_e=True):
-    """A rank's part of the merged output: out [B, H, D] by what its lse has of all ranks', lses [N, B, H]."""
+    """A rank's contribution to the merged output: out [B, H, D] weighted by its lse among lses [N, B, H]."""
     assert is_lse_base_on_e
     total = lses.logsumexp(0)
     return out.mul_((lses[cp_rank] - total).exp()[..., None]), total

@@ -19,9 +19,9 @@ import triton.backends
 from flashlatte import kv_cache
 
 CALLS = dict.fromkeys(("sparse_decode", "sparse_prefill", "paged_index_select", "index_select"), 0)
-# Prompts that end before a window is full, decode across a group of 128, and are prefilled in four chunks.
+# Prompts that end before a window is full, that decode across a group of 128, and that need four prefill chunks.
 LENGTHS, NEW_TOKENS = (5, 122, 300), 8
-# And one that shares its first page with the last of them, which vLLM keeps.
+# A prompt that shares its first page with the last of them, through the prefix cache.
 AGAIN = 282
 CHUNK, PAGE = 96, 256
 
@@ -41,7 +41,7 @@ def gather(out, cache, *, seq_lens, gather_lens, block_table, block_size, offset
 def _counting(name: str, operation: Any) -> Any:
     def counted(*arguments: Any, **options: Any) -> Any:
         CALLS[name] += 1
-        # In the interpreter FlashLatte would choose its kernels.
+        # With the interpreter enabled, FlashLatte would choose its Triton kernels.
         return operation(*arguments, backend="reference", **options)
 
     return counted
@@ -66,13 +66,13 @@ def __getattr__(name: str) -> Any:
         caller = v4 if hasattr(v4, operation) else indexer
         setattr(caller, operation, _counting(operation, getattr(caller, operation)))
     init_workspace_manager(torch.device("cpu"))
-    # In the interpreter a program that finds nothing to do takes as long as one that works.
+    # In the interpreter idle programs take as long as working ones.
     cache_utils.CombineTopkSwaIndicesKernel.NUM_WORKERS = 1
     flashmla.dequantize_and_gather_k_cache = gather
-    KVBlockZeroer.zero_block_ids = lambda *_: None  # of new pages, which are written before they are read
+    KVBlockZeroer.zero_block_ids = lambda *_: None  # new pages are written before they are read
 
     class Layer(cpu_sparse.DeepseekV4CPUAttention):
-        """What is written and projected is vLLM's for CPUs, and what attends FlashLatte's as on CUDA."""
+        """Projections and cache writes are vLLM's for CPUs; attention is FlashLatte's, as on CUDA."""
 
         backend_cls = DeepseekV4FlashMLABackend
         swa_backend_cls = flashmla.DeepseekSparseSWAFlashMLABackend
@@ -95,13 +95,13 @@ def __getattr__(name: str) -> Any:
 
 
 def serve(path: Path) -> dict[str, Any]:
-    """What vLLM generates: of prompts in chunks, and then of one whose first page it has."""
+    """vLLM's outputs: of prompts in chunks, then of a prompt whose first page is cached."""
     from support.vllm_engine import engine, prompts
 
-    from flashlatte.integrations.vllm import serves
+    from flashlatte.integrations.vllm import support
 
-    # The platform keeps chunks and the prefix cache for models that it serves itself.
-    serves.V4_MODELS = ()
+    # FlashLatte's platform enables chunks and the prefix cache only for its own models.
+    support.V4_MODELS = ()
     given = prompts(LENGTHS)
     with engine(
         path,
@@ -118,7 +118,7 @@ def serve(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # vLLM asks for the Triton for CPUs, and finds the interpreter.
+    # vLLM requires Triton for CPUs; the interpreter takes its place.
     never = types.SimpleNamespace(is_active=lambda: False)
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=never)
     Path(sys.argv[2]).write_text(json.dumps(serve(Path(sys.argv[1]))))

@@ -26,15 +26,15 @@ def test_nonfinite_values_must_be_in_the_same_places(value):
     expected = torch.tensor([1.0, value, 2.0])
     assert_close(expected.clone(), expected, LOOSE)
     for other in (torch.tensor([1.0, 0.0, 2.0]), torch.tensor([value, value, 2.0])):
-        with pytest.raises(AssertionError, match="in other places than expected"):
+        with pytest.raises(AssertionError, match="at other positions than expected"):
             assert_close(other, expected, LOOSE)
-        with pytest.raises(AssertionError, match="in other places than expected"):
+        with pytest.raises(AssertionError, match="at other positions than expected"):
             assert_accurate(other, expected, expected)
 
 
 def test_the_two_infinities_are_not_the_same():
     x = torch.tensor([1.0, float("inf")])
-    with pytest.raises(AssertionError, match="in other places than expected"):
+    with pytest.raises(AssertionError, match="at other positions than expected"):
         assert_close(x * torch.tensor([1.0, -1.0]), x, LOOSE)
 
 

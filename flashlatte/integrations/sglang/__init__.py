@@ -1,7 +1,7 @@
-"""FlashLatte inside SGLang: a plugin that serves MLA's attention, the indexer's logits and its top-k.
+"""SGLang plugin: replaces MLA attention, the indexer's logits and its top-k.
 
-``register`` is the entry point ``sglang.srt.plugins``: SGLang calls it in each of its processes where FlashLatte is
-installed. ``SGLANG_PLUGINS`` names the plugins to load, this one being ``flashlatte``.
+``register`` is the entry point ``sglang.srt.plugins``: SGLang calls it in each of its processes if FlashLatte is
+installed. ``SGLANG_PLUGINS`` lists the plugins to load; this one is called ``flashlatte``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.sglang.hooks import HOOKS, Hook, unserved
-from flashlatte.integrations.sglang.stand_in import NOT_IMPORTABLE, provide_flash_mla
+from flashlatte.integrations.sglang.flash_mla_module import NOT_IMPORTABLE, provide_flash_mla
+from flashlatte.integrations.sglang.hooks import HOOKS, Hook, missing_targets
 
 __all__ = ["register"]
 
@@ -24,14 +24,14 @@ _registered: set[str] = set()
 
 
 def register() -> None:
-    """Tell SGLang which of its functions are served here; without effect where SGLang or an NVIDIA GPU is missing.
+    """Register the hooks that replace SGLang's functions. Without effect if SGLang or an NVIDIA GPU is missing.
 
-    It may be called again. A function that the installed SGLang does not have is passed over, and a warning says so.
+    Repeated calls are safe. Functions that the installed SGLang lacks are skipped and named in a warning.
     """
     try:
         registry: Any = importlib.import_module(_REGISTRY)
     except ImportError:
-        _logger.warning("FlashLatte: SGLang's plugins are not there, so nothing is registered.")
+        _logger.warning("FlashLatte: SGLang has no plugin registry, so nothing is registered.")
         return
     if not torch.cuda.is_available() or torch.version.hip is not None:
         _logger.info("FlashLatte: no NVIDIA GPU, so SGLang keeps its own attention.")
@@ -40,14 +40,14 @@ def register() -> None:
 
 
 def register_hooks(registry: Any, hook_types: Any) -> None:
-    """Register each hook whose target exists, once."""
+    """Register each hook whose target exists; skip hooks that are registered already."""
     provide_flash_mla()
     for hook in HOOKS:
         if hook.target not in _registered and _exists(hook):
             registry.register(hook.target, hook.function, hook_types.AROUND if hook.around else hook_types.REPLACE)
             _registered.add(hook.target)
-    if missing := unserved(lambda hook: hook.target in _registered):
-        _logger.warning("FlashLatte: this SGLang does not have %s, which is not served.", ", ".join(missing))
+    if missing := missing_targets(lambda hook: hook.target in _registered):
+        _logger.warning("FlashLatte: this SGLang lacks %s, which FlashLatte does not replace.", ", ".join(missing))
 
 
 def _exists(hook: Hook) -> bool:

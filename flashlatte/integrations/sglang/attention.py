@@ -1,9 +1,8 @@
 """SGLang's FlashMLA functions: decode over paged latents, dense and sparse, and sparse prefill.
 
-Each is given SGLang's own function first, which keeps what is not served here: the cache layouts of DeepSeek-V4.1.
-``KVLayout.V41`` and ``V41_FP4`` have the scales of a page behind its values, which FlashLatte does not read;
-``V41_NEW`` and ``V41_FP4_NEW`` (``use_legacy=False``) exist on SM100 only, for which FlashLatte has no kernel of its
-own.
+The first argument of each is SGLang's own function, which still runs the cache layouts of DeepSeek-V4.1: in
+``KVLayout.V41`` and ``V41_FP4`` the scales of a page follow all its values, which FlashLatte does not support;
+``V41_NEW`` and ``V41_FP4_NEW`` (``use_legacy=False``) exist only on SM100, where FlashLatte has no native kernel.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import torch
 
 from flashlatte import flash_mla
 
-# The formats of sparse decode that are served, by SGLang's names, and their names in ``flash_mla``. An earlier SGLang
-# has MODEL1 for V4.
+# Supported formats of sparse decode: SGLang's names, and the names in ``flash_mla``. Earlier versions of SGLang call V4
+# MODEL1.
 _FORMATS = {"V32": "V32", "V32_NO_ROPE": "V32_NO_ROPE", "V4": "V4", "MODEL1": "V4"}
-# Bytes of a token.
+# Bytes per token.
 _WIDTHS = {"V32": 656, "V32_NO_ROPE": 528, "V4": 584}
-_ROW_OF_SCHEDULE = 8
+_SCHEDULE_WIDTH = 8
 _SCHEDULE = flash_mla.FlashMLASchedMeta()
-# SGLang's own get_mla_metadata, once a schedule was asked for: what is not served here needs one that is not zeros.
+# SGLang's own get_mla_metadata, set by the first call for a schedule. SGLang's own kernels need its schedule.
 _schedule_of_sglang: Callable[..., tuple[Any, Any]] | None = None
 
 
@@ -35,18 +34,18 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[Any, torch.Tensor | None]:
-    """A schedule that holds nothing, as work is split in the call itself.
+    """An empty schedule: FlashLatte's kernels split the work in each call.
 
     Returns:
-        With ``cache_seqlens`` [b] zeros of a schedule's dtypes and axes, int32 [1, 8] and [b + 1], which SGLang copies
-        about; without, SGLang's own object, and None.
+        With ``cache_seqlens`` [b]: zeros of the schedule's dtypes and axes, int32 [1, 8] and [b + 1], which SGLang
+        copies between buffers. Without: SGLang's own schedule object, and None.
     """
     if cache_seqlens is None:
         return original()
     global _schedule_of_sglang
     _schedule_of_sglang = original
-    zeros = torch.zeros(_ROW_OF_SCHEDULE + cache_seqlens.shape[0] + 1, dtype=torch.int32, device=cache_seqlens.device)
-    return zeros[:_ROW_OF_SCHEDULE].view(1, _ROW_OF_SCHEDULE), zeros[_ROW_OF_SCHEDULE:]
+    zeros = torch.zeros(_SCHEDULE_WIDTH + cache_seqlens.shape[0] + 1, dtype=torch.int32, device=cache_seqlens.device)
+    return zeros[:_SCHEDULE_WIDTH].view(1, _SCHEDULE_WIDTH), zeros[_SCHEDULE_WIDTH:]
 
 
 def flash_mla_with_kvcache(
@@ -73,18 +72,18 @@ def flash_mla_with_kvcache(
     *,
     use_legacy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flashlatte.flash_mla.flash_mla_with_kvcache``, to which schedules are nothing; lse is a natural logarithm."""
+    """``flashlatte.flash_mla.flash_mla_with_kvcache``, which ignores schedules; lse is a natural logarithm."""
     one_byte = k_cache.dtype.itemsize == 1
-    served_format = None
+    supported_format = None
     if indices is not None and one_byte:
-        served_format = _format(k_cache, kv_format, has_tensor_schedule=num_splits is not None)
-    if not use_legacy or not _is_served(q, k_cache, indices, extra_k_cache, served_format):
+        supported_format = _format(k_cache, kv_format, has_tensor_schedule=num_splits is not None)
+    if not use_legacy or not _is_supported(q, k_cache, indices, extra_k_cache, supported_format):
         if num_splits is not None and _schedule_of_sglang is not None:
             heads, heads_k, topk = q.shape[2], k_cache.shape[2], None if indices is None else indices.shape[-1]
             tile_scheduler_metadata, num_splits = _schedule_of_sglang(
                 cache_seqlens, q.shape[1] * heads // heads_k, heads_k, heads, is_fp8_kvcache, topk
             )
-        # An earlier SGLang lacks these two, and then they are as they are by default.
+        # Earlier versions of SGLang lack these two arguments: pass them only if they differ from the default.
         newer = {} if kv_format is None else {"kv_format": kv_format}
         newer |= {} if use_legacy else {"use_legacy": use_legacy}
         return original(
@@ -119,7 +118,7 @@ def flash_mla_with_kvcache(
         _SCHEDULE,
         softmax_scale=softmax_scale,
         causal=causal,
-        # SGLang's flag speaks of q where the schedule is tensors.
+        # With a schedule as tensors, SGLang's is_fp8_kvcache describes q instead.
         is_fp8_kvcache=one_byte,
         indices=indices,
         attn_sink=attn_sink,
@@ -127,9 +126,9 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         topk_length=topk_length,
         extra_topk_length=extra_topk_length,
-        kv_format=served_format,
-        descale_q=_one(descale_q) if q.dtype == torch.float8_e4m3fn else None,
-        descale_k=_one(descale_k) if one_byte and indices is None else None,
+        kv_format=supported_format,
+        descale_q=_single_scale(descale_q) if q.dtype == torch.float8_e4m3fn else None,
+        descale_k=_single_scale(descale_k) if one_byte and indices is None else None,
     )
 
 
@@ -145,7 +144,7 @@ def flash_mla_sparse_fwd(
     *,
     use_legacy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``flashlatte.flash_mla.flash_mla_sparse_fwd``, whose max_logits and lse are base 2 here, as SGLang's are."""
+    """``flashlatte.flash_mla.flash_mla_sparse_fwd`` with max_logits and lse in base 2, SGLang's convention."""
     if not use_legacy:
         return original(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy=False)
     return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, return_log2_lse=True)
@@ -161,16 +160,15 @@ def forward_flashmla_sparse(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``flash_mla_sparse_fwd`` of a rank's own heads: SGLang's method fills few of them up to FlashMLA's 64 or 128.
+    """``flash_mla_sparse_fwd`` for the rank's own heads, without SGLang's padding to FlashMLA's 64 or 128 heads.
 
-    Here q is taken as it is, and over a latent that is short enough neighbouring query tokens share a tile (recorded:
-    16 heads, 2.6 times as fast).
+    Over a short enough latent, neighbouring query tokens share a tile (recorded: 16 heads, 2.6 times as fast).
 
     Args:
         q_all: [T, h, 576].
         kv_cache: [slots, 1, 576].
-        page_table_1: int32 [T, topk], slots; below 0, none.
-        topk_length: int32, slots of each row; without effect, as in SGLang's, where it is not of T rows.
+        page_table_1: int32 [T, topk], slots; negative for none.
+        topk_length: int32 [T], number of slots of each row. Ignored if its length is not T, as in SGLang.
         attn_sink: float32 [h].
 
     Returns:
@@ -183,9 +181,10 @@ def forward_flashmla_sparse(
 
 
 def _format(k_cache: torch.Tensor, kv_format: str | None, *, has_tensor_schedule: bool) -> str | None:
-    """FlashMLA's name of a one-byte cache's format, None for one that is not served.
+    """The name in ``flash_mla`` of a one-byte cache's format, or None if it is not supported.
 
-    SGLang's schedules as tensors are older than DeepSeek-V4.1, and a width of 528 is V3.2 without RoPE with them.
+    Versions of SGLang that pass schedules as tensors are older than DeepSeek-V4.1: with them, width 528 is V3.2 without
+    RoPE.
     """
     if kv_format is not None:
         return _FORMATS.get(kv_format)
@@ -193,20 +192,20 @@ def _format(k_cache: torch.Tensor, kv_format: str | None, *, has_tensor_schedule
     return fitting[0] if fitting and (fitting[0] != "V32_NO_ROPE" or has_tensor_schedule) else None
 
 
-def _is_served(
+def _is_supported(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
-    served_format: str | None,
+    supported_format: str | None,
 ) -> bool:
     if indices is None:
         return True
-    width = q.shape[-1] if k_cache.dtype.itemsize != 1 else _WIDTHS.get(served_format or "")
+    width = q.shape[-1] if k_cache.dtype.itemsize != 1 else _WIDTHS.get(supported_format or "")
     caches = [k_cache] if extra_k_cache is None else [k_cache, extra_k_cache]
     return all(cache.shape[-1] == width and cache.dtype.itemsize == k_cache.dtype.itemsize for cache in caches)
 
 
-def _one(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """The scale of a tensor, which SGLang may have for each of several heads: all the same."""
+def _single_scale(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """A single scale: SGLang may repeat the tensor's scale for each head."""
     return scale if scale is None or scale.numel() == 1 else scale.flatten()[:1]

@@ -1,4 +1,4 @@
-"""SGLang's decode over chosen slots by FlashAttention-3: what its ``dsa`` backend takes on Hopper without an option."""
+"""SGLang's sparse decode with FlashAttention-3, the default of its ``dsa`` backend on Hopper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.sparse_decode import sparse_decode
 
-# SGLang's pools are whole pages of this many tokens.
+# SGLang allocates its pools in whole pages of this many tokens.
 _PAGE = 64
 
 
@@ -30,32 +30,32 @@ def forward_fa3(
     logit_cap: float,
     page_size: int,
 ) -> torch.Tensor:
-    """``sparse_decode`` of query tokens that each have a row of slots.
+    """``sparse_decode`` for query tokens that each have a row of slots.
 
-    SGLang's own keeps what is of another kind: pages of several tokens, keys without a rope part or of another dtype
+    SGLang's own function runs the other cases: pages of several tokens, keys without a rope part or in another dtype
     than the queries, a soft cap, and GLM's pooled keys.
 
     Args:
         q_nope, q_rope: [T, h, v_head_dim] and [T, h, rope].
         kv_cache: [slots, 1, v_head_dim + rope].
-        page_table: int32 [T, topk], slots; behind a row's count, and below 0, none.
-        cache_seqlens: int32 [≥ T], slots of each row.
+        page_table: int32 [T, topk], slots; negative for none.
+        cache_seqlens: int32 [≥ T], number of slots of each row.
 
     Returns:
         [T, h, v_head_dim].
     """
     tokens = q_nope.shape[0]
     width = v_head_dim + q_rope.shape[-1]
-    served = (
+    supported = (
         (page_size, max_seqlen_q, logit_cap) == (1, 1, 0)
-        # An SGLang before 0.5.20 has no pooled keys.
+        # SGLang before 0.5.20 has no pooled keys.
         and getattr(self, "dsa_index_kpool", 1) <= 1
         and q_nope.dim() == 3
         and page_table.shape[0] == tokens <= cache_seqlens.shape[0]
         and kv_cache.dtype == q_nope.dtype
         and width == kv_cache.shape[-1] > v_head_dim
     )
-    if not served:
+    if not supported:
         rest = (cache_seqlens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, sm_scale, logit_cap, page_size)
         return original(self, q_rope, kv_cache, v_head_dim, q_nope, page_table, *rest)
     page = _PAGE if kv_cache.shape[0] % _PAGE == 0 else 1
@@ -66,7 +66,7 @@ def forward_fa3(
         topk_length=cache_seqlens[:tokens],
         softmax_scale=sm_scale,
         head_dim_v=v_head_dim,
-        # One split is what SGLang asks of FlashAttention for deterministic inference.
+        # SGLang requests one split from FlashAttention for deterministic inference.
         batch_invariant=self.num_splits == 1,
     )
     return out.squeeze(1)

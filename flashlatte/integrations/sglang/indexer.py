@@ -1,4 +1,4 @@
-"""SGLang's sparse-attention indexer: which logits it takes, and the best of each row."""
+"""SGLang's sparse-attention indexer: logits functions and top-k."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 import torch
 
 from flashlatte import deep_gemm
-from flashlatte.integrations.sglang.stand_in import NOT_IMPORTABLE
+from flashlatte.integrations.sglang.flash_mla_module import NOT_IMPORTABLE
 from flashlatte.ops.index_convert import index_convert
-from flashlatte.ops.topk import topk as best
+from flashlatte.ops.topk import topk as select_topk
 from flashlatte.runtime import checks, machine
 
-_MOST = 4096
+_MAX_TOPK = 4096
 
 
 def resolve_fp8_mqa_logits_fn(original: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    return _named(original, deep_gemm.fp8_mqa_logits)
+    return _resolve(original, deep_gemm.fp8_mqa_logits)
 
 
 def resolve_fp8_paged_mqa_logits_fn(original: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    return _named(original, deep_gemm.fp8_paged_mqa_logits)
+    return _resolve(original, deep_gemm.fp8_paged_mqa_logits)
 
 
 def resolve_paged_mqa_logits_metadata_fn(
     original: Callable[[], Callable[..., torch.Tensor]],
 ) -> Callable[..., torch.Tensor]:
-    return original() if _schedule_is_read() else _named(original, deep_gemm.get_paged_mqa_logits_metadata)
+    return original() if _schedule_is_read() else _resolve(original, deep_gemm.get_paged_mqa_logits_metadata)
 
 
 def get_paged_mqa_logits_metadata(
@@ -37,10 +37,10 @@ def get_paged_mqa_logits_metadata(
     num_sms: int,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A schedule that holds nothing, where nobody reads it; else DeepGEMM's own."""
+    """Zeros, or DeepGEMM's own schedule if another kernel may read it."""
     if not _schedule_is_read():
         return deep_gemm.get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms, indices)
-    # An earlier DeepGEMM has no indices.
+    # Earlier versions of DeepGEMM have no indices argument.
     return original(context_lens, block_kv, num_sms, *(() if indices is None else (indices,)))
 
 
@@ -52,21 +52,21 @@ def topk_func(
     topk: int,
     row_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Indices of the best of each row, in place of sgl-kernel's; a user who names another implementation keeps it.
+    """Top-k indices of each row, in place of sgl-kernel's. Other implementations that the user selects are kept.
 
     Args:
         score: float32 or bf16 [rows, width].
-        lengths: int32 or int64 [rows], entries of each row.
-        topk: how many to choose.
-        row_starts: int32 or int64 [rows], the column where each row begins; 0 if None.
+        lengths: int32 or int64 [rows], number of columns of each row.
+        topk: number of indices to select.
+        row_starts: int32 or int64 [rows], the first column of each row; 0 if None.
 
     Returns:
-        int32 [rows, topk], relative to the row's first column, -1 behind a row's last.
+        int32 [rows, topk], relative to the row's first column, padded with -1.
     """
-    if not self.is_sgl_kernel() or topk > _MOST:
+    if not self.is_sgl_kernel() or topk > _MAX_TOPK:
         return original(self, score, lengths, topk, row_starts=row_starts)
     with checks.naming(logits="score", end="lengths", start="row_starts", k="topk"):
-        return best(score, topk, start=row_starts, end=_ends(lengths, row_starts))
+        return select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts))
 
 
 def fast_topk_transform_fused(
@@ -78,26 +78,26 @@ def fast_topk_transform_fused(
     topk: int,
     row_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The best of each row as slots: what a prefill takes whose logits are over the batch's contiguous keys.
+    """Top-k of each row as cache slots, for prefill with logits over the batch's contiguous keys.
 
     Args:
         score: float32 or bf16 [rows, width].
-        lengths: int32 or int64 [rows], entries of each row.
+        lengths: int32 or int64 [rows], number of columns of each row.
         page_table_size_1: int32 or int64 [b, max_tokens], the slot of each token.
-        cu_seqlens_q: int32 or int64 [b + 1], the first row of each request, and the end.
-        topk: how many to choose.
-        row_starts: int32 or int64 [rows], the column where each row's request begins; 0 if None.
+        cu_seqlens_q: int32 or int64 [b + 1], row boundaries of the requests.
+        topk: number of slots to select.
+        row_starts: int32 or int64 [rows], the first column of each row's request; 0 if None.
 
     Returns:
-        int32 [rows, topk], -1 behind a row's last.
+        int32 [rows, topk], padded with -1.
     """
-    if topk > _MOST:
+    if topk > _MAX_TOPK:
         return original(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts)
     with checks.naming(logits="score", end="lengths", start="row_starts", k="topk", block_table="page_table_size_1"):
-        chosen = best(score, topk, start=row_starts, end=_ends(lengths, row_starts))
+        selected = select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts))
         rows = torch.arange(score.shape[0], dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
         requests = torch.searchsorted(cu_seqlens_q[1:], rows, right=True)
-        return index_convert(chosen, page_table_size_1, 1, request_ids=requests)
+        return index_convert(selected, page_table_size_1, 1, request_ids=requests)
 
 
 def fast_topk_transform_ragged_fused(
@@ -108,20 +108,21 @@ def fast_topk_transform_ragged_fused(
     topk: int,
     row_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The best of each row as places in the batch's contiguous keys: a prefill whose rows are divided over ranks.
+    """Top-k of each row as indices into the batch's contiguous keys, for prefill with rows split over ranks.
 
     Args:
         score, lengths, topk, row_starts: as for ``fast_topk_transform_fused``.
-        topk_indices_offset: int32 or int64 [rows], added to what is chosen, which counts from the row's first column.
+        topk_indices_offset: int32 or int64 [rows], added to the selected indices, which are relative to the row's first
+            column.
 
     Returns:
-        int32 [rows, topk], -1 behind a row's last.
+        int32 [rows, topk], padded with -1.
     """
-    if topk > _MOST:
+    if topk > _MAX_TOPK:
         return original(score, lengths, topk_indices_offset, topk, row_starts)
     with checks.naming(logits="score", end="lengths", start="row_starts", k="topk"):
-        chosen = best(score, topk, start=row_starts, end=_ends(lengths, row_starts))
-    return _moved(chosen, topk_indices_offset)
+        selected = select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts))
+    return _add_offsets(selected, topk_indices_offset)
 
 
 def topk_transform_paged_v2(
@@ -134,28 +135,28 @@ def topk_transform_paged_v2(
     metadata: torch.Tensor | None,
     out_raw_indices: torch.Tensor | None = None,
 ) -> None:
-    """The best of each row as slots of its pages.
+    """Top-k of each row as slots of its pages.
 
     Args:
         scores: float32 or bf16 [rows, width].
         seq_lens: int32 or int64 [rows].
-        page_tables: int32 or int64 [rows, max_pages]; None for the chosen columns themselves.
-        out_page_indices: int32 [rows, k], written; -1 behind a row's last.
+        page_tables: int32 or int64 [rows, max_pages]; None returns the selected columns themselves.
+        out_page_indices: int32 [rows, k], written, padded with -1.
         page_size: tokens in a page.
-        metadata: not needed.
-        out_raw_indices: int32 [rows, k], written with the chosen columns if given.
+        metadata: unused.
+        out_raw_indices: int32 [rows, k], written with the selected columns if given.
     """
     k = out_page_indices.shape[1]
-    if k > _MOST:
+    if k > _MAX_TOPK:
         original(scores, seq_lens, page_tables, out_page_indices, page_size, metadata, out_raw_indices)
         return
     raw = out_page_indices if page_tables is None else out_raw_indices
     with checks.naming(logits="scores", end="seq_lens", block_table="page_tables"):
-        chosen = best(scores, k, end=seq_lens, indices=raw)
+        selected = select_topk(scores, k, end=seq_lens, indices=raw)
         if page_tables is not None:
-            index_convert(chosen, page_tables, page_size, slots=out_page_indices)
+            index_convert(selected, page_tables, page_size, slots=out_page_indices)
         elif out_raw_indices is not None:
-            out_raw_indices.copy_(chosen)
+            out_raw_indices.copy_(selected)
 
 
 def topk_transform_ragged_v2(
@@ -167,28 +168,28 @@ def topk_transform_ragged_v2(
     out_indices: torch.Tensor,
     row_starts: torch.Tensor | None = None,
 ) -> None:
-    """The best of each row's columns row_starts to row_starts + seq_lens, as places in the batch's contiguous keys.
+    """Top-k of columns row_starts to row_starts + seq_lens of each row, as indices into the batch's contiguous keys.
 
     Args:
-        scores: float32 or bf16 [rows, width]; left as it is.
-        seq_lens: int32 or int64 [rows], columns of each row.
-        out_offsets: int32 or int64 [rows], added to what is chosen, which counts from the row's first column.
-        out_indices: int32 [rows, k], written; -1 behind a row's last.
+        scores: float32 or bf16 [rows, width]; not modified.
+        seq_lens: int32 or int64 [rows], number of columns of each row.
+        out_offsets: int32 or int64 [rows], added to the selected indices, which are relative to the row's first column.
+        out_indices: int32 [rows, k], written, padded with -1.
         row_starts: int32 or int64 [rows]; 0 if None.
     """
     k = out_indices.shape[1]
-    if k > _MOST:
+    if k > _MAX_TOPK:
         original(scores, seq_lens, out_offsets=out_offsets, out_indices=out_indices, row_starts=row_starts)
         return
     with checks.naming(logits="scores", end="seq_lens", start="row_starts", indices="out_indices"):
-        best(scores, k, start=row_starts, end=_ends(seq_lens, row_starts), indices=out_indices)
-    _moved(out_indices, out_offsets)
+        select_topk(scores, k, start=row_starts, end=_ends(seq_lens, row_starts), indices=out_indices)
+    _add_offsets(out_indices, out_offsets)
 
 
-def _named(
+def _resolve(
     original: Callable[[], Callable[..., torch.Tensor]], ours: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    """What SGLang names: a function of DeepGEMM's, which is hooked, or a flag's; ours where DeepGEMM is missing."""
+    """SGLang's choice: a function that a flag selects or DeepGEMM's, which is hooked; ours if DeepGEMM is missing."""
     try:
         return original()
     except NOT_IMPORTABLE:
@@ -196,12 +197,12 @@ def _named(
 
 
 def _schedule_is_read() -> bool:
-    """Whether this is a GPU for ``--dsa-paged-mqa-logits-backend cutedsl``, whose logits follow DeepGEMM's schedule."""
+    """Whether ``--dsa-paged-mqa-logits-backend cutedsl``, which reads DeepGEMM's schedule, supports this GPU."""
     return machine.compute_capability(torch.device("cuda"))[0] == 10
 
 
-def _moved(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The indices [rows, k], each row's offset added in place to those that are not -1."""
+def _add_offsets(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Add each row's offset in place to its indices [rows, k] that are not -1."""
     return indices.add_(torch.where(indices >= 0, offsets.unsqueeze(1), 0))
 
 

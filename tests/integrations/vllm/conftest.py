@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-# Those that need vLLM: make test-vllm.
+# Tests that need vLLM: make test-vllm.
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*_engine.py"]
 else:
-    # Read when vLLM is first imported: FlashLatte's platform for CPUs, the engine in this process, no network.
+    # vLLM reads these at its first import: FlashLatte's CPU platform, the engine in this process, no network.
     os.environ |= {
         "FLASHLATTE_VLLM_CPU": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -16,14 +16,14 @@ else:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        # vLLM looks at a model's class in a process of its own, and those of the tests are in ``support``.
+        # vLLM inspects model classes in another process; those of the tests are in ``support``.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))),
     }
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """The path of a small random model: of a family, with changes to its configuration."""
+    """Creates a small random model of a family, with changes to its configuration; returns its path."""
     from support import tiny_checkpoints
 
     written = {}
@@ -39,6 +39,6 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def own_process(monkeypatch):
-    """The engine runs in a process of its own."""
+    """Run the engine in its own process."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

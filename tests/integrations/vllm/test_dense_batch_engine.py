@@ -1,11 +1,11 @@
-"""The dense backend's classes on their own: what they refuse, and a batch as vLLM hands it over."""
+"""Classes of the dense backend without an engine: supported options, and batches of vLLM's metadata."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 
 LATENT, ROPE, HEADS, PAGE = 512, 64, 2, 16
 
@@ -70,7 +70,7 @@ def test_what_is_refused(changes, reason):
 
 
 def test_indexers_are_refused_with_the_reason():
-    assert f"FlashLatte: {serves.OTHER_INDEXERS}" in reasons(use_sparse=True)
+    assert f"FlashLatte: {support.SUPPORTED_INDEXERS}" in reasons(use_sparse=True)
 
 
 def test_kernels_refuse_in_their_own_words(monkeypatch):
@@ -84,7 +84,7 @@ def test_kernels_refuse_in_their_own_words(monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "requests"), [(8, 2), (16, 4)])
 def test_padding_without_tokens_is_no_request(tokens, requests):
-    """Two of four requests in use: of 8 tokens, 4 each; a CUDA graph pads to 16 tokens, and to requests of 4."""
+    """Two of four requests are in use, with 4 of 8 tokens each; a CUDA graph pads to 16 tokens in requests of 4."""
     from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAMetadataBuilder
 
     starts = torch.tensor([0, 4, 8, 8, 8]) if tokens == 8 else torch.tensor([0, 4, 8, 12, 16])
@@ -103,7 +103,7 @@ def test_padding_without_tokens_is_no_request(tokens, requests):
 
 
 def decoding(merged):
-    """A layer's implementation without vLLM's configuration: only what decode reads."""
+    """A layer implementation without vLLM's configuration, with the attributes that decode reads."""
     from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAImpl
 
     impl = object.__new__(FlashLatteMLAImpl)
@@ -114,7 +114,7 @@ def decoding(merged):
 
 @pytest.mark.parametrize("merged", [True, False])
 def test_decode_of_two_queries_and_its_lse(merged):
-    """What vLLM merges over ranks: out [T, h, latent] and natural-log lse [T, h]."""
+    """vLLM merges out [T, h, latent] and natural-log lse [T, h] over ranks."""
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(4, PAGE, LATENT + ROPE, generator=generator)
     parts = torch.randn(4, HEADS, LATENT, generator=generator), torch.randn(4, HEADS, ROPE, generator=generator)
@@ -137,7 +137,7 @@ def test_decode_of_two_queries_and_its_lse(merged):
 
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 1), (2, 16), (8, 4)])
 def test_ranks_that_share_a_context(ranks, interleave):
-    """Decode context parallelism: each rank has some tokens of a request, or none, and vLLM merges what they made."""
+    """Decode context parallelism: each rank has some or no tokens of a request, and vLLM merges the partial outputs."""
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
     from vllm.v1.attention.ops.dcp import _lse_weighted_combine
 

@@ -1,13 +1,13 @@
-"""vLLM's engine, scheduler and model over FlashLatte's dense MLA, on a CPU."""
+"""vLLM's engine with FlashLatte's dense MLA, on a CPU."""
 
 import pytest
 from support import tiny_checkpoints
 from support.vllm_engine import MIXED, NEW_TOKENS, Generated, engine, largest_difference, prompts
 
-# Of logprobs, in float32.
+# Tolerance of logprobs, in float32.
 CLOSE = 5e-5
 OPERATIONS = {"cache_write", "dense_decode", "dense_prefill"}
-# Prompts, and how many tokens are generated.
+# Prompts and number of generated tokens.
 PROMPTS = {
     "long": (prompts((300, 250, 410)), NEW_TOKENS),
     "shared": (prompts([200] * 4, shared=160), NEW_TOKENS),
@@ -18,7 +18,7 @@ LONG = PROMPTS["long"][0]
 
 @pytest.fixture(scope="module")
 def whole(checkpoint):
-    """What V3 generates when prompts are prefilled whole and nothing is shared: of the prompts, by name."""
+    """Outputs of V3 with whole prefills and no prefix cache, by prompt name."""
     with engine(checkpoint("v3"), enable_chunked_prefill=False, enable_prefix_caching=False) as vllm:
         generated = {name: vllm.generate(given, new_tokens) for name, (given, new_tokens) in PROMPTS.items()}
         assert vllm.calls()[0].keys() >= OPERATIONS
@@ -56,7 +56,7 @@ def test_prompts_in_chunks(checkpoint, whole):
 
 
 def test_context_in_many_pieces(checkpoint, whole, monkeypatch):
-    """A workspace that holds little of the context: several pieces of it for a request, of several requests."""
+    """A small workspace: the context of several requests is split into several chunks."""
     from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAMetadataBuilder
 
     rows = staticmethod(lambda config: 128)
@@ -88,7 +88,7 @@ def test_requests_that_are_preempted(checkpoint, whole):
 
 
 def test_speculation(checkpoint, whole, own_process):
-    """Several queries of a request in one step. The model repeats itself, and prompt lookup finds what."""
+    """Several queries of a request in one step. The model repeats itself, so prompt lookup finds drafts."""
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     with engine(checkpoint("v3"), speculative_config=speculation) as vllm:
         ours = vllm.generate(*PROMPTS["lasting"])
@@ -96,7 +96,7 @@ def test_speculation(checkpoint, whole, own_process):
     same(ours, whole["lasting"])
 
 
-# Largest difference from float32 of a logprob. Dense layers only: an expert chosen otherwise on a near tie is no error.
+# Largest difference of a logprob from float32. Dense layers only: a near tie between experts is not an error.
 @pytest.mark.parametrize(
     ("options", "bound"),
     [
@@ -124,7 +124,7 @@ def test_heads_on_two_ranks(checkpoint, whole, own_process):
 
 
 def test_context_on_two_ranks(checkpoint, whole, own_process):
-    """Each rank has every other token of a context: vLLM merges decode by lse, and gathers the context of a prefill."""
+    """Each rank has every other token of a context: vLLM merges decode by lse, and gathers context for prefill."""
     options = {
         "tensor_parallel_size": 2,
         "decode_context_parallel_size": 2,

@@ -1,4 +1,4 @@
-"""The guide's measurement, as vLLM reads the command."""
+"""The benchmark command of the guide, as vLLM parses it."""
 
 import json
 import shlex
@@ -39,5 +39,5 @@ def test_what_is_measured_is_what_the_guide_says(monkeypatch):
     assert [run.random_input_len for run in runs] == [4096] * 4 + [32768] * 4
     for one in runs:
         assert (one.dataset_name, one.random_output_len, one.num_prompts, one.max_num_seqs) == ("random", 256, 64, 64)
-        # Where both are given, vLLM takes the other.
+        # vLLM prefers the other option if both are given.
         assert (one.input_len, one.output_len) == (None, None)

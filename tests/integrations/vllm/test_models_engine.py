@@ -1,4 +1,4 @@
-"""Models that vLLM computes with layers of their own, before weights load."""
+"""Configuration of models with their own attention layers in vLLM, before weights load."""
 
 import json
 
@@ -30,10 +30,10 @@ def configured(model, **options):
 
 
 def test_deepseek_v4_is_refused_by_name(v4):
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is served on CUDA only"):
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: DeepSeek-V4 is supported on CUDA only"):
         configured(v4, attention_backend="CUSTOM")
 
 
 def test_deepseek_v4_has_vllms_own_pages(v4):
-    """On FlashLatte's platform for CPUs too."""
+    """Also on FlashLatte's CPU platform."""
     assert configured(v4).cache_config.block_size == 256

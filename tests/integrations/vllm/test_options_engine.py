@@ -1,4 +1,4 @@
-"""Options of vLLM that reach FlashLatte's classes: they are honoured, refused, or said to be ignored."""
+"""vLLM options that reach FlashLatte's classes: used, refused, or ignored with a warning."""
 
 import logging
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 
 
 def configured(**options):
-    """What vLLM's classes read of a configuration with these attention options."""
+    """A configuration with these attention options, with the fields that vLLM's classes read."""
     return SimpleNamespace(
         attention_config=SimpleNamespace(**{"use_prefill_query_quantization": False, "hisparse_config": None} | options)
     )
@@ -24,12 +24,12 @@ def test_whoever_names_another_prefill_gets_it(monkeypatch, named, elsewhere):
 
     backend = None if named is None else SimpleNamespace(name=named)
     monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: configured(mla_prefill_backend=backend))
-    assert compat.names_another_prefill() == elsewhere
+    assert compat.selects_other_prefill() == elsewhere
     ran = []
     monkeypatch.setattr(MLACommonImpl, "forward_mha", lambda *_, **__: ran.append("vllm"))
     monkeypatch.setattr(dense, "attend_heads", lambda *_: ran.append("flashlatte"))
     impl = object.__new__(dense.FlashLatteMLAImpl)
-    impl.prefills_elsewhere, impl.dcp_world_size, impl.is_fp8 = compat.names_another_prefill(), 1, False
+    impl.uses_other_prefill, impl.dcp_world_size, impl.is_fp8 = compat.selects_other_prefill(), 1, False
     impl.expansion, impl.scale, impl.num_heads, impl.v_head_dim, impl.kv_lora_rank = None, 1.0, 2, 128, 512
     query = torch.zeros(1, 2, 192)
     metadata = SimpleNamespace(prefill=SimpleNamespace(chunked_context=None, query_start_loc=None, max_query_len=1))
@@ -45,7 +45,7 @@ def test_queries_of_a_prefill_are_not_quantised(caplog, monkeypatch, asked):
     from flashlatte.integrations.vllm import compat
     from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAMetadataBuilder
 
-    compat.say_once.cache_clear()
+    compat.warn_once.cache_clear()
     monkeypatch.setattr(compat._logger, "propagate", True)
     config = configured(use_prefill_query_quantization=asked)
     with caplog.at_level(logging.WARNING, logger=compat._logger.name):
@@ -88,13 +88,13 @@ def test_a_context_on_the_host_is_refused(monkeypatch):
         "kv_b_proj": None,
     }
     monkeypatch.setattr(sparse, "get_current_vllm_config", lambda: configured(hisparse_config="given"))
-    with pytest.raises(NotImplementedError, match="without hisparse_config, and it is 'given'"):
+    with pytest.raises(NotImplementedError, match="without hisparse_config, got 'given'"):
         sparse.FlashLatteSparseMLAImpl(**layer)
 
 
 @pytest.mark.parametrize(("cache", "dtype"), [("auto", torch.float32), ("fp8", torch.bfloat16)])
 def test_prefill_runs_before_vllm_serves(monkeypatch, cache, dtype):
-    """Over new tokens and over cached ones, without the layer's weights; on a GPU that compiles its kernels."""
+    """Warm-up runs over new and cached tokens without the layer's weights; on a GPU it compiles the kernels."""
     from flashlatte.integrations.vllm.backends import dense
     from flashlatte.layers import prefill
 
@@ -103,14 +103,14 @@ def test_prefill_runs_before_vllm_serves(monkeypatch, cache, dtype):
         run = getattr(prefill, name)
         monkeypatch.setattr(prefill, name, lambda *a, _run=run, _name=name, **k: ran.append(_name) or _run(*a, **k))
     impl = object.__new__(dense.FlashLatteMLAImpl)
-    impl.prefills_elsewhere, impl.is_fp8, impl.scale = False, cache == "fp8", 192**-0.5
+    impl.uses_other_prefill, impl.is_fp8, impl.scale = False, cache == "fp8", 192**-0.5
     impl.num_heads, impl.head_size, impl.kv_lora_rank, impl.v_head_dim = 2, 576, 512, 128
     impl.qk_nope_head_dim, impl.qk_rope_head_dim, impl.qk_head_dim = 128, 64, 192
     impl.expansion = prefill.Expansion(lambda _: pytest.fail("the weights are read"), 512, 128, 64, 128)
-    impl.run_empty_prefill(dtype, 16, torch.ones(()))
+    impl.warm_up_prefill(dtype, 16, torch.ones(()))
     assert ran == ["dense_prefill", "cache_gather", "dense_prefill", "merge_states"]
-    impl.prefills_elsewhere = True
-    impl.run_empty_prefill(dtype, 16, torch.ones(()))
+    impl.uses_other_prefill = True
+    impl.warm_up_prefill(dtype, 16, torch.ones(()))
     assert len(ran) == 4
 
 

@@ -1,4 +1,4 @@
-"""What the plugin does before vLLM's classes are needed: without vLLM, and with a stand-in for its metadata."""
+"""The plugin without vLLM: registration, configuration of models, and conversion of fake metadata."""
 
 import logging
 import subprocess
@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from flashlatte.integrations import vllm
-from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm import compat, support
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Says which vLLM is installed, and collects what is registered with it."""
+    """Sets the installed vLLM version, and collects registrations."""
     registered, configured = [], []
     monkeypatch.setattr(compat, "register_attention", lambda name, path: registered.append((name, path)))
     monkeypatch.setattr(compat, "register_prefill", lambda name, path: registered.append((name, path)))
     monkeypatch.setattr(compat, "configure_models", lambda architectures, **hooks: configured.extend(architectures))
     monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
-    compat.say_once.cache_clear()
+    compat.warn_once.cache_clear()
 
     def install(version):
         monkeypatch.setattr(compat, "version", lambda: version)
@@ -51,9 +51,9 @@ def test_takes_over_the_automatic_choice(installed, monkeypatch):
     ("version", "message"),
     [
         (None, "vLLM is not installed"),
-        ("0.19.1", "it knows vLLM 0.20 to 0.33, and 0.19.1 is installed"),
-        ("0.34.0", "it knows vLLM 0.20 to 0.33, and 0.34.0 is installed"),
-        ("dev", "it knows vLLM 0.20 to 0.33, and dev is installed"),
+        ("0.19.1", "it supports vLLM 0.20 to 0.33, and 0.19.1 is installed"),
+        ("0.34.0", "it supports vLLM 0.20 to 0.33, and 0.34.0 is installed"),
+        ("dev", "it supports vLLM 0.20 to 0.33, and dev is installed"),
     ],
 )
 def test_says_once_that_it_registers_nothing(installed, caplog, version, message):
@@ -76,7 +76,7 @@ def test_a_mode_that_does_not_exist(installed, monkeypatch):
 
 @pytest.fixture
 def configurations(monkeypatch):
-    """vLLM's table of what it does to the configuration of a model, and what was done."""
+    """vLLM's table of model configuration functions, and the record of their calls."""
     done = []
 
     class VerifyAndUpdateConfig:
@@ -107,26 +107,26 @@ def _with_backend(name):
 
 
 def refuse_v41(config, _):
-    serves.refuse(config, serves.V41_IS_VLLMS)
+    support.refuse(config, support.V41_UNSUPPORTED)
 
 
 def test_models_that_take_no_backend_are_refused_with_ours(configurations):
     table, done = configurations
-    compat.configure_models(serves.V41_MODELS, before=refuse_v41)
-    for architecture in serves.V41_MODELS:
-        with pytest.raises(ValueError, match=r"CUSTOM is FlashLatte, and DeepSeek-V4\.1 is vLLM's own"):
+    compat.configure_models(support.V41_MODELS, before=refuse_v41)
+    for architecture in support.V41_MODELS:
+        with pytest.raises(ValueError, match=r"CUSTOM is FlashLatte: DeepSeek-V4\.1 is vLLM's own"):
             table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
     assert done == []
 
 
 def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
     table, done = configurations
-    monkeypatch.setattr(compat, "unknown_for_v4", lambda: None)
+    monkeypatch.setattr(compat, "v4_refusal", lambda: None)
     monkeypatch.setattr(compat, "on_cuda", lambda: True)
-    compat.configure_models(serves.V4_MODELS, before=vllm.take_v4_model)
+    compat.configure_models(support.V4_MODELS, before=vllm.configure_v4_model)
     made = "flashlatte.integrations.vllm.backends.models_v4:{}"
     for name, overrides in (("CUSTOM", True), (None, False), ("FLASHMLA_SPARSE", False)):
-        for architecture in serves.V4_MODELS:
+        for architecture in support.V4_MODELS:
             config = _with_backend(name)
             config.model_config = SimpleNamespace(model_class_overrides={})
             table[architecture].verify_and_update_config(config)
@@ -135,16 +135,16 @@ def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
     assert done.count("OfV4") == 3
 
     monkeypatch.setattr(compat, "on_cuda", lambda: False)
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and DeepSeek-V4 is served on CUDA only"):
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: DeepSeek-V4 is supported on CUDA only"):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
-    monkeypatch.setattr(compat, "unknown_for_v4", lambda: "it is too old")
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte, and it is too old"):
+    monkeypatch.setattr(compat, "v4_refusal", lambda: "it is too old")
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: it is too old"):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
 
 
 def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
     table, done = configurations
-    every = (*serves.V4_MODELS, *serves.V41_MODELS)
+    every = (*support.V4_MODELS, *support.V41_MODELS)
     compat.configure_models(every, before=refuse_v41)
     before = dict(table)
     compat.configure_models(every, before=refuse_v41)
@@ -166,9 +166,9 @@ def test_the_platform_is_asked_for(installed, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("0.20.2", "its platform for CPUs is for vLLM 0.32 and later, and 0.20.2 is installed"),
-        ("0.26.0", "its platform for CPUs is for vLLM 0.32 and later, and 0.26.0 is installed"),
-        ("0.40.0", "it knows vLLM 0.20 to 0.33, and 0.40.0 is installed"),
+        ("0.20.2", "its CPU platform supports vLLM 0.32 and later, and 0.20.2 is installed"),
+        ("0.26.0", "its CPU platform supports vLLM 0.32 and later, and 0.26.0 is installed"),
+        ("0.40.0", "it supports vLLM 0.20 to 0.33, and 0.40.0 is installed"),
         (None, "vLLM is not installed"),
     ],
 )
@@ -176,14 +176,14 @@ def test_older_vllms_keep_their_platform(installed, monkeypatch, version, messag
     installed(version)
     monkeypatch.setenv("FLASHLATTE_VLLM_CPU", "1")
     said = []
-    monkeypatch.setattr(compat, "say_once", lambda *words: said.append(words))
+    monkeypatch.setattr(compat, "warn_once", lambda *words: said.append(words))
     assert vllm.cpu_platform() is None
     assert said == [("FlashLatte has no platform for CPUs: %s", message)]
 
 
 @pytest.mark.full
 def test_entry_points_import_neither_vllm_nor_triton():
-    """vLLM loads them in every process, also where nothing of FlashLatte is used."""
+    """vLLM loads them in every process, also if FlashLatte is not used."""
     code = (
         "import sys, flashlatte.integrations.vllm as p; p.cpu_platform(); print({'vllm', 'triton'} & set(sys.modules))"
     )
@@ -206,7 +206,7 @@ def test_a_prefill_without_context():
 
 
 def test_context_as_lists():
-    """vLLM 0.20 and 0.26: a chunk is for all requests."""
+    """vLLM 0.20 and 0.26: a chunk covers all requests."""
     lists = {
         "seq_tot": [5, 2],
         "max_seq_lens": [3, 2],
@@ -219,7 +219,7 @@ def test_context_as_lists():
 
 
 def test_context_as_objects():
-    """vLLM 0.32 and 0.33: a chunk is for some of the requests."""
+    """vLLM 0.32 and 0.33: a chunk covers some of the requests."""
     chunk = SimpleNamespace(
         request_slice=slice(1, 2),
         token_slice=slice(3, 7),
@@ -238,26 +238,26 @@ def test_context_as_objects():
 
 @pytest.mark.parametrize(("block_size", "sizes"), [(64, [64]), (256, [64]), (16, ["any"]), (None, ["any"])])
 def test_pages(block_size, sizes):
-    assert serves.page_sizes(block_size, lambda base: "any" if base == 1 else base) == sizes
+    assert support.page_sizes(block_size, lambda base: "any" if base == 1 else base) == sizes
 
 
 def test_what_kernels_refuse():
-    assert serves.refuses_dense("cpu", 576, torch.float32, "auto", 64) is None
-    assert serves.refuses_dense("cuda", 576, torch.bfloat16, "fp8", 16) is None
-    mixed = serves.refuses_dense("cuda", 576, torch.float16, "bfloat16", None)
+    assert support.dense_refusal("cpu", 576, torch.float32, "auto", 64) is None
+    assert support.dense_refusal("cuda", 576, torch.bfloat16, "fp8", 16) is None
+    mixed = support.dense_refusal("cuda", 576, torch.float16, "bfloat16", None)
     assert mixed == "FlashLatte: a bfloat16 cache takes queries of its own dtype, not float16"
-    reason = serves.refuses_dense("cuda", 576, torch.float32, None, None)
+    reason = support.dense_refusal("cuda", 576, torch.float32, None, None)
     assert reason is not None
     assert "it takes bfloat16, float16, not float32" in reason
 
 
 def test_what_kernels_refuse_of_sparse_attention():
-    assert serves.refuses_sparse("cpu", 576, torch.float32, "auto", 64) is None
-    assert serves.refuses_sparse("cuda", 576, torch.bfloat16, "fp8_ds_mla", 64) is None
-    assert serves.refuses_sparse("cuda", 576, torch.float16, "auto", None) is None
-    mixed = serves.refuses_sparse("cuda", 576, torch.float16, "bfloat16", None)
+    assert support.sparse_refusal("cpu", 576, torch.float32, "auto", 64) is None
+    assert support.sparse_refusal("cuda", 576, torch.bfloat16, "fp8_ds_mla", 64) is None
+    assert support.sparse_refusal("cuda", 576, torch.float16, "auto", None) is None
+    mixed = support.sparse_refusal("cuda", 576, torch.float16, "bfloat16", None)
     assert mixed == "FlashLatte: a bfloat16 cache takes queries of its own dtype, not float16"
-    reason = serves.refuses_sparse("cuda", 576, torch.float32, None, None)
+    reason = support.sparse_refusal("cuda", 576, torch.float32, None, None)
     assert reason is not None
     assert "it takes bfloat16, float16, not float32" in reason
 
@@ -274,10 +274,10 @@ def _indexer_config(backend, cache_dtype="auto", **overrides):
 def test_models_with_an_indexer_are_ours_where_named(given, taken):
     for other in (None, "FLASHMLA_SPARSE"):
         config = _indexer_config(other, given)
-        vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+        vllm.configure_indexer_model(config, "DeepseekV32ForCausalLM")
         assert (config.model_config.model_class_overrides, config.cache_config.cache_dtype) == ({}, given)
     config = _indexer_config("CUSTOM", given)
-    vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+    vllm.configure_indexer_model(config, "DeepseekV32ForCausalLM")
     name = f"{vllm.MODELS}:DeepseekV32ForCausalLM"
     assert config.model_config.model_class_overrides == {"DeepseekV32ForCausalLM": name}
     assert config.cache_config.cache_dtype == taken
@@ -296,43 +296,43 @@ def test_models_with_an_indexer_are_ours_where_named(given, taken):
 def test_a_backend_for_the_kind_goes_before_that_for_all(backend, kinds, ours):
     config = _indexer_config(backend)
     config.attention_config.backend_per_kind = {kind: SimpleNamespace(name=name) for kind, name in kinds.items()}
-    vllm.take_indexer_model(config, "DeepseekV32ForCausalLM")
+    vllm.configure_indexer_model(config, "DeepseekV32ForCausalLM")
     assert bool(config.model_config.model_class_overrides) == ours
 
 
 def test_a_class_that_the_user_names_stays():
     config = _indexer_config("CUSTOM", GlmMoeDsaForCausalLM="mine:Model")
-    vllm.take_indexer_model(config, "GlmMoeDsaForCausalLM")
+    vllm.configure_indexer_model(config, "GlmMoeDsaForCausalLM")
     assert config.model_config.model_class_overrides == {"GlmMoeDsaForCausalLM": "mine:Model"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("auto", 0), "qk_rope_head_dim is 0"),
-        (("fp8_e5m2", 64), "kv_cache_dtype auto, bfloat16, float16, fp8, fp8_e4m3, and it is fp8_e5m2"),
+        (("auto", 0), "qk_rope_head_dim 0"),
+        (("fp8_e5m2", 64), "kv_cache_dtype auto, bfloat16, float16, fp8, fp8_e4m3, got fp8_e5m2"),
     ],
 )
 def test_layers_that_are_refused(arguments, message):
     with pytest.raises(NotImplementedError, match=message):
-        serves.check_layer(*arguments)
+        support.check_layer(*arguments)
 
 
 def test_layers_with_options_that_are_refused():
-    serves.check_layer("auto", 64, sliding_window=None)
-    with pytest.raises(NotImplementedError, match="without sliding_window, and it is 128"):
-        serves.check_layer("auto", 64, sliding_window=128)
+    support.check_layer("auto", 64, sliding_window=None)
+    with pytest.raises(NotImplementedError, match="without sliding_window, got 128"):
+        support.check_layer("auto", 64, sliding_window=128)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compress_ratio": 4}, "without compress_ratio, and it is 4"),
-        ({"use_fp4_cache": True}, "without use_fp4_cache, and it is True"),
+        ({"compress_ratio": 4}, "without compress_ratio, got 4"),
+        ({"use_fp4_cache": True}, "without use_fp4_cache, got True"),
         ({"candidate_blocks": torch.zeros(2)}, "without candidate_blocks"),
     ],
 )
 def test_indexers_that_are_refused(options, message):
-    serves.check_indexer(compress_ratio=1, use_fp4_cache=False, candidate_blocks=None, candidate_block_size=0)
+    support.check_indexer(compress_ratio=1, use_fp4_cache=False, candidate_blocks=None, candidate_block_size=0)
     with pytest.raises(NotImplementedError, match=message):
-        serves.check_indexer(**options)
+        support.check_indexer(**options)

@@ -1,4 +1,4 @@
-"""What the plugin imports and overrides, in the sources of the vLLM versions that ``.ci/peers.py`` fetches.
+"""The plugin's imports and overrides, compared with the vLLM sources that ``.ci/peers.py`` fetches.
 
 A method of vLLM's that takes a new argument, or a class that moved, fails a test here.
 """
@@ -16,10 +16,9 @@ from support.peer_sources import MISSING, folders
 from flashlatte.integrations.vllm import compat
 
 PLUGIN = Path(__file__).parents[3] / "flashlatte" / "integrations" / "vllm"
-# Not imported in vLLM 0.20: models with an indexer, V4 and the platform for CPUs are served from 0.32, prefill backends
-# from 0.22.
+# Not imported with vLLM 0.20: models with an indexer, V4 and the CPU platform need 0.32, prefill backends 0.22.
 LATER = {"cpu.py", "indexer.py", "models.py", "models_v4.py", "prefill.py", "sparse.py", "v4.py", "v4_indexer.py"}
-# Imported where vLLM has it.
+# Imported if vLLM has it.
 OPTIONAL = {"vllm.v1.attention.backends.mla.prefill.registry"}
 
 pytestmark = pytest.mark.skipif(not folders("vllm"), reason=MISSING)
@@ -36,7 +35,7 @@ def module_file(source: Path, module: str) -> Path | None:
 
 
 def imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Names that a module imports from vLLM: the module and the name there."""
+    """(module, name) pairs that a module imports from vLLM."""
     return {
         alias.asname or alias.name: (node.module, alias.name)
         for node in ast.walk(tree)
@@ -47,7 +46,7 @@ def imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
 
 @functools.cache
 def names(file: Path) -> frozenset[str]:
-    """All names that a module defines or imports."""
+    """Names that a module defines or imports."""
     found: set[str] = set()
     for node in ast.walk(parsed(file)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -81,7 +80,7 @@ def test_what_is_imported_exists(source: Path) -> None:
 
 
 def class_of(source: Path, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-    """The definition of a class of vLLM's, and its module, wherever the name is imported from."""
+    """The definition of one of vLLM's classes and its module, following imports."""
     file = module_file(source, module)
     if file is None:
         return None
@@ -93,7 +92,7 @@ def class_of(source: Path, module: str, name: str) -> tuple[str, ast.ClassDef] |
 
 
 def methods_of(source: Path, module: str, name: str) -> dict[str, ast.arguments]:
-    """Methods of a class of vLLM's, inherited ones too."""
+    """Methods of one of vLLM's classes, including inherited ones."""
     found = class_of(source, module, name)
     if found is None:
         return {}
@@ -111,7 +110,7 @@ def base_name(base: ast.expr) -> str:
 
 
 def overrides(source: Path) -> Iterator[tuple[str, ast.arguments, ast.arguments]]:
-    """Methods of the plugin's classes that vLLM's base classes have too: name, vLLM's arguments and ours."""
+    """Methods of the plugin's classes that override vLLM's: name, vLLM's arguments and ours."""
     oldest = source.name.startswith("vllm-0.20")
     for file in plugin_files():
         if oldest and file.name in LATER:
@@ -128,7 +127,7 @@ def overrides(source: Path) -> Iterator[tuple[str, ast.arguments, ast.arguments]
 
 
 def refused(theirs: ast.arguments, ours: ast.arguments, *, in_order: bool) -> list[str]:
-    """Arguments of vLLM's method that ours takes neither by name nor, ``in_order``, at the same position."""
+    """Arguments of vLLM's method that ours does not accept by name or, with ``in_order``, at the same position."""
     positional = [argument.arg for argument in (*ours.posonlyargs, *ours.args)]
     named = {argument.arg for argument in (*ours.args, *ours.kwonlyargs)}
     wrong = []
@@ -148,7 +147,7 @@ def refused(theirs: ast.arguments, ours: ast.arguments, *, in_order: bool) -> li
 def test_overridden_methods_take_vllms_arguments(source: Path) -> None:
     found = list(overrides(source))
     assert len(found) > 10
-    # vLLM makes attention by keywords: its constructors have different arguments first.
+    # vLLM constructs attention with keywords: the order of its constructors' arguments differs.
     wrong = {name: refused(theirs, ours, in_order="__init__" not in name) for name, theirs, ours in found}
     assert {name: arguments for name, arguments in wrong.items() if arguments} == {}
 
@@ -166,8 +165,8 @@ def test_a_new_argument_is_found() -> None:
     assert refused(theirs, arguments("self, x, y, /, **rest"), in_order=True) == []
 
 
-# MLA backends of vLLM's that ``auto`` does not take over: those for other hardware, of models that choose their own,
-# for an indexer's choice, and TRITON_MLA, which serves what FlashLatte refuses.
+# vLLM's MLA backends that ``auto`` does not replace: for other hardware, for models with their own attention or
+# with an indexer, and TRITON_MLA, the fallback for what FlashLatte refuses.
 OTHER_BACKENDS = {
     *("AMX_MLA", "CPU_MLA", "ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE", "ROCM_AITER_TRITON_MLA", "XPU_MLA_SPARSE"),
     *("FLASHINFER_MLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4"),

@@ -1,4 +1,4 @@
-"""The prefill backend that vLLM's own attention calls, against attention in float64."""
+"""The prefill backend for vLLM's own attention, compared with float64 attention."""
 
 from types import SimpleNamespace
 
@@ -80,7 +80,7 @@ LISTS = {"seq_tot": [5], "max_seq_lens": [5], "cu_seq_lens": CU_KEYS[None], "sta
     ("context", "named"), [({}, {"chunk": OBJECT}), (LISTS, {"chunk_idx": 0})], ids=["objects", "lists"]
 )
 def test_a_chunk_of_the_context(backend, context, named):
-    """As vLLM 0.32 and 0.26 name it. The second request has no context: out 0, lse -inf."""
+    """Chunks as in vLLM 0.32 and 0.26. The second request has no context: out 0, lse -inf."""
     q, (k, v) = draw(7)[0], draw(5)
     backend.prepare_metadata(metadata(**context))
     expected = attention(q, k, v, owners(TOKENS)[:, None] == owners(CONTEXT))

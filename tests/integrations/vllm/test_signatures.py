@@ -1,4 +1,4 @@
-"""The functions of ``ops`` beside those that they stand in for, in vLLM's sources: which arguments, in which order.
+"""Signatures of the functions of ``ops`` compared with vLLM's sources: arguments and their order.
 
 They are read, not imported: of the installed vLLM, of those that ``.ci/peers.py`` fetched, and of those whose folders
 ``VLLM_SOURCES`` names (``…/vllm``, separated as in PATH).
@@ -51,9 +51,9 @@ PLACES = {
     ),
 }
 FUNCTIONS = [(place, name) for place, names in PLACES.items() for name in names]
-# Operations of vLLM's that have no function in Python.
+# vLLM operations without a Python function.
 COMPILED = {"cooperative_topk", "persistent_topk"}
-# What 0.20 has otherwise, whose callers name their arguments.
+# Functions whose arguments differ in 0.20, where callers pass keywords.
 OF_020 = {
     "cp_gather_and_upconvert_fp8_kv_cache": {"seq_lens"},
     "triton_reshape_and_cache_flash_per_token_head_quant": {"kv_quant_mode"},
@@ -61,7 +61,7 @@ OF_020 = {
 }
 # Not in 0.20.
 LATER = {"top_k_per_row_decode", "top_k_per_row_prefill", "triton_filter_and_convert_dcp_index"}
-# 0.32 put BLOCK_STRIDE_ROWS before it: whoever passes that by position is told that it is no count of columns.
+# 0.32 inserted BLOCK_STRIDE_ROWS before it: passed by position, it is refused as a number of columns.
 MOVED = "NUM_TOPK_TOKENS"
 
 
@@ -108,7 +108,7 @@ def test_arguments_are_vllms(source, place, name):
     differ = OF_020.get(name, set()) if oldest else set()
     assert set(their_names) - set(ours) <= differ
     assert needed - set(their_names) <= differ
-    # What vLLM need not be given, need not be here.
+    # Arguments with a default in vLLM must have one here.
     assert needed & set(their_defaults) == set()
     for argument, default in their_defaults.items():
         if argument in ours and isinstance(default, ast.Constant):

@@ -9,7 +9,7 @@ from support import tiny_checkpoints
 from support.vllm_engine import MIXED, NEW_TOKENS, Generated, engine, largest_difference, prompts
 
 from flashlatte.integrations import vllm as plugin
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 
 CLOSE = 5e-5
 SHARED = prompts((230, 200, 170), shared=160)
@@ -25,7 +25,7 @@ OPERATIONS = {"index_quantize", "index_gather", "index_select", "paged_index_sel
 
 @pytest.fixture
 def exact_indexer(monkeypatch):
-    """Index queries and keys in float32, as transformers has them."""
+    """Keep index queries and keys in float32, as in transformers."""
     from vllm.model_executor.models import deepseek_v2
     from vllm.plugins import load_general_plugins
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -69,7 +69,7 @@ def test_generates_what_transformers_does(checkpoint, exact_indexer, family, opt
 
 @pytest.fixture(scope="module")
 def whole(checkpoint):
-    """What V3.2 generates with vLLM's e4m3 indexer: of prompts that are prefilled whole, by the cache's dtype.
+    """Outputs of V3.2 with vLLM's e4m3 indexer and whole prefills, by cache dtype.
 
     All tokens are chosen: of two index logits of e4m3 keys that are as good as equal, another sum takes the other.
     """
@@ -99,7 +99,7 @@ def test_speculation(checkpoint, whole, own_process):
     assert [one.tokens for one in ours] == [other.tokens for other in whole["auto"]]
 
 
-# Largest difference from float32 of a logprob, where all tokens are chosen. Dense layers only, as for dense MLA.
+# Largest difference of a logprob from float32 if all tokens are selected. Dense layers only, as for dense MLA.
 @pytest.mark.parametrize(
     ("options", "bound"),
     [
@@ -121,7 +121,7 @@ V32, BF16 = "DeepseekV32ForCausalLM", torch.bfloat16
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """What vLLM takes on a Hopper GPU for CUSTOM, by the architecture."""
+    """The class that CUSTOM selects on a Hopper GPU, by architecture."""
     import vllm.config
 
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", types.ModuleType("stand_in"))
@@ -147,7 +147,7 @@ def cuda(monkeypatch):
 
 def test_custom_is_by_the_model(cuda):
     assert cuda("DeepseekV3ForCausalLM", use_sparse=False) == plugin.DENSE
-    for architecture in serves.INDEXER_MODELS:
+    for architecture in support.INDEXER_MODELS:
         for cache in ("auto", "bfloat16", "fp8_ds_mla"):
             assert cuda(architecture, cache=cache) == plugin.SPARSE
 
@@ -155,7 +155,7 @@ def test_custom_is_by_the_model(cuda):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"architecture": "Dots3NoteForCausalLM"}, serves.OTHER_INDEXERS),
+        ({"architecture": "Dots3NoteForCausalLM"}, support.SUPPORTED_INDEXERS),
         ({"architecture": V32, "dtype": torch.float32}, "it takes bfloat16, float16, not float32"),
         ({"architecture": V32, "cache": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"architecture": V32, "use_dcp": True}, "DCP not supported"),

@@ -1,4 +1,4 @@
-"""``flashlatte bench vllm-steps`` runs on a CPU, where its times mean nothing."""
+"""``flashlatte bench vllm-steps`` on a CPU; its times are not meaningful there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OPTIONS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 64 << 20,
     "compilation_config": {"custom_ops": ["none"]},
-    # The first of many requests has decoded as many tokens as are measured before the last one is prefilled.
+    # The first of many requests finishes its measured tokens before the last one is prefilled.
     "max_num_batched_tokens": 64,
 }
 

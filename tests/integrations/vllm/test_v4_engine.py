@@ -1,4 +1,4 @@
-"""DeepSeek-V4's layer in vLLM for CUDA, called on a CPU: what it computes of its caches, with FlashLatte's functions.
+"""vLLM's CUDA layer of DeepSeek-V4 with FlashLatte's functions, called on a CPU.
 
 PyTorch functions stand in place of vLLM's Triton kernels, which turn what was chosen into slots and gather rows.
 """
@@ -17,10 +17,10 @@ from flashlatte.integrations.vllm.backends import v4
 
 PADDED, HEADS, SCALE = 64, 3, 512**-0.5
 WINDOW, SWA_PAGE, PAGE, PAGES = 4, 8, 4, 5
-# Two requests in decode, one query each, and one in prefill, of whose tokens the last 5 are new.
+# Two decode requests with one query each, and one prefill request whose last 5 tokens are new.
 LENGTHS, QUERIES = {1: (9, 14, 11), 4: (9, 14, 11), 128: (300, 515, 388)}, (1, 1, 5)
 DECODING, PREFILLING = 2, 5
-# Rows of the workspace of a prefill that are kept for groups.
+# Rows of the prefill workspace that are reserved for groups.
 GROUPS = 4
 
 
@@ -29,7 +29,7 @@ def draw(*shape, seed):
 
 
 def paged(pages, page_size, seed):
-    """A cache as vLLM lays it, whose pages stand on multiples of 576 bytes with others between, and its rows."""
+    """A cache in vLLM's layout, with pages at multiples of 576 bytes and gaps between them, and its rows."""
     packed = kv_cache.pack(draw(pages, page_size, 1, 512, seed=seed).bfloat16(), "model1").squeeze(2)
     stride = -(-page_size * 584 // 576) * 576 + 576
     cache = torch.full((pages * stride,), 255, dtype=torch.uint8).as_strided(packed.shape, (stride, 584, 1))
@@ -44,7 +44,7 @@ def attend(query, rows, sink):
 
 
 class Case:
-    """One batch over one layer, and what its queries attend to."""
+    """One batch over one layer, and the keys of its queries."""
 
     def __init__(self, ratio):
         generator = torch.Generator().manual_seed(ratio)
@@ -84,7 +84,7 @@ class Case:
 
 
 def padded(lists, width):
-    """As vLLM pads them: int32 [n, 1, width], -1 behind a list's end; and their lengths."""
+    """vLLM's padding: int32 [n, 1, width], padded with -1, and the lengths."""
     rows = [one + [-1] * (width - len(one)) for one in lists]
     return torch.tensor(rows, dtype=torch.int32).unsqueeze(1), torch.tensor(
         [len(one) for one in lists], dtype=torch.int32
@@ -130,7 +130,7 @@ def metadata(case):
 
 @pytest.fixture
 def layer(monkeypatch):
-    """Makes a layer without its weights, and the function that runs it."""
+    """Creates a layer without weights, and a function that runs it."""
     for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
         monkeypatch.setattr(flashmla, name, getattr(flashmla, name))
     monkeypatch.setattr(model, "_select_dsv4_attn_cls", model._select_dsv4_attn_cls)
@@ -174,7 +174,7 @@ def layer(monkeypatch):
         monkeypatch.setattr(flashmla, "compute_global_topk_indices_and_lens", lambda *_: slots)
         monkeypatch.setattr(flashmla, "dequantize_and_gather_k_cache", gather)
         monkeypatch.setattr(flashmla, "combine_topk_swa_indices", combine)
-        # What vLLM leaves in its workspace is anything.
+        # vLLM's workspace has arbitrary contents.
         spaces = lambda *wanted: tuple(torch.full(shape, -7, dtype=dtype) for shape, dtype in wanted)  # noqa: E731
         manager = SimpleNamespace(get_simultaneous=spaces)
         monkeypatch.setattr(flashmla, "current_workspace_manager", lambda: manager)
@@ -189,7 +189,7 @@ def layer(monkeypatch):
 def test_a_batch_of_decode_and_prefill(layer, ratio):
     case = Case(ratio)
     out = layer(case)
-    assert out[:, HEADS:].isnan().all()  # the heads that are padding cost nothing
+    assert out[:, HEADS:].isnan().all()  # padded heads are not computed
     assert torch.allclose(out[:, :HEADS].double(), case.expected(), atol=2e-2)
 
 
@@ -200,5 +200,5 @@ def test_the_layer_is_flashlattes_where_flashlatte_is_named(monkeypatch, layer):
 
     assert model._select_dsv4_attn_cls(config("CUSTOM")) is v4.FlashLatteV4Attention
     assert model._select_dsv4_attn_cls(config(None)) is flashmla.DeepseekV4FlashMLAAttention
-    # A schedule, which vLLM asks of FlashMLA and has not here.
+    # The schedule that vLLM requests from FlashMLA, which is missing here.
     assert sparse_swa.get_mla_metadata()[1] is None

@@ -1,4 +1,4 @@
-"""The choice of DeepSeek-V4's indexer over vLLM's metadata, called on a CPU: which groups of each request it takes."""
+"""DeepSeek-V4's indexer selection with vLLM's metadata, called on a CPU: the groups selected for each request."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from flashlatte.integrations.vllm.backends import v4_indexer
 from flashlatte.ops.index_quantize import index_quantize
 
 RATIO, PAGE, PAGES, HEADS, TOPK = 4, 8, 12, 16, 5
-# Three requests, and what each has new; the last is prefilled in two parts of its queries.
+# Three requests and their new tokens; the queries of the last are prefilled in two chunks.
 LENGTHS, NEW = (70, 43, 51), (2, 1, 9)
 TABLE = torch.tensor([[3, 7, 1, 0], [5, 2, 9, 0], [8, 11, 4, 0]])
 
@@ -29,7 +29,7 @@ class Case:
         tokens = sum(new)
         self.q = draw(tokens, HEADS, 128, seed=2).to(torch.float8_e4m3fn)
         self.weights = draw(tokens, HEADS, seed=3)
-        # Each token's request, and its place in it.
+        # Request and position of each token.
         self.tokens = [
             (request, place)
             for request, (end, count) in enumerate(zip(lengths, new, strict=True))
@@ -65,7 +65,7 @@ class Case:
         )
 
     def expected(self, token):
-        """The groups that a token's scores choose, by numbers that the cache has been given in bfloat16."""
+        """The groups that a token's scores select, computed from the bfloat16 values written to the cache."""
         request, place = self.tokens[token]
         group = torch.arange((place + 1) // RATIO)
         keys = self.keys[TABLE[request, group // PAGE] * PAGE + group % PAGE].float()
@@ -75,7 +75,7 @@ class Case:
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Calls the indexer over a case and vLLM's metadata, with a row more than there are tokens."""
+    """Calls the indexer with a case and vLLM's metadata; the buffers have one row more than there are tokens."""
 
     def run(case, decode, chunks):
         indexer = v4_indexer.FlashLatteV4SparseAttnIndexer.__new__(v4_indexer.FlashLatteV4SparseAttnIndexer)
@@ -109,7 +109,7 @@ def check(case, chosen):
         expected, scores = case.expected(token)
         taken = [group for group in row if group >= 0]
         assert len(taken) == len(expected) == len(set(taken))
-        # A near tie may go either way, as keys are of eight bits.
+        # Near ties may differ: keys have eight bits.
         least = min((scores[group] for group in expected), default=0)
         assert all(scores[group] > least - 0.05 * scores.abs().max() for group in taken)
 
@@ -126,7 +126,7 @@ def test_requests_with_as_many_tokens_each(choose, tokens):
 
 
 def test_tokens_before_the_first_group_see_none(choose):
-    """vLLM makes no chunk of requests that have no group."""
+    """vLLM creates no chunk for requests without a group."""
     case = Case(lengths=(70, 43, 3), new=(1, 1, 3))
     chosen = choose(case, case.decode(2), [])
     check(case, chosen)
@@ -134,7 +134,7 @@ def test_tokens_before_the_first_group_see_none(choose):
 
 
 def test_tokens_that_fill_a_graph(choose):
-    """A batch of two requests that a graph for three tokens of each has been given to."""
+    """Two requests in a CUDA graph captured for three tokens each."""
     case = Case(new=(2, 1, 9))
     decode = case.decode(2, decode_lens=torch.tensor([2, 1, 0], dtype=torch.int32), block_table=TABLE)
     case.tokens, case.new = case.tokens[:3], (2, 1, 3)

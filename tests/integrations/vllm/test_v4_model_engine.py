@@ -1,4 +1,4 @@
-"""A whole DeepSeek-V4 in vLLM's engine on a CPU: its layers for CUDA attend and choose with FlashLatte's functions."""
+"""A whole DeepSeek-V4 in vLLM's engine on a CPU: CUDA layers with FlashLatte's attention and selection."""
 
 import json
 import os
@@ -9,22 +9,22 @@ import pytest
 from support import tiny_checkpoints, tiny_v4, vllm_v4_model
 from support.vllm_engine import Generated, largest_difference, prompts
 
-# Of a logprob: caches are e4m3 and activations bfloat16, and transformers' float32.
+# Tolerance of a logprob: caches are e4m3 and activations bfloat16; transformers uses float32.
 CLOSE = 0.15
 
 
 def served(folder, topk):
-    """A process of its own: Triton's interpreter is chosen before vLLM is imported."""
+    """Runs in its own process: Triton's interpreter is enabled before vLLM is imported."""
     model, out = tiny_v4.write(folder / "model", index_topk=topk), folder / "out.json"
     command = [sys.executable, "-m", "support.vllm_v4_model", str(model), str(out)]
     subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     return model, json.loads(out.read_text())
 
 
-# Of up to 77 groups all, which vLLM knows without an indexer, and fewer. The first 32 would be 0.54 away.
+# All of up to 77 groups, for which vLLM runs no indexer, and fewer. The first 32 groups would differ by 0.54.
 @pytest.mark.parametrize(("topk", "chooses"), [(512, False), (32, True)])
 def test_generates_what_transformers_does(tmp_path, topk, chooses):
-    """In chunks, across groups of 4 and of 128 tokens, and from a page that vLLM kept."""
+    """Chunked prefill across groups of 4 and of 128 tokens, and a page from the prefix cache."""
     model, results = served(tmp_path, topk)
     calls = {name: count > 0 for name, count in results["calls"].items()}
     attends = dict.fromkeys(("sparse_decode", "sparse_prefill"), True)

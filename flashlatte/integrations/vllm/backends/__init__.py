@@ -1,1 +1,1 @@
-"""Classes that vLLM makes by their names. Only vLLM imports these modules, and they import vLLM."""
+"""Classes that vLLM loads by name. These modules import vLLM, and only vLLM imports them."""

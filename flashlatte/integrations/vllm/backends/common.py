@@ -1,4 +1,4 @@
-"""What all of FlashLatte's backends and caches in vLLM answer alike."""
+"""Methods that FlashLatte's vLLM backends share."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Any
 
 from vllm.v1.attention.backend import MultipleOf
 
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 
 
-class CommonAnswers:
-    """A mixin, before vLLM's backend: pages of any size, best of 64 tokens, and query lengths that the host knows."""
+class CommonBackendMixin:
+    """Mixin to list before vLLM's base class: any page size, 64 tokens preferred, query lengths known on the host."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
-        return serves.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
+        return support.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return serves.PAGE_SIZE
+        return support.PAGE_SIZE
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # How many queries a request has is told by the shape of the batch, and vLLM's adaptive verification of
-        # speculated tokens shortens requests on the device alone.
+        # Kernels take the number of queries of a request from tensor shapes. vLLM's adaptive verification of speculated
+        # tokens shortens requests on the device only.
         return False

@@ -1,4 +1,4 @@
-"""Dense MLA: the backend that vLLM chooses, what it makes for a batch, and what it runs in each layer."""
+"""Dense MLA: vLLM's backend class, metadata builder and layer implementation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from flashlatte.integrations.vllm import compat, serves
-from flashlatte.integrations.vllm.backends.common import CommonAnswers
+from flashlatte.integrations.vllm import compat, support
+from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
@@ -27,17 +27,17 @@ from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.dense_decode import dense_decode
 
-# Where all requests of a batch have as few new tokens as this, they attend in absorbed form: their keys and values are
-# read as they are cached, not expanded for every head.
-MOST_ABSORBED_QUERIES = 128
+# Up to this number of new tokens, the same for all requests of a batch, attention runs in absorbed form: it reads the
+# cached latents without expanding them to keys and values of every head.
+MAX_ABSORBED_QUERIES = 128
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
-class FlashLatteMLABackend(CommonAnswers, MLACommonBackend):
+class FlashLatteMLABackend(CommonBackendMixin, MLACommonBackend):
     """FlashLatte as vLLM's attention backend for MLA without an indexer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *serves.CACHE_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *support.CACHE_DTYPES]
 
     @staticmethod
     def get_name() -> str:
@@ -57,7 +57,7 @@ class FlashLatteMLABackend(CommonAnswers, MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= serves.OLDEST_CAPABILITY
+        return tuple(capability) >= support.MIN_CAPABILITY
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -77,22 +77,22 @@ class FlashLatteMLABackend(CommonAnswers, MLACommonBackend):
         **__: Any,
     ) -> str | None:
         if use_sparse:
-            return f"FlashLatte: {compat.unknown_for_indexers() or serves.OTHER_INDEXERS}"
-        return serves.refuses_dense(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
+            return f"FlashLatte: {compat.indexer_refusal() or support.SUPPORTED_INDEXERS}"
+        return support.dense_refusal(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
 
 class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """vLLM's own metadata serves as it is: how work is split is decided on the device, in each call."""
+    """Builds vLLM's own metadata: kernels split the work on the device in each call, and need no schedule."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
-    # A batch-invariant request may not attend in another form because of what else is in the batch.
-    reorder_batch_threshold: int = 1 if BATCH_INVARIANT else MOST_ABSORBED_QUERIES
+    # Batch invariance: whether a request uses the absorbed form must not depend on the other requests.
+    reorder_batch_threshold: int = 1 if BATCH_INVARIANT else MAX_ABSORBED_QUERIES
 
     @staticmethod
     def determine_prefill_query_data_type(vllm_config: Any, model_dtype: torch.dtype) -> torch.dtype:
         if vllm_config.attention_config.use_prefill_query_quantization:
-            compat.say_once("FlashLatte ignores use_prefill_query_quantization: queries of a prefill keep their dtype")
+            compat.warn_once("FlashLatte ignores use_prefill_query_quantization: queries of a prefill keep their dtype")
         return model_dtype
 
     def __init__(
@@ -107,11 +107,11 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **others)
         if device.type != "cpu" and self.dcp_world_size == 1:
             layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-            if isinstance(getattr(layer, "impl", None), FlashLatteMLAImpl):  # vLLM's tests have others
-                layer.impl.run_empty_prefill(vllm_config.model_config.dtype, kv_cache_spec.block_size, layer._k_scale)
+            if isinstance(getattr(layer, "impl", None), FlashLatteMLAImpl):  # vLLM's tests use other implementations
+                layer.impl.warm_up_prefill(vllm_config.model_config.dtype, kv_cache_spec.block_size, layer._k_scale)
 
     def _build_decode(self, **batch: Any) -> Any:
-        """The decode requests, all of as many queries: without those that are padding and have none."""
+        """Metadata of the decode requests, each with the same number of queries. Drops padding requests."""
         starts = batch["query_start_loc_cpu"]
         queries = int(starts[1] - starts[0])
         if queries:
@@ -126,7 +126,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
-    supports_pcp: bool = False  # vLLM takes it for granted of any MLA, and it has not been tried
+    supports_pcp: bool = False  # vLLM's default for MLA is True; untested here
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        serves.check_layer(
+        support.check_layer(
             kv_cache_dtype,
             mla_args["qk_rope_head_dim"],
             alibi_slopes=alibi_slopes,
@@ -163,10 +163,10 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        # Queries stay in 16 bits over an fp8 cache.
+        # Queries keep 16 bits over an fp8 cache.
         self.supports_quant_query_input = False
         self.is_fp8 = kv_cache_dtype.startswith("fp8")
-        self.prefills_elsewhere = compat.names_another_prefill()
+        self.uses_other_prefill = compat.selects_other_prefill()
         self.expansion = Expansion(
             kv_b=lambda latent: self.kv_b_proj(latent)[0],
             latent_dim=self.kv_lora_rank,
@@ -185,8 +185,8 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
-        if kv_cache.numel() == 0:  # vLLM measures memory, and there is no cache yet
+        """Write the latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
+        if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
             return
         cache = self._cache(kv_cache, k_scale)
         cache_write(
@@ -205,7 +205,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention in absorbed form: [T, h, latent], and where vLLM merges ranks its lse [T, h]."""
+        """Attention in absorbed form: [T, h, latent], and lse [T, h] if vLLM merges results over ranks, else None."""
         decode = attn_metadata.decode
         query = concat_mla_q(*q) if isinstance(q, tuple) else q
         requests = decode.seq_lens.shape[0]
@@ -221,8 +221,8 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             k_scale=cache.scale,
             batch_invariant=BATCH_INVARIANT,
         )
-        merged = self.need_to_return_lse_for_decode
-        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) if merged else None
+        returns_lse = self.need_to_return_lse_for_decode
+        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) if returns_lse else None
 
     def forward_mha(
         self,
@@ -236,9 +236,8 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         output_scale: torch.Tensor | None = None,
     ) -> None:
         """Attention of prefill requests, in multi-head form, into ``output`` [T, h · v]."""
-        if output_scale is not None or self.dcp_world_size > 1 or self.prefills_elsewhere:
-            # vLLM's prefill backend writes a quantised output, and vLLM collects what other ranks have of a context.
-            # And whoever names another prefill backend gets it.
+        if output_scale is not None or self.dcp_world_size > 1 or self.uses_other_prefill:
+            # vLLM's own path: it quantises outputs, gathers context over ranks, and runs other prefill backends.
             scale = {} if output_scale is None else {"output_scale": output_scale}
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, **scale)
             return
@@ -252,15 +251,15 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             output.view(-1, self.num_heads, self.v_head_dim),
         )
 
-    def run_empty_prefill(self, dtype: torch.dtype, page_size: int, k_scale: torch.Tensor) -> None:
-        """Attend once to zeros, new and cached, so that these kernels are compiled before vLLM serves.
+    def warm_up_prefill(self, dtype: torch.dtype, page_size: int, k_scale: torch.Tensor) -> None:
+        """Run prefill once over zeros, new and cached, to compile its kernels before the first request.
 
         vLLM's own warm-up has no cached context.
         """
-        if self.prefills_elsewhere:
+        if self.uses_other_prefill:
             return
         device, tokens = k_scale.device, 2
-        bounds, start = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ((0, tokens), (0,)))
+        bounds, start = (torch.tensor(values, dtype=torch.int32, device=device) for values in ((0, tokens), (0,)))
         chunk = ContextChunk(
             first=0,
             last=tokens,
@@ -282,14 +281,14 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             zeros.new_zeros(tokens, self.head_size),
             self._cache(pages, k_scale),
             PrefillPart(bounds, tokens, (chunk,)),
-            # Not the layer's own projection, which a LoRA may have wrapped.
+            # Not the layer's own projection: a LoRA may have wrapped it.
             replace(self.expansion, kv_b=lambda latent: latent.new_zeros(latent.shape[0], per_head)),
             self.scale,
             zeros.new_zeros(tokens, self.num_heads, self.v_head_dim),
         )
 
     def _cache(self, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> LatentCache:
-        """vLLM's cache [pages, page_size, latent + rope], whose e4m3 rows may come as bytes."""
+        """vLLM's cache [pages, page_size, latent + rope]; vLLM may pass e4m3 as uint8."""
         if self.is_fp8:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
         layout = plain_format(kv_cache.dtype, kv_cache.shape[-1])

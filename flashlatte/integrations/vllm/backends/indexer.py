@@ -1,4 +1,4 @@
-"""The indexer of DeepSeek-V3.2 and GLM-5 in vLLM's models: its keys' cache, and which tokens it chooses."""
+"""The indexer of DeepSeek-V3.2 and GLM-5 in vLLM's models: its key cache and its token selection."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from flashlatte.integrations.vllm import serves
-from flashlatte.integrations.vllm.backends.common import CommonAnswers
+from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.kv_cache.index_formats import quantize_rows
 from flashlatte.layers.selection import LOGIT_BYTES, SelectionChunk, plan_selection
 from flashlatte.ops.index_quantize import index_gather, index_quantize
@@ -30,10 +30,10 @@ class IndexerMetadata:
     """A batch's tokens, those of decode requests first.
 
     Attributes:
-        num_tokens, num_decode_tokens: in the batch, and of the decode requests.
-        slot_mapping: [num_tokens], where each token's key goes.
-        block_table, seq_lens: of the decode requests, which have as many tokens each.
-        chunks: how prefill requests choose.
+        num_tokens, num_decode_tokens: tokens of the batch, and of its decode requests.
+        slot_mapping: [num_tokens], the slot of each token's key.
+        block_table, seq_lens: of the decode requests, which have the same number of tokens each.
+        chunks: the selection of the prefill requests, in chunks.
     """
 
     num_tokens: int
@@ -58,7 +58,7 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
             batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
         )
         starts = batch.query_start_loc_cpu
-        if decodes and int(starts[1]):  # without requests that are padding and have no tokens
+        if decodes and int(starts[1]):  # drop padding requests without tokens
             decodes = decode_tokens // int(starts[1])
         return IndexerMetadata(
             num_tokens=batch.num_actual_tokens,
@@ -71,7 +71,7 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
 
     def _chunks(self, batch: Any, first: int) -> tuple[SelectionChunk, ...]:
         query_lens = batch.query_start_loc_cpu.diff()[first : batch.num_reqs]
-        # Of prefill requests the bound is exact.
+        # The upper bound is exact for prefill requests.
         seq_lens = batch.seq_lens_cpu_upper_bound[first : batch.num_reqs]
         positions = [torch.arange(int(end - count), int(end)) for count, end in zip(query_lens, seq_lens, strict=True)]
         return plan_selection(
@@ -83,8 +83,8 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
         )
 
 
-class FlashLatteIndexerBackend(CommonAnswers, AttentionBackend):
-    """What vLLM asks of a cache of index keys: its pages, and the metadata of a batch."""
+class FlashLatteIndexerBackend(CommonBackendMixin, AttentionBackend):
+    """vLLM's backend for a cache of index keys: page sizes and metadata, no attention."""
 
     @staticmethod
     def get_name() -> str:
@@ -104,16 +104,16 @@ class FlashLatteIndexerBackend(CommonAnswers, AttentionBackend):
 
 
 class FlashLatteIndexerCache(deepseek_v2.DeepseekV32IndexerCache):
-    """vLLM's cache of index keys [pages, page_size, head_dim + 4], as FlashLatte reads it."""
+    """vLLM's cache of index keys [pages, page_size, head_dim + 4], with FlashLatte's metadata."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return FlashLatteIndexerBackend
 
 
 class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
-    """Stores the index keys of new tokens, and chooses for each token among those of its request up to its own.
+    """Stores the index keys of new tokens, and selects the top k of each token among the keys of its request up to it.
 
-    What it chose stands in ``topk_indices_buffer`` [tokens, topk]: positions within the request, then -1.
+    It writes the result to ``topk_indices_buffer`` [tokens, topk]: positions within the request, padded with -1.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
         use_fp4_cache: bool = False,
         **others: Any,
     ) -> None:
-        # Not vLLM's own, which wants DeepGEMM.
+        # Skip vLLM's own constructor, which requires DeepGEMM.
         CustomOp.__init__(self)
         config = get_current_vllm_config()
         shared = config.parallel_config.prefill_context_parallel_size
-        serves.check_indexer(
+        support.check_indexer(
             use_fp4_cache=use_fp4_cache, prefill_context_parallel_size=shared if shared > 1 else None, **others
         )
         self.k_cache = k_cache
@@ -143,51 +143,51 @@ class FlashLatteSparseAttnIndexer(SparseAttnIndexer):
         self.topk_indices_buffer = topk_indices_buffer
         self.skip_k_cache_insert = skip_k_cache_insert
         self.scale_rounding = "power_of_two" if scale_fmt == "ue8m0" else "exact"
-        # vLLM's layers for CUDA hand it on.
+        # vLLM's layers for CUDA read it.
         self.topk_backend = config.kernel_config.sparse_indexer_topk_backend
 
     def forward_native(
         self, hidden_states: torch.Tensor, q_quant: torch.Tensor, k: torch.Tensor | None, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Choose for queries [T, H, head_dim] with head weights [T, H], after storing keys ``k`` [T, head_dim]."""
+        """Store keys ``k`` [T, head_dim], then select for queries [T, H, head_dim] with head weights [T, H]."""
         metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict):  # vLLM measures memory
+        if not isinstance(metadata, dict):  # memory profiling
             return self.topk_indices_buffer
         batch: IndexerMetadata = metadata[self.k_cache.prefix]
         cache = self.k_cache.kv_cache
         if not self.skip_k_cache_insert:
             slots = batch.slot_mapping[: batch.num_tokens]
             index_quantize(cache, slots, k, scale_rounding=self.scale_rounding)
-        choose(batch, cache, q_quant, weights, self.topk_indices_buffer[:, : self.topk_tokens])
+        select_tokens(batch, cache, q_quant, weights, self.topk_indices_buffer[:, : self.topk_tokens])
         return self.topk_indices_buffer
 
     forward_cpu = forward_native
     forward_cuda = forward_native
 
 
-def choose(
-    batch: IndexerMetadata, cache: torch.Tensor, queries: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+def select_tokens(
+    batch: IndexerMetadata, cache: torch.Tensor, queries: torch.Tensor, weights: torch.Tensor, selected: torch.Tensor
 ) -> None:
-    """Choose for queries [T, H, head_dim] with head weights [T, H], into ``chosen`` [≥ T, topk]."""
+    """Select for queries [T, H, head_dim] with head weights [T, H], into ``selected`` [≥ T, topk]."""
     decoding = batch.num_decode_tokens
     if decoding:
         rows = slice(0, decoding)
-        choose_of_pages(queries[rows], cache, weights[rows], batch.seq_lens, batch.block_table, chosen[rows])
+        select_from_pages(queries[rows], cache, weights[rows], batch.seq_lens, batch.block_table, selected[rows])
     for chunk in batch.chunks:
         rows = slice(decoding + chunk.first, decoding + chunk.last)
         keys = (chunk.block_table, chunk.cu_keys, chunk.keys, chunk.key_start, chunk.key_end)
-        choose_of_keys(queries[rows], cache, weights[rows], *keys, chosen[rows])
+        select_from_keys(queries[rows], cache, weights[rows], *keys, selected[rows])
 
 
-def choose_of_pages(
+def select_from_pages(
     queries: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
     lengths: torch.Tensor,
     block_table: torch.Tensor,
-    chosen: torch.Tensor,
+    selected: torch.Tensor,
 ) -> None:
-    """For tokens of decode requests, which have as many each; ``lengths`` as for ``paged_index_logits``."""
+    """Select for decode requests, which have the same number of tokens; ``lengths`` as in ``paged_index_logits``."""
     requests = block_table.shape[0]
     paged_index_select(
         queries.unflatten(0, (requests, len(queries) // requests)),
@@ -195,12 +195,12 @@ def choose_of_pages(
         weights.float(),
         lengths,
         block_table,
-        chosen.shape[1],
-        indices=chosen,
+        selected.shape[1],
+        indices=selected,
     )
 
 
-def choose_of_keys(
+def select_from_keys(
     queries: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
@@ -209,9 +209,9 @@ def choose_of_keys(
     num_keys: int,
     key_start: torch.Tensor,
     key_end: torch.Tensor,
-    chosen: torch.Tensor,
+    selected: torch.Tensor,
 ) -> None:
-    """For tokens of prefill requests, whose ``num_keys`` keys are gathered; the rest as in ``SelectionChunk``."""
+    """Select for prefill requests after gathering their ``num_keys`` keys; other arguments as in ``SelectionChunk``."""
     keys, scales = index_gather(cache, block_table, cu_keys, num_keys, head_dim=queries.shape[-1])
     index_select(
         queries,
@@ -219,17 +219,17 @@ def choose_of_keys(
         weights.float(),
         key_start,
         key_end,
-        chosen.shape[1],
+        selected.shape[1],
         k_scale=scales,
         workspace_bytes=LOGIT_BYTES,
-        indices=chosen,
+        indices=selected,
     )
 
 
-def choose_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """vLLM's function ``sparse_attn_indexer``, whose layers for CUDA have stored the keys, for FlashLatte's caches.
+def select_tokens_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Replacement for vLLM's ``sparse_attn_indexer``, which runs after vLLM's CUDA layers have stored the keys.
 
-    Over another cache it is ``stock``.
+    It selects with FlashLatte if the cache is FlashLatte's, else it calls ``stock``.
     """
 
     def sparse_attn_indexer(
@@ -266,7 +266,7 @@ def choose_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
             return stock(*before, *sizes, topk_indices_buffer, **others)
         if isinstance(context.attn_metadata, dict):
             batch = context.attn_metadata[k_cache_prefix]
-            choose(batch, kv_cache, q_quant, weights, topk_indices_buffer[:, :topk_tokens])
+            select_tokens(batch, kv_cache, q_quant, weights, topk_indices_buffer[:, :topk_tokens])
         return topk_indices_buffer
 
     return sparse_attn_indexer
@@ -275,7 +275,7 @@ def choose_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def quantize_queries(
     x: torch.Tensor, group_size: int, eps: float = 1e-10, use_ue8m0: bool | None = None, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's ``per_token_group_quant_fp8``, a Triton kernel, for rows [n, d]: e4m3, and scales [n, d / group_size]."""
+    """vLLM's ``per_token_group_quant_fp8`` in PyTorch: e4m3 values [n, d] and scales [n, d / group_size]."""
     rounding = "power_of_two" if use_ue8m0 else "exact"
     values, scales = quantize_rows(x.unflatten(-1, (-1, group_size)), rounding, smallest_amax=eps)
     return values.flatten(-2), scales
@@ -283,29 +283,31 @@ def quantize_queries(
 
 @functools.cache
 def install() -> None:
-    """Have vLLM's models for CUDA use all this where FlashLatte is named for them."""
+    """Replace the indexer in vLLM's CUDA models whose configuration selects FlashLatte."""
     from vllm.models.deepseek_v32 import attention
 
     layer = attention.DeepseekV32Indexer
-    layer.indexer_cache_cls = staticmethod(where_named(FlashLatteIndexerCache, layer.indexer_cache_cls))
-    attention.SparseAttnIndexer = where_named(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
-    attention.sparse_attn_indexer = choose_or(attention.sparse_attn_indexer)
+    layer.indexer_cache_cls = staticmethod(ours_where_selected(FlashLatteIndexerCache, layer.indexer_cache_cls))
+    attention.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
+    attention.sparse_attn_indexer = select_tokens_or(attention.sparse_attn_indexer)
 
 
 @functools.cache
 def install_for_cpu() -> None:
-    """Have vLLM's generic model use all this. It looks classes up as it makes its layers."""
-    deepseek_v2.SparseAttnIndexer = where_named(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
-    deepseek_v2.DeepseekV32IndexerCache = where_named(FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache)
+    """Replace the indexer in vLLM's generic model, which looks these classes up when it builds its layers."""
+    deepseek_v2.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
+    deepseek_v2.DeepseekV32IndexerCache = ours_where_selected(
+        FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache
+    )
     deepseek_v2.per_token_group_quant_fp8 = quantize_queries
 
 
-def where_named(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a part of the model that vLLM is configuring: on a CPU FlashLatte is named if nothing is."""
+def ours_where_selected(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A constructor that calls ``ours`` if vLLM's configuration selects FlashLatte (on a CPU also by default)."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         config = get_current_vllm_config()
-        unnamed = serves.backend(config) is None
-        return (ours if serves.named(config) or (unnamed and current_platform.is_cpu()) else stock)(*args, **kwargs)
+        by_default = support.selected_backend(config) is None and current_platform.is_cpu()
+        return (ours if by_default or support.selects_flashlatte(config) else stock)(*args, **kwargs)
 
     return make

@@ -1,7 +1,7 @@
-"""vLLM's own models with an indexer, made with FlashLatte's where FlashLatte is named.
+"""vLLM's models with an indexer, which use FlashLatte's indexer where FlashLatte is selected.
 
-On CUDA they are ``vllm.models.deepseek_v32``: its layers norm, rotate and write both caches in fused kernels of vLLM's,
-whose bytes FlashLatte reads as they are.
+On CUDA these are the models of ``vllm.models.deepseek_v32``. vLLM's fused kernels apply norms and RoPE and write both
+caches; FlashLatte reads their bytes unchanged.
 """
 
 from vllm.models.deepseek_v32 import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM

@@ -1,4 +1,4 @@
-"""vLLM's own DeepSeek-V4, made with FlashLatte's attention and choice of groups where FlashLatte is named."""
+"""vLLM's DeepSeek-V4, which uses FlashLatte's attention and group selection where FlashLatte is selected."""
 
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4ForConditionalGeneration
 

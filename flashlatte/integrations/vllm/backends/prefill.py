@@ -1,4 +1,4 @@
-"""Prefill of MLA's multi-head form, for vLLM's own attention backends and for what they do over several ranks."""
+"""MLA prefill in multi-head form, for vLLM's own attention backends and for context parallelism."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm import compat, support
 from flashlatte.ops.dense_prefill import dense_prefill
 
 
@@ -22,7 +22,7 @@ class FlashLattePrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:
-        return device_capability is None or tuple(device_capability) >= serves.OLDEST_CAPABILITY
+        return device_capability is None or tuple(device_capability) >= support.MIN_CAPABILITY
 
     def supports_out(self) -> bool:
         return True
@@ -36,7 +36,7 @@ class FlashLattePrefillBackend(MLAPrefillBackend):
         out: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """New tokens among themselves: [T, h, v], and with ``return_softmax_lse`` lse [h, T]."""
+        """Causal attention among new tokens: [T, h, v], and with ``return_softmax_lse`` lse [h, T]."""
         if output_scale is not None:
             raise ValueError("output_scale must be None: FlashLatte's prefill writes no quantised outputs")
         metadata = self._prefill_metadata
@@ -56,9 +56,8 @@ class FlashLattePrefillBackend(MLAPrefillBackend):
         chunk_idx: int | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New tokens over a chunk of their context: [T, h, v] and lse [h, T]."""
-        which = chunk_idx if chunk is None else chunk
-        context = compat.context_chunk(self._prefill_metadata, which, q.shape[0])
+        """Attention of new tokens to a chunk of their context: [T, h, v] and lse [h, T]."""
+        context = compat.context_chunk(self._prefill_metadata, chunk_idx if chunk is None else chunk, q.shape[0])
         out, lse = dense_prefill(
             q,
             k,

@@ -1,4 +1,4 @@
-"""Sparse MLA: attention over the tokens that an indexer chose (DeepSeek-V3.2, GLM-5)."""
+"""Sparse MLA: attention over the tokens that an indexer selected (DeepSeek-V3.2, GLM-5)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 
-from flashlatte.integrations.vllm import serves
-from flashlatte.integrations.vllm.backends.common import CommonAnswers
+from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.absorbed import attend_selected_rows
@@ -26,11 +26,11 @@ from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.index_convert import index_convert
 
 
-class FlashLatteSparseMLABackend(CommonAnswers, AttentionBackend):
+class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
     """FlashLatte as vLLM's attention backend for MLA with an indexer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(serves.SPARSE_CACHES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(support.SPARSE_CACHES)
 
     @staticmethod
     def get_name() -> str:
@@ -54,7 +54,7 @@ class FlashLatteSparseMLABackend(CommonAnswers, AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= serves.OLDEST_CAPABILITY
+        return tuple(capability) >= support.MIN_CAPABILITY
 
     @classmethod
     def supports_combination(
@@ -66,11 +66,11 @@ class FlashLatteSparseMLABackend(CommonAnswers, AttentionBackend):
         *_: Any,
         **__: Any,
     ) -> str | None:
-        return serves.refuses_sparse(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
+        return support.sparse_refusal(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
 
 class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
-    """vLLM's own metadata serves as it is: a token's request, and that request's pages."""
+    """Builds vLLM's own metadata: the request of each token and the pages of each request."""
 
     metadata_cls = SparseMLACommonMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -78,20 +78,20 @@ class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseML
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Queries of a speculation are decoded with the one before them.
+        # Speculated tokens are decode queries of their request.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> torch.Tensor:
         if self.device.type != "cpu":
             return super()._build_req_id_per_token(common_attn_metadata)
-        # vLLM's own is a Triton kernel.
+        # vLLM's implementation is a Triton kernel.
         starts = common_attn_metadata.query_start_loc_cpu
         requests = torch.arange(len(starts) - 1, dtype=torch.int32)
         return torch.repeat_interleave(requests, starts.diff())
 
 
 class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], SharedTopkIndicesBuffer):
-    """One layer's attention. All tokens, those of new prompts too, attend in absorbed form to what they chose."""
+    """One layer's attention. All tokens, also in prefill, attend in absorbed form to their selected tokens."""
 
     is_sparse = True
     supports_dense_mha_prefill = False
@@ -122,10 +122,10 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         topk_indices_buffer: torch.Tensor | None = None,
         **_: Any,
     ) -> None:
-        serves.check_layer(
+        support.check_layer(
             kv_cache_dtype,
             qk_rope_head_dim,
-            serves.SPARSE_CACHES,
+            support.SPARSE_CACHES,
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
@@ -150,10 +150,10 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
-        """vLLM's own backends prefetch here what was chosen."""
+        """No effect. vLLM's own backends prefetch the selected tokens here."""
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """vLLM's own backends convert here for several layers at once."""
+        """No effect. vLLM's own backends convert indices for several layers here."""
 
     def do_kv_cache_update(
         self,
@@ -165,8 +165,8 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
-        if kv_cache.numel() == 0:  # vLLM measures memory, and there is no cache yet
+        """Write the latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
+        if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
             return
         cache = self._cache(kv_cache)
         cache_write(cache.pages, slot_mapping.flatten(), kv_c_normed, rope=k_pe.squeeze(1), cache_format=cache.layout)
@@ -178,7 +178,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         attn_metadata: SparseMLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention of every token over what its indexer chose: [T, h, latent]."""
+        """Attention of every token over its selected tokens: [T, h, latent]."""
         query = concat_mla_q(*q) if isinstance(q, tuple) else q
         cache = self._cache(kv_c_and_k_pe_cache)
         tokens, decoding = query.shape[0], min(attn_metadata.num_decode_tokens, query.shape[0])
@@ -191,15 +191,15 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         if decoding == tokens:
             return attend_selected_rows(query, cache, None, slots, self.scale, None), None
         out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
-        # A prompt's tokens choose among the same rows: many queries over the cache where it lies, if it lies so.
+        # Tokens of a prompt select from the same rows: sparse prefill reads a plain contiguous cache in place.
         rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
-        for part, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
-            if part.start != part.stop and query[part].shape[0]:
-                out[part] = attend_selected_rows(query[part], cache, keys, slots[part], self.scale, None)
+        for phase, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
+            if phase.start != phase.stop and query[phase].shape[0]:
+                out[phase] = attend_selected_rows(query[phase], cache, keys, slots[phase], self.scale, None)
         return out, None
 
     def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
-        """vLLM's cache: numbers [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
+        """vLLM's cache: plain values [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
         ds_mla = self.kv_cache_dtype == DS_MLA
         layout = as_format(DS_MLA_FORMAT) if ds_mla else plain_format(kv_cache.dtype, kv_cache.shape[-1])
         return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention in vLLM's layers for CUDA: decode over two caches, prefill over rows that vLLM gathers."""
+"""DeepSeek-V4's attention in vLLM's CUDA layers: decode over two caches, prefill over rows that vLLM gathers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
 
 from flashlatte.flash_mla import get_mla_metadata
-from flashlatte.integrations.vllm import serves
+from flashlatte.integrations.vllm import support
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
 
@@ -20,10 +20,10 @@ BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
 class FlashLatteV4Attention(flashmla.DeepseekV4FlashMLAAttention):
-    """vLLM's layer for FlashMLA over the heads that it has: they are padded to 64 or 128 for FlashMLA alone."""
+    """vLLM's FlashMLA layer without its padding of heads to 64 or 128, which only FlashMLA needs."""
 
     def forward_mqa(self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
-        """Attention of queries [T, padded heads, 512] into ``output``, of which the layer goes on with its heads."""
+        """Attention of queries [T, padded heads, 512] into ``output``; only the rank's own heads are computed."""
         heads = self.n_local_heads
         super().forward_mqa(q[:, :heads], kv, positions, output[:, :heads])
 
@@ -43,7 +43,7 @@ def decode(
     out: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashMLA's ``flash_mla_with_kvcache`` as vLLM's layer calls it, whose sinks are those of padded heads."""
+    """FlashMLA's ``flash_mla_with_kvcache`` as vLLM's layer calls it. ``attn_sink`` covers the padded heads too."""
     return sparse_decode(
         q,
         k_cache,
@@ -71,17 +71,19 @@ def prefill(
     out: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FlashMLA's ``flash_mla_sparse_fwd`` likewise."""
+    """FlashMLA's ``flash_mla_sparse_fwd`` as vLLM's layer calls it. ``attn_sink`` covers the padded heads too."""
     sinks = attn_sink[: q.shape[1]]
     return sparse_prefill(q, kv, indices, sm_scale, attn_sink=sinks, topk_length=topk_length, out=out)
 
 
 @functools.cache
 def install() -> None:
-    """Have vLLM make V4's layers with all this where FlashLatte is named, as its configuration says."""
+    """Replace V4's attention in vLLM's models whose configuration selects FlashLatte."""
     stock = model._select_dsv4_attn_cls
-    model._select_dsv4_attn_cls = lambda config: FlashLatteV4Attention if serves.named(config) else stock(config)
+    model._select_dsv4_attn_cls = lambda config: (
+        FlashLatteV4Attention if support.selects_flashlatte(config) else stock(config)
+    )
     flashmla.flash_mla_with_kvcache, flashmla.flash_mla_sparse_fwd = decode, prefill
     if not is_flashmla_sparse_supported()[0]:
-        # vLLM asks FlashMLA for schedules, which nothing here looks at.
+        # vLLM requests schedules from FlashMLA; FlashLatte does not read them.
         sparse_swa.get_mla_metadata = get_mla_metadata

@@ -1,10 +1,9 @@
-"""vLLM's operations, argument for argument, over this library's.
+"""vLLM's operations with the same arguments, implemented by FlashLatte's operations.
 
-Names, order of arguments, layouts and outputs written in place are those of vLLM 0.26 (``vllm._custom_ops`` and
-``vllm.v1.attention.ops``), so that a program, a test or a plugin may take these functions instead; the arguments that
-came until 0.33 are there too, behind those. They need no vLLM and run wherever the operations run. A wrong argument is
-a ValueError or TypeError; an index, slot or page that is out of range is skipped or reads as zeros, where vLLM's
-kernels follow it.
+Names, argument order, layouts and in-place outputs are those of vLLM 0.26 (``vllm._custom_ops`` and
+``vllm.v1.attention.ops``), so a program, test or plugin can call these functions instead. Arguments that vLLM added
+until 0.33 follow those of 0.26. vLLM need not be installed. A wrong argument raises ValueError or TypeError. Indices,
+slots and pages out of range are skipped or read as zeros; vLLM's kernels access memory there.
 """
 
 from flashlatte.integrations.vllm.ops.dtypes import KV_CACHE_DTYPES

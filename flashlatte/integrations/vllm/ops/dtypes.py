@@ -1,4 +1,4 @@
-"""vLLM's names of cache contents, ``kv_cache_dtype``."""
+"""vLLM's ``kv_cache_dtype`` names, and the dtypes and formats that they mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashlatte.kv_cache.plain import Fp8Format
 from flashlatte.kv_cache.v32 import V32Format
 from flashlatte.runtime import checks
 
-# "auto" is whichever the cache has.
+# "auto" is the dtype of the cache.
 _FLOATS = {
     "auto": checks.FLOAT_DTYPES,
     "bfloat16": (torch.bfloat16,),
@@ -19,18 +19,18 @@ _FLOATS = {
     "float": (torch.float32,),
     "float32": (torch.float32,),
 }
-# Of one byte, with a scale beside the cache.
+# One-byte dtypes, whose scale is a separate argument.
 ONE_BYTE = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DS_MLA, DS_MLA_FORMAT = "fp8_ds_mla", V32Format.name
-# Of a float32 behind the numbers of each row, where a scale is that of a token and head.
+# With a scale for each token and head: the float32 scale after the values of each row.
 _SCALE_BYTES = 4
-# What the functions for caches of keys and values take.
+# Accepted by the functions for caches of keys and values.
 KV_CACHE_DTYPES = (*_FLOATS, *ONE_BYTE)
 MLA_DTYPES = (*_FLOATS, "fp8", "fp8_e4m3", DS_MLA)
 
 
 def latent_format(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> str | None:
-    """The format of a latent cache; None for that of its dtype."""
+    """The name of a latent cache's format; None for plain rows in the cache's dtype."""
     checks.choice("kv_cache_dtype", kv_cache_dtype, MLA_DTYPES)
     if kv_cache_dtype in _FLOATS:
         _check_float(kv_cache_dtype, cache, name)
@@ -38,8 +38,8 @@ def latent_format(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> str | 
     return DS_MLA_FORMAT if kv_cache_dtype == DS_MLA else Fp8Format.name
 
 
-def numbers_of(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Tensor:
-    """A cache of keys or values as the numbers that it holds: vLLM keeps fp8 as bytes."""
+def as_stored_dtype(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Tensor:
+    """View a cache of keys or values in the dtype of its values: vLLM stores fp8 as uint8."""
     checks.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     if kv_cache_dtype in _FLOATS:
         _check_float(kv_cache_dtype, cache, name)
@@ -52,21 +52,21 @@ def numbers_of(kv_cache_dtype: str, cache: torch.Tensor, name: str) -> torch.Ten
     return cache.view(dtype)
 
 
-def scale_of(kv_cache_dtype: str, scale: float | torch.Tensor) -> float | torch.Tensor | None:
-    """The scale where it belongs to the cache: vLLM passes one with every cache."""
+def cache_scale(kv_cache_dtype: str, scale: float | torch.Tensor) -> float | torch.Tensor | None:
+    """``scale`` for a one-byte cache, else None: vLLM passes a scale with every cache."""
     return scale if kv_cache_dtype in ONE_BYTE else None
 
 
 def quant_mode(kv_quant_mode: Any) -> str:
-    """The name of a KVQuantMode of vLLM's; "NONE" for None."""
+    """The name of one of vLLM's ``KVQuantMode``; "NONE" for None."""
     name = "NONE" if kv_quant_mode is None else getattr(kv_quant_mode, "name", None)
     if not isinstance(name, str):
-        raise TypeError(f"kv_quant_mode must be a KVQuantMode of vLLM's or None, got {kv_quant_mode!r}")
+        raise TypeError(f"kv_quant_mode must be vLLM's KVQuantMode or None, got {kv_quant_mode!r}")
     return name
 
 
 def without_scales(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The numbers of a cache whose rows are as wide as ``rows``, or that and vLLM's scale behind them."""
+    """The values of a cache whose rows are as wide as ``rows``, without the 4 bytes of scale that vLLM may append."""
     one_byte = isinstance(cache, torch.Tensor) and cache.dim() == 4 and cache.dtype.itemsize == 1
     with_scale = one_byte and isinstance(rows, torch.Tensor) and cache.shape[-1] == rows.shape[-1] + _SCALE_BYTES
     return cache[..., :-_SCALE_BYTES] if with_scale else cache

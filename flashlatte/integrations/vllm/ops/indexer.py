@@ -1,10 +1,10 @@
-"""What vLLM's sparse-attention indexer does around its logits: keys, and the best of each row."""
+"""vLLM's operations of the sparse-attention indexer: key cache and top-k."""
 
 from __future__ import annotations
 
 import torch
 
-from flashlatte.integrations.vllm.ops import leading
+from flashlatte.integrations.vllm.ops.first_rows import first_rows, request_rows
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.topk import topk
 from flashlatte.ops.topk.api import LOGIT_DTYPES
@@ -14,16 +14,15 @@ from flashlatte.runtime import checks
 def indexer_k_quant_and_cache(
     k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, quant_block_size: int, kv_cache_dtype: str
 ) -> None:
-    """Write index keys into their paged cache, quantised to e4m3 with a scale a token: ``index_quantize``.
+    """Quantise index keys to e4m3 with one scale a token, and write them to a paged cache: ``index_quantize``.
 
     Args:
         k: [T, head_dim], bf16, fp16 or float32.
         kv_cache: uint8 [pages, page_size, head_dim + 4], written.
-        slot_mapping: int32 or int64 [n], n ≥ T, page · page_size + offset; one below 0 or beyond the cache skips its
-            token.
+        slot_mapping: int32 or int64 [n], n ≥ T, page · page_size + offset; a slot outside the cache skips its token.
         quant_block_size: head_dim.
-        kv_cache_dtype: of the scale: "ue8m0" rounds it up to a power of two, anything else keeps it. "mxfp8" (0.33),
-            whose scales are one byte, is refused.
+        kv_cache_dtype: "ue8m0" rounds scales up to powers of two, other names keep them exact. "mxfp8" (0.33), with
+            one-byte scales, is not supported.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -32,7 +31,7 @@ def indexer_k_quant_and_cache(
     if checks.integer("quant_block_size", quant_block_size) != head_dim:
         raise ValueError(f"quant_block_size must be k's head dim {head_dim}, one scale a token, got {quant_block_size}")
     if kv_cache_dtype == "mxfp8":
-        raise ValueError("kv_cache_dtype must be 'ue8m0' or a name of fp8 with float32 scales, got 'mxfp8'")
+        raise ValueError("kv_cache_dtype must be 'ue8m0' or an fp8 name with float32 scales, got 'mxfp8'")
     rounding = "power_of_two" if kv_cache_dtype == "ue8m0" else "exact"
     with checks.naming(cache="kv_cache"):
         checks.tensor("slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, unit_last_stride=False, may_be_empty=1)
@@ -46,11 +45,11 @@ def cp_gather_indexer_k_quant_cache(
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
 ) -> None:
-    """Gather the index keys of several requests, still quantised: ``index_gather``.
+    """Gather the quantised index keys of several requests: ``index_gather``.
 
     Args:
         kv_cache: uint8 [pages, page_size, head_dim + 4].
-        dst_k: one byte each, [T, head_dim], contiguous, written; rows from cu_seq_lens[b] on are left.
+        dst_k: one-byte dtype [T, head_dim], contiguous, written; rows from cu_seq_lens[b] on stay unchanged.
         dst_scale: uint8 [T, 4], or float32 [T] or [T, 1], contiguous, written.
         block_table: int32 or int64 [b or more, max_pages].
         cu_seq_lens: int32 or int64 [b + 1].
@@ -80,7 +79,7 @@ def cp_gather_indexer_k_quant_cache(
     with checks.naming(cache="kv_cache", cu_seqlens="cu_seq_lens", values="dst_k", scales="dst_scale"):
         index_gather(
             kv_cache,
-            leading.of_requests(block_table, cu_seq_lens),
+            request_rows(block_table, cu_seq_lens),
             cu_seq_lens,
             rows,
             head_dim=dst_k.shape[-1],
@@ -99,15 +98,14 @@ def top_k_per_row_prefill(
     stride1: int,
     topk_tokens: int,
 ) -> None:
-    """The best columns of each row between its two bounds: ``topk``, in ascending order of column.
+    """Indices of the k largest logits of each row between two bounds: ``topk``, in ascending order.
 
     Args:
         logits: float32 or bf16 [T, width], T ≥ num_rows.
-        cu_seqlen_ks, cu_seqlen_ke: int32 or int64 [T], each row's first column and the one behind its last.
-        raw_topk_indices: int32 [T, k], k ≥ topk_tokens, written: relative to the row's first column, -1 behind a
-            row's last.
-        num_rows: rows to look at.
-        stride0, stride1: logits'; the second is 1.
+        cu_seqlen_ks, cu_seqlen_ke: int32 or int64 [T], the range of columns of each row, exclusive of the end.
+        raw_topk_indices: int32 [T, k], k ≥ topk_tokens, written: relative to the row's first column, padded with -1.
+        num_rows: number of rows to process.
+        stride0, stride1: strides of ``logits``; the second is 1.
         topk_tokens: 1 to 4096.
 
     Raises:
@@ -116,11 +114,11 @@ def top_k_per_row_prefill(
     _check_strides(logits, stride0, stride1)
     with checks.naming(start="cu_seqlen_ks", end="cu_seqlen_ke", indices="raw_topk_indices", k="topk_tokens"):
         topk(
-            leading.rows("logits", logits, "num_rows", num_rows),
+            first_rows("logits", logits, "num_rows", num_rows),
             topk_tokens,
-            start=leading.rows("cu_seqlen_ks", cu_seqlen_ks, "num_rows", num_rows),
-            end=leading.rows("cu_seqlen_ke", cu_seqlen_ke, "num_rows", num_rows),
-            indices=_chosen(raw_topk_indices, num_rows, topk_tokens),
+            start=first_rows("cu_seqlen_ks", cu_seqlen_ks, "num_rows", num_rows),
+            end=first_rows("cu_seqlen_ke", cu_seqlen_ke, "num_rows", num_rows),
+            indices=_output_slice(raw_topk_indices, num_rows, topk_tokens),
         )
 
 
@@ -134,29 +132,29 @@ def top_k_per_row_decode(
     stride1: int,
     topk_tokens: int,
 ) -> None:
-    """The best columns of each row from its first on: ``topk``, in ascending order of column.
+    """Indices of the k largest logits of each row: ``topk``, in ascending order.
 
     Args:
         logits: float32 or bf16 [T, width], T ≥ num_rows, next_n rows a request.
         next_n: rows of a request.
-        seq_lens: int32 or int64 [b], where a request's last row ends, and each other one a column before the next; or
-            [b, next_n], where each row ends. There may be more requests than the rows are of.
+        seq_lens: int32 or int64 [b], the length of each request's last row (row t has next_n - 1 - t columns fewer); or
+            [b, next_n], the length of each row. There may be more requests than num_rows / next_n.
         raw_topk_indices, num_rows, stride0, stride1, topk_tokens: as ``top_k_per_row_prefill``.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device.
     """
     _check_strides(logits, stride0, stride1)
-    chosen = leading.rows("logits", logits, "num_rows", num_rows)
-    # Of a request each in one axis, also where they are as many as rows.
+    chosen = first_rows("logits", logits, "num_rows", num_rows)
+    # One-dimensional lengths are one a request, even if there are as many as rows.
     each = checks.positive_int("next_n", next_n) if checks.given("seq_lens", seq_lens).dim() == 1 else 1
     with checks.naming(end="seq_lens", indices="raw_topk_indices", k="topk_tokens"):
         topk(
             chosen,
             topk_tokens,
-            end=leading.rows("seq_lens", seq_lens.reshape(-1), "num_rows", chosen.shape[0] // each),
+            end=first_rows("seq_lens", seq_lens.reshape(-1), "num_rows", chosen.shape[0] // each),
             next_n=next_n,
-            indices=_chosen(raw_topk_indices, num_rows, topk_tokens),
+            indices=_output_slice(raw_topk_indices, num_rows, topk_tokens),
         )
 
 
@@ -168,16 +166,17 @@ def persistent_topk(
     k: int,
     max_seq_len: int,
 ) -> None:
-    """The best columns of each row from its first on: ``topk``, in ascending order of column. NaN counts as the least,
-    where vLLM 0.33 takes it first.
+    """Indices of the k largest logits of each row: ``topk``, in ascending order.
+
+    NaN counts as the smallest logit; vLLM 0.33 treats it as the largest.
 
     Args:
         logits: float32 or bf16 [rows, width].
-        lengths: int32 or int64, columns of each row, ``rows`` of them in any shape.
-        output: int32 [rows, k], written; -1 behind a row's last.
-        workspace: not needed.
+        lengths: int32 or int64 with ``rows`` elements in any shape: the number of columns of each row.
+        output: int32 [rows, k], written, padded with -1.
+        workspace: unused.
         k: 1 to 4096.
-        max_seq_len: not needed.
+        max_seq_len: unused.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
@@ -185,7 +184,9 @@ def persistent_topk(
     checks.tensor("logits", logits, ("rows", "width"), LOGIT_DTYPES, may_be_empty=2)
     rows = logits.shape[0]
     if checks.given("lengths", lengths).numel() != rows:
-        raise ValueError(f"lengths must hold one for each of the {rows} rows of logits, got {list(lengths.shape)}")
+        raise ValueError(
+            f"lengths must have one element for each of the {rows} rows of logits, got {list(lengths.shape)}"
+        )
     with checks.naming(end="lengths", indices="output"):
         topk(logits, k, end=lengths.reshape(-1), indices=checks.given("output", output))
 
@@ -193,10 +194,10 @@ def persistent_topk(
 cooperative_topk = persistent_topk
 
 
-def _chosen(raw_topk_indices: torch.Tensor, num_rows: int, topk_tokens: int) -> torch.Tensor:
-    """The rows and columns that are written."""
+def _output_slice(raw_topk_indices: torch.Tensor, num_rows: int, topk_tokens: int) -> torch.Tensor:
+    """The rows and columns of ``raw_topk_indices`` to write."""
     topk_tokens = checks.positive_int("topk_tokens", topk_tokens)
-    rows = leading.rows("raw_topk_indices", raw_topk_indices, "num_rows", num_rows)
+    rows = first_rows("raw_topk_indices", raw_topk_indices, "num_rows", num_rows)
     return rows[:, :topk_tokens] if rows.dim() == 2 else rows
 
 

@@ -1,4 +1,4 @@
-"""What vLLM does with caches of latents: writing, gathering, and queries of two parts."""
+"""vLLM's operations on latent caches (write, gather), and concatenation of queries."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from flashlatte.integrations.vllm.ops import leading
-from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT, latent_format, scale_of
+from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT, cache_scale, latent_format
+from flashlatte.integrations.vllm.ops.first_rows import first_rows, request_rows
 from flashlatte.kv_cache.formats import ROPE_DIM
 from flashlatte.kv_cache.plain import Fp8Format
 from flashlatte.ops.cache_gather import cache_gather
@@ -32,15 +32,15 @@ def concat_and_cache_mla(
     """Write the latents of new tokens into a paged cache: ``kv_cache.write``.
 
     Args:
-        kv_c: [T, kv_lora_rank], bf16, fp16 or float32; T ≥ n, tokens from n on are padding.
-        k_pe: [T, rope] in the same dtype, rotated. rope may be 0, of a model whose keys have no rotated part;
-            "fp8_ds_mla" then stores zeros in its place, as vLLM 0.33 does.
+        kv_c: [T, kv_lora_rank], bf16, fp16 or float32; T ≥ n, and tokens from n on are padding.
+        k_pe: [T, rope] in the same dtype, rotated. rope may be 0, for models without rotated keys; "fp8_ds_mla" then
+            stores zeros there, as vLLM 0.33 does.
         kv_cache: [pages, page_size, width], written.
-        slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
-        kv_cache_dtype: "auto", or the name of a float dtype: kv_cache's; "fp8" or "fp8_e4m3"; "fp8_ds_mla".
-        scale: of "fp8", one element, float32. Not looked at with others.
-        skip_scale: the scale is 1, and not looked at.
-        scale_rounding: of "fp8_ds_mla": "exact", as vLLM to 0.26, or "power_of_two", as 0.32. Either is read by all.
+        slot_mapping: int32 or int64 [n], page · page_size + offset; a slot outside the cache skips its token.
+        kv_cache_dtype: "auto" or the float dtype of ``kv_cache``; "fp8" or "fp8_e4m3"; "fp8_ds_mla".
+        scale: float32 with one element, for "fp8". Unused otherwise.
+        skip_scale: use scale 1 instead of ``scale``.
+        scale_rounding: for "fp8_ds_mla": "exact", as vLLM to 0.26, or "power_of_two", as 0.32. Readers accept both.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -58,7 +58,7 @@ def concat_and_cache_mla(
             kv_c,
             rope=rope,
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
-            scale=scale_of(kv_cache_dtype, 1.0 if skip_scale else scale),
+            scale=cache_scale(kv_cache_dtype, 1.0 if skip_scale else scale),
             scale_rounding=scale_rounding if kv_cache_dtype == DS_MLA else "power_of_two",
         )
 
@@ -77,17 +77,17 @@ def concat_and_cache_mla_rope_fused(
 ) -> None:
     """Rotate the rope parts of queries and keys in place, and write the keys: ``kv_cache.rope_write``.
 
-    Computed in float32 and rounded once, where vLLM computes in the tensors' dtype.
+    The rotation is computed in float32 and rounded once; vLLM computes in the dtype of the tensors.
 
     Args:
-        positions: int32 or int64 [T], cos_sin_cache's row of each token.
+        positions: int32 or int64 [T], the row of cos_sin_cache for each token.
         q_pe: [T, h, rope], written.
         k_pe: [T, rope], written.
         kv_c: [T, kv_lora_rank], all of the same dtype.
         cos_sin_cache: [positions, rope], any float dtype, cosines and then sines.
-        is_neox: whether a frequency turns dims i and i + rope / 2; else 2i and 2i + 1.
-        slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale: as ``concat_and_cache_mla``. A token whose slot is
-            skipped is rotated all the same.
+        is_neox: whether a frequency rotates dims i and i + rope / 2; if False, dims 2i and 2i + 1.
+        slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale: as ``concat_and_cache_mla``. Tokens without
+            a valid slot are rotated too.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -105,7 +105,7 @@ def concat_and_cache_mla_rope_fused(
             interleaved=not is_neox,
             q_rope=q_pe,
             cache_format=latent_format(kv_cache_dtype, kv_cache, "kv_cache"),
-            scale=scale_of(kv_cache_dtype, kv_cache_scale),
+            scale=cache_scale(kv_cache_dtype, kv_cache_scale),
         )
 
 
@@ -120,22 +120,22 @@ def gather_and_maybe_dequant_cache(
     scale: torch.Tensor,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """Gather the latents of several requests, dequantised: ``kv_cache.gather``.
+    """Gather and dequantise the latents of several requests: ``kv_cache.gather``.
 
     Args:
         src_cache: [pages, page_size, width].
         dst: [T, kv_lora_rank + rope], bf16, fp16 or float32; its first rows are written.
         block_table: int32 or int64 [b or more, max_pages].
         cu_seq_lens: int32 or int64 [b + 1]: request i goes to rows cu_seq_lens[i] to cu_seq_lens[i + 1].
-        token_to_seq: not needed: ``cu_seq_lens`` says it.
-        num_tokens: rows to write, at most; a tensor of one integer is read, as an operation of vLLM's would.
+        token_to_seq: unused: ``cu_seq_lens`` has the same information.
+        num_tokens: maximum number of rows to write; a one-element integer tensor is read to the host, as in vLLM.
         kv_cache_dtype, scale: as ``concat_and_cache_mla``.
         seq_starts: int32 or int64 [b or more], the token of each request to begin with; 0 if None.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
-    table = leading.of_requests(block_table, cu_seq_lens)
+    table = request_rows(block_table, cu_seq_lens)
     requests = table.shape[0]
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="cu_seq_lens"):
         cache_gather(
@@ -143,9 +143,9 @@ def gather_and_maybe_dequant_cache(
             table,
             cu_seq_lens,
             cache_format=latent_format(kv_cache_dtype, src_cache, "src_cache"),
-            scale=scale_of(kv_cache_dtype, scale),
-            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "cu_seq_lens", requests),
-            out=leading.rows("dst", dst, "num_tokens", num_tokens),
+            scale=cache_scale(kv_cache_dtype, scale),
+            seq_starts=None if seq_starts is None else first_rows("seq_starts", seq_starts, "cu_seq_lens", requests),
+            out=first_rows("dst", dst, "num_tokens", num_tokens),
         )
 
 
@@ -157,11 +157,12 @@ def cp_gather_cache(
     batch_size: int,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """Gather the tokens of several requests as they are, in whatever format: ``kv_cache.gather_records``.
+    """Gather the tokens of several requests without conversion, in any format: ``kv_cache.gather_records``.
 
     Args:
-        src_cache: [pages, page_size, …], 32- or 16-bit floats or any one-byte dtype; a token's numbers in one piece.
-        dst: [T, …] in the same dtype, written; rows from cu_seq_lens[batch_size] on are left.
+        src_cache: [pages, page_size, …], 32- or 16-bit floats or any one-byte dtype; the values of a token are
+            contiguous.
+        dst: [T, …] in the same dtype, written; rows from cu_seq_lens[batch_size] on stay unchanged.
         block_table: int32 or int64 [b, max_pages], b ≥ batch_size.
         cu_seq_lens: int32 or int64 [batch_size + 1].
         batch_size: requests to gather.
@@ -179,12 +180,12 @@ def cp_gather_cache(
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="cu_seq_lens"):
         gather_records(
             rows.view(torch.uint8) if one_byte else rows,
-            leading.rows("block_table", block_table, "batch_size", batch_size),
-            leading.rows("cu_seq_lens", cu_seq_lens, "batch_size + 1", batch_size + 1),
+            first_rows("block_table", block_table, "batch_size", batch_size),
+            first_rows("cu_seq_lens", cu_seq_lens, "batch_size + 1", batch_size + 1),
             target.shape[0],
-            # Bytes of any width.
+            # The e4m3 format copies bytes of any width.
             cache_format=Fp8Format.name if one_byte else None,
-            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "batch_size", batch_size),
+            seq_starts=None if seq_starts is None else first_rows("seq_starts", seq_starts, "batch_size", batch_size),
             out=target.view(torch.uint8) if one_byte else target,
         )
 
@@ -200,41 +201,40 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     host_row_ids: torch.Tensor | None = None,
     device_row_ids: torch.Tensor | None = None,
 ) -> None:
-    """Gather the tokens of several requests out of an ``fp8_ds_mla`` cache as bf16 rows: ``kv_cache.gather``.
+    """Gather the tokens of several requests from an ``fp8_ds_mla`` cache as bf16 rows: ``kv_cache.gather``.
 
     Args:
-        src_cache: [pages, page_size, 656], one byte each.
+        src_cache: [pages, page_size, 656], any one-byte dtype.
         dst: bf16 [T, 576], written.
         block_table: int32 or int64 [b, max_pages], b ≥ batch_size.
-        workspace_starts: int32 or int64 [b], the row where each request begins; the last one's go on to the end.
+        workspace_starts: int32 or int64 [b], the first row of each request; the last request extends to the end.
         batch_size: requests to gather.
         seq_starts: int32 or int64 [batch_size], the token of each request to begin with; 0 if None.
-        host_cache, host_row_ids, device_row_ids: not served: rows that lie on the host.
+        host_cache, host_row_ids, device_row_ids: must be None: rows in host memory are not supported.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other, and
-            rows on the host.
+        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     for name, value in (("host_cache", host_cache), ("host_row_ids", host_row_ids), ("device_row_ids", device_row_ids)):
         if value is not None:
-            raise ValueError(f"{name} must be None: rows on the host are not served")
+            raise ValueError(f"{name} must be None: rows on the host are not supported")
     if isinstance(src_cache, torch.Tensor) and src_cache.dtype == torch.float8_e5m2:
         src_cache = src_cache.view(torch.uint8)
     with checks.naming(cache="src_cache", out="dst", cu_seqlens="workspace_starts"):
         cache_gather(
             src_cache,
-            leading.rows("block_table", block_table, "batch_size", batch_size),
-            leading.rows("workspace_starts", workspace_starts, "batch_size", batch_size),
+            first_rows("block_table", block_table, "batch_size", batch_size),
+            first_rows("workspace_starts", workspace_starts, "batch_size", batch_size),
             cache_format=DS_MLA_FORMAT,
-            seq_starts=None if seq_starts is None else leading.rows("seq_starts", seq_starts, "batch_size", batch_size),
+            seq_starts=None if seq_starts is None else first_rows("seq_starts", seq_starts, "batch_size", batch_size),
             out=dst,
         )
 
 
 def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor) -> None:
-    """Queries [T, H, latent + rope] of their two parts, into ``q_out``: ``flashlatte.concat_mla_q``.
+    """Concatenate the two parts of queries into ``q_out`` [T, H, latent + rope]: ``flashlatte.concat_mla_q``.
 
-    ``q_out`` may have more heads, to pad them: the first H are written.
+    ``q_out`` may have more heads, as padding: only the first H are written.
     """
     three = checks.given("q_out", q_out).dim() == checks.given("ql_nope", ql_nope).dim() == 3
     heads = q_out[:, : ql_nope.shape[1]] if three else q_out
@@ -243,7 +243,7 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor)
 
 
 def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
-    """x with all axes after the first ``axes`` as one, which must not copy it."""
+    """A view of ``x`` with all axes after the first ``axes`` flattened into one."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dim() <= axes:
@@ -251,4 +251,4 @@ def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
     try:
         return x.view(*x.shape[:axes], math.prod(x.shape[axes:]))
     except RuntimeError:
-        raise ValueError(f"{name} must have a token's numbers in one piece, got strides {x.stride()}") from None
+        raise ValueError(f"{name} must have the values of a token contiguous, got strides {x.stride()}") from None

@@ -1,4 +1,4 @@
-"""What vLLM does with requests of unequal length: rows of equal length, and back."""
+"""Packing of requests of unequal length into rows of equal length, and unpacking."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flashlatte.runtime import checks
 def pack_seq_triton(
     x: torch.Tensor, lengths: torch.Tensor, pad_value: float = -math.inf, block_t: int = 64, block_d: int = 64
 ) -> torch.Tensor:
-    """Requests one after the other as rows as long as the longest: ``flashlatte.pack_seq``.
+    """Pack concatenated requests into rows, padded to the longest request: ``flashlatte.pack_seq``.
 
-    Reads the longest from the device, as vLLM does, which waits for it.
+    Reads the largest length from the device, which synchronises, as vLLM does.
 
     Args:
-        x: [T, …]; a token's numbers in one piece.
+        x: [T, …]; the values of a token are contiguous.
         lengths: int32 or int64 [b].
-        pad_value: behind a request's tokens.
-        block_t, block_d: not needed.
+        pad_value: written after a request's tokens.
+        block_t, block_d: unused.
 
     Returns:
         [b, longest, …].

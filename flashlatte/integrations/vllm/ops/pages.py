@@ -1,4 +1,4 @@
-"""What vLLM does with paged caches of keys and values: writing new tokens, and moving blocks."""
+"""vLLM's operations on paged caches of keys and values: writing new tokens, copying blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.vllm.ops.dtypes import ONE_BYTE, numbers_of, quant_mode, scale_of, without_scales
+from flashlatte.integrations.vllm.ops.dtypes import ONE_BYTE, as_stored_dtype, cache_scale, quant_mode, without_scales
 from flashlatte.ops.cache_copy import copy_blocks as copy_pages
 from flashlatte.ops.cache_copy import swap_blocks as swap_pages
 from flashlatte.ops.reshape_and_cache import reshape_and_cache as write_pages
@@ -26,22 +26,22 @@ def reshape_and_cache(
     v_scale: torch.Tensor,
     interleaved_v: bool = False,
 ) -> None:
-    """Write keys and values into pages whose heads come before their tokens: ``flashlatte.reshape_and_cache``.
+    """Write keys and values into pages in head-major layout: ``flashlatte.reshape_and_cache``.
 
     Args:
-        key, value: [T, h_kv, d] and [T, h_kv, d_v], bf16, fp16 or float32; T ≥ n, tokens from n on are padding.
+        key, value: [T, h_kv, d] and [T, h_kv, d_v], bf16, fp16 or float32; T ≥ n, and tokens from n on are padding.
         key_cache: [pages, h_kv, d / x, page_size, x], written.
         value_cache: [pages, h_kv, d_v, page_size], written.
-        slot_mapping: int32 or int64 [n], page · page_size + offset; one below 0 or beyond the cache skips its token.
-        kv_cache_dtype: "auto", or the name of a float dtype: key's; "fp8", "fp8_e4m3" or "fp8_e5m2".
-        k_scale, v_scale: of fp8 caches, float32 with one element or [h_kv]. Not looked at with others.
-        interleaved_v: not served: the layout of AMD's kernels.
+        slot_mapping: int32 or int64 [n], page · page_size + offset; a slot outside the cache skips its token.
+        kv_cache_dtype: "auto" or the float dtype of ``key``; "fp8", "fp8_e4m3" or "fp8_e5m2".
+        k_scale, v_scale: for fp8 caches, float32 with one element or [h_kv]. Unused otherwise.
+        interleaved_v: must be False: the layout of AMD's kernels is not supported.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     if interleaved_v:
-        raise ValueError("interleaved_v must be False: the values' layout for AMD's kernels is not served")
+        raise ValueError("interleaved_v must be False: the value layout of AMD's kernels is not supported")
     for name, cache, axes in (("key_cache", key_cache, 5), ("value_cache", value_cache, 4)):
         _check_axes(name, cache, axes)
     keys, values = key_cache.permute(0, 3, 1, 2, 4), value_cache.permute(0, 3, 1, 2)
@@ -58,7 +58,7 @@ def reshape_and_cache_flash(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
-    """Write keys and values into pages [pages, page_size, h_kv, d] of any strides; else as ``reshape_and_cache``."""
+    """``reshape_and_cache`` for pages [pages, page_size, h_kv, d] of any strides."""
     _write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
@@ -73,13 +73,13 @@ def triton_reshape_and_cache_flash(
     v_scale: torch.Tensor,
     interleaved_v_pack_factor: int = 0,
 ) -> None:
-    """``reshape_and_cache`` where key_cache has five axes, else ``reshape_and_cache_flash``.
+    """``reshape_and_cache`` if key_cache has five axes, else ``reshape_and_cache_flash``.
 
-    "fp8_e5m2" is e4m3 too, as in vLLM's, whose readers of these pages know no other fp8.
+    "fp8_e5m2" stores e4m3, as vLLM's function does: vLLM's readers of these pages support no other fp8 dtype.
     """
     if interleaved_v_pack_factor:
         raise ValueError(
-            "interleaved_v_pack_factor must be 0: the values' layout for AMD's kernels is not served, "
+            "interleaved_v_pack_factor must be 0: the value layout of AMD's kernels is not supported, "
             f"got {interleaved_v_pack_factor}"
         )
     five = isinstance(key_cache, torch.Tensor) and key_cache.dim() == 5
@@ -102,17 +102,17 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 
     Args:
         key, value: as ``reshape_and_cache``.
-        key_cache, value_cache: int8, float8_e4m3fn or float8_e5m2, written. They may be 4 wider than key and value, as
-            vLLM's, whose rows end in their scale: what is behind a row's numbers is left.
+        key_cache, value_cache: int8, float8_e4m3fn or float8_e5m2, written. Rows may be 4 bytes wider than those of
+            key and value, as in vLLM, where a row ends with its scale: these bytes stay unchanged.
         k_scale_cache, v_scale_cache: float32 [pages, page_size, h_kv], written.
         slot_mapping: as ``reshape_and_cache``.
-        kv_quant_mode: vLLM's KVQuantMode; the caches' dtype says the same. 4-bit modes are refused.
+        kv_quant_mode: vLLM's KVQuantMode; the dtype of the caches must match. 4-bit modes are not supported.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
     """
     if "INT4" in (mode := quant_mode(kv_quant_mode)):
-        raise ValueError(f"kv_quant_mode must be one of 8 bits, got {mode}")
+        raise ValueError(f"kv_quant_mode must be an 8-bit mode, got {mode}")
     for name, scales in (("k_scale_cache", k_scale_cache), ("v_scale_cache", v_scale_cache)):
         _check_axes(name, scales, 3)
     keys, values = without_scales(key_cache, key), without_scales(value_cache, value)
@@ -121,13 +121,13 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 
 
 def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, block_mapping: torch.Tensor) -> None:
-    """Copy blocks of bytes from one tensor to another, on the same device or another: ``kv_cache.swap_blocks``.
+    """Copy blocks of bytes between two tensors, on the same device or different ones: ``kv_cache.swap_blocks``.
 
-    Within one tensor, or two of the same memory, every block is read before any is written: ``kv_cache.copy_blocks``.
+    If both tensors share their memory, every block is read before any is written: ``kv_cache.copy_blocks``.
 
     Args:
-        src, dst: any dtype and shape; their numbers in one piece, in whatever order of axes.
-        block_size_in_bytes: a divisor of both tensors' bytes.
+        src, dst: any dtype and shape; dense in memory, in any order of axes.
+        block_size_in_bytes: divides the byte size of both tensors.
         block_mapping: int64 [n, 2] on the CPU: block block_mapping[i, 0] of src goes to block block_mapping[i, 1] of
             dst.
 
@@ -163,21 +163,21 @@ def _write(
         write_pages(
             key,
             value,
-            numbers_of(kv_cache_dtype, key_cache, "key_cache"),
-            numbers_of(kv_cache_dtype, value_cache, "value_cache"),
+            as_stored_dtype(kv_cache_dtype, key_cache, "key_cache"),
+            as_stored_dtype(kv_cache_dtype, value_cache, "value_cache"),
             slot_mapping,
-            k_scale=scale_of(kv_cache_dtype, k_scale),
-            v_scale=scale_of(kv_cache_dtype, v_scale),
+            k_scale=cache_scale(kv_cache_dtype, k_scale),
+            v_scale=cache_scale(kv_cache_dtype, v_scale),
         )
 
 
 def _blocks(name: str, x: torch.Tensor, block_bytes: int) -> torch.Tensor:
-    """The bytes of a tensor as they lie in memory: uint8 [blocks, 1, block_bytes]."""
+    """View a tensor's memory as uint8 [blocks, 1, block_bytes]."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     in_memory = x.permute(sorted(range(x.dim()), key=lambda axis: (-x.stride(axis), -x.shape[axis])))
     if not in_memory.is_contiguous():
-        raise ValueError(f"{name} must have its numbers in one piece, got shape {list(x.shape)}, strides {x.stride()}")
+        raise ValueError(f"{name} must be dense in memory, got shape {list(x.shape)}, strides {x.stride()}")
     if x.numel() * x.element_size() % block_bytes:
         raise ValueError(
             f"block_size_in_bytes must divide the {x.numel() * x.element_size()} bytes of {name}, got {block_bytes}"

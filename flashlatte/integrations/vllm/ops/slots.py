@@ -1,4 +1,4 @@
-"""What vLLM does with the tokens that an indexer chose: where their rows lie."""
+"""vLLM's conversion of the token positions that an indexer selected to cache slots."""
 
 from __future__ import annotations
 
@@ -34,29 +34,27 @@ def triton_convert_req_index_to_global_index(
     Args:
         req_id: int32 or int64 [T], each query's request.
         block_table: int32 or int64 [b, max_pages].
-        token_indices: int32 or int64 [T, NUM_TOPK_TOKENS], positions within the request; below 0 for none.
+        token_indices: int32 or int64 [T, NUM_TOPK_TOKENS], positions within the request; negative for none.
         BLOCK_SIZE: tokens in a page.
         NUM_TOPK_TOKENS: columns of token_indices.
-        BLOCK_N: not needed.
-        HAS_PREFILL_WORKSPACE: whether the next two are looked at.
-        prefill_workspace_request_ids: int32 or int64 [T]: where it is 0 or more, the query's tokens lie one after the
-            other from prefill_workspace_starts[id] on, and position p is start + p. One beyond the table is none there
-            too.
+        BLOCK_N: unused.
+        HAS_PREFILL_WORKSPACE: whether to use the next two arguments.
+        prefill_workspace_request_ids: int32 or int64 [T]. If id ≥ 0, the query's tokens are contiguous in a workspace
+            and position p is prefill_workspace_starts[id] + p. Positions beyond the block table give -1 there too.
         prefill_workspace_starts: int32 or int64 [n].
-        return_valid_counts: also return how many of a row are valid, which then stand at its front, in their order.
-        BLOCK_STRIDE_ROWS: rows from a page's first to the next page's, where other rows lie between pages; BLOCK_SIZE
-            if None.
-        prefill_workspace_rank_stride: rows of one rank in a workspace that has those of every rank, one rank's after
-            the other's; 0 if None.
-        dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t lies on rank (t // interleave) % size, and is none for
-            another rank but in a workspace. The table is that of this rank's tokens.
+        return_valid_counts: also return the number of valid slots of each row, and move them to its front, in order.
+        BLOCK_STRIDE_ROWS: rows between the starts of consecutive pages, at least BLOCK_SIZE; BLOCK_SIZE if None.
+        prefill_workspace_rank_stride: rows of each rank in a workspace that concatenates the tokens of all ranks; 0 if
+            None.
+        dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t is on rank (t // interleave) % size. On other ranks its
+            slot is -1, except in a workspace. The table covers this rank's tokens.
         out: token_indices' shape, int32 or int64, written and returned.
         valid_counts_out: int32 [T], written and returned with ``return_valid_counts``.
-        idx_mapping: int32 or int64 [n], block_table's row of each request; below 0 counts as 0.
+        idx_mapping: int32 or int64 [n], the row of block_table for each request; negative values mean row 0.
 
     Returns:
-        In token_indices' dtype and shape; -1 for no token and for one whose page is not in the table. With
-        ``return_valid_counts`` also int32 [T].
+        Slots in the dtype and shape of token_indices; -1 for no token and for a token whose page is not in the table.
+        With ``return_valid_counts`` also the counts, int32 [T].
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
@@ -67,7 +65,7 @@ def triton_convert_req_index_to_global_index(
         checks.output("out", out, tuple(token_indices.shape), checks.INDEX_DTYPES, token_indices.device, may_be_empty=1)
     if valid_counts_out is not None:
         if not return_valid_counts:
-            raise ValueError("valid_counts_out belongs to return_valid_counts, got it without")
+            raise ValueError("valid_counts_out needs return_valid_counts=True, got False")
         checks.output("valid_counts_out", valid_counts_out, (token_indices.shape[0],), (torch.int32,))
     sharding = _sharding(dcp_rank, dcp_size, cp_kv_cache_interleave_size)
     workspace = None
@@ -75,7 +73,7 @@ def triton_convert_req_index_to_global_index(
         workspace = checks.given("prefill_workspace_request_ids", prefill_workspace_request_ids)
         checks.given("prefill_workspace_starts", prefill_workspace_starts)
         token_indices = _over_ranks(
-            _in_table(token_indices, block_table, BLOCK_SIZE, sharding),
+            _drop_beyond_table(token_indices, block_table, BLOCK_SIZE, sharding),
             workspace,
             sharding,
             0 if prefill_workspace_rank_stride is None else prefill_workspace_rank_stride,
@@ -116,15 +114,15 @@ def triton_filter_and_convert_dcp_index(
     *,
     BLOCK_STRIDE_ROWS: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the selected tokens that this rank of a context-parallel group has: ``index_convert``.
+    """Slots of the selected tokens that are on this rank of a context-parallel group: ``index_convert``.
 
     Arguments and results as ``triton_convert_req_index_to_global_index``, and:
 
     Args:
-        dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t lies on rank (t // interleave) % size. The table is
-            that of this rank's tokens.
-        compact_valid_to_front: the valid slots of a row stand at its front, in their order; for one rank they do with
-            ``return_valid_counts``, whatever this says, as in vLLM.
+        dcp_size, dcp_rank, cp_kv_cache_interleave_size: token t is on rank (t // interleave) % size. The table
+            covers this rank's tokens.
+        compact_valid_to_front: move the valid slots of a row to its front, in order. With one rank this is
+            ``return_valid_counts`` instead, as in vLLM.
     """
     _check(token_indices, NUM_TOPK_TOKENS, return_valid_counts)
     checks.flag("compact_valid_to_front", compact_valid_to_front)
@@ -150,11 +148,11 @@ def _check(token_indices: torch.Tensor, width: int, return_valid_counts: bool) -
     checks.tensor("token_indices", token_indices, ("T", "width"), checks.INDEX_DTYPES, may_be_empty=2)
     if token_indices.shape[1] != width:
         got = list(token_indices.shape)
-        raise ValueError(f"token_indices must have shape [T, {width}], as NUM_TOPK_TOKENS says, got {got}")
+        raise ValueError(f"token_indices must have shape [T, {width}] (NUM_TOPK_TOKENS), got {got}")
 
 
 def _sharding(rank: int, size: int, interleave: int) -> tuple[int, int, int]:
-    """What ``index_convert`` takes, under the names that vLLM has for it."""
+    """``index_convert``'s sharding, checked under vLLM's argument names."""
     rank = checks.positive_int("dcp_rank", rank, or_zero=True)
     size = checks.positive_int("dcp_size", size)
     if rank >= size:
@@ -171,15 +169,15 @@ def _mapped(req_id: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
 
 
 def _local(token_indices: torch.Tensor, sharding: tuple[int, int, int]) -> torch.Tensor:
-    """Tokens as numbered on the rank that has them."""
+    """Positions of tokens among those of their own rank."""
     _, size, interleave = sharding
     return token_indices // (size * interleave) * interleave + token_indices % interleave
 
 
-def _in_table(
+def _drop_beyond_table(
     token_indices: torch.Tensor, block_table: torch.Tensor, page_size: int, sharding: tuple[int, int, int]
 ) -> torch.Tensor:
-    """-1 for tokens that no column of the table is for: in a workspace they would be another request's."""
+    """Replace tokens beyond the block table by -1: in a workspace they would be another request's."""
     checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
     tokens = block_table.shape[1] * checks.positive_int("BLOCK_SIZE", page_size)
     return token_indices.masked_fill(_local(token_indices, sharding) >= tokens, -1)
@@ -188,7 +186,7 @@ def _in_table(
 def _over_ranks(
     token_indices: torch.Tensor, workspace: torch.Tensor, sharding: tuple[int, int, int], rank_stride: int
 ) -> torch.Tensor:
-    """Positions in a workspace of every rank's tokens, for the queries that have one."""
+    """Positions in a workspace that concatenates all ranks' tokens, for the queries that have a workspace."""
     ids, shape = "prefill_workspace_request_ids", token_indices.shape[:1]
     checks.tensor(ids, workspace, tuple(shape), checks.INDEX_DTYPES, token_indices.device, unit_last_stride=False)
     rank_stride = checks.positive_int("prefill_workspace_rank_stride", rank_stride, or_zero=True)
@@ -200,7 +198,7 @@ def _over_ranks(
 
 
 def _table(block_table: torch.Tensor, page_size: int, stride_rows: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """block_table without the pages whose rows, ``stride_rows`` apart, have no number in dtype."""
+    """block_table with -1 for pages whose slots, at ``stride_rows`` a page, would overflow dtype."""
     page_size = checks.positive_int("BLOCK_SIZE", page_size)
     if stride_rows is None or checks.positive_int("BLOCK_STRIDE_ROWS", stride_rows) == page_size:
         return block_table
@@ -212,7 +210,7 @@ def _table(block_table: torch.Tensor, page_size: int, stride_rows: int | None, d
 
 
 def _spread(slots: torch.Tensor, page_size: int, stride_rows: int | None, workspace: torch.Tensor | None) -> None:
-    """Make slots of pages that follow each other those of pages ``stride_rows`` apart, in place."""
+    """Convert slots of adjacent pages to slots of pages ``stride_rows`` apart, in place."""
     if stride_rows is None or stride_rows == page_size:
         return
     in_page = slots >= 0 if workspace is None else (slots >= 0) & (workspace < 0).unsqueeze(1)

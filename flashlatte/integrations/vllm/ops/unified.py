@@ -1,4 +1,4 @@
-"""vLLM's unified attention: decode, prefill and both in one batch, over pages of keys and values."""
+"""vLLM's unified attention: batches of decode and prefill requests over pages of keys and values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.vllm.ops import leading
 from flashlatte.integrations.vllm.ops.dtypes import quant_mode, without_scales
+from flashlatte.integrations.vllm.ops.first_rows import first_rows
 from flashlatte.kv_cache import scales
 from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.runtime import checks
 
 _BYTES = (torch.uint8,)
-_ACCEPTED = "window_size must be (left, right) without causal, right being left, 0 or -1: left counts on both sides"
+_ACCEPTED = "window_size must be (left, right) without causal, right being left, 0 or -1: left applies to both sides"
 _SCALED_BY_TOKEN = ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
 
 
@@ -59,48 +59,50 @@ def unified_attention(
 
     Args:
         q: [T, h_q, d], bf16 or fp16; or float8_e4m3fn, which is dequantised first.
-        k, v: the cache's [pages, page_size, h_kv, d] and [..., d_v], any strides; q's dtype (out's, or bf16, of an fp8
-            q), fp8 or int8. With a mode of a scale for each token and head they may be 4 wider, as vLLM's, whose rows
-            end in their scale.
+        k, v: the caches [pages, page_size, h_kv, d] and [..., d_v], any strides; in q's dtype (for an fp8 q: out's
+            dtype or bf16), fp8 or int8. With a scale for each token and head, rows may be 4 bytes wider, as in vLLM,
+            where a row ends with its scale.
         out: [T, h_q, d_v], written; q's dtype, or float8_e4m3fn.
         cu_seqlens_q: int32 or int64 [b + 1].
-        seqused_k: int32 or int64 [b], keys of each request in its pages, those of its queries among them.
+        seqused_k: int32 or int64 [b], keys of each request in its pages, including those of its queries.
         softmax_scale: above 0.
-        causal: the last query of a request stands at its last key.
-        window_size: (left, right), -1 for no bound. Without ``causal`` left counts on both sides, as in vLLM from 0.32
-            on, and right must be left, 0 or -1: ``paged_attention`` has windows of two different sides.
+        causal: bottom-right: the last query of a request is at its last key.
+        window_size: (left, right), -1 for no bound. Without ``causal``, left applies to both sides, as in vLLM from
+            0.32 on, and right must be left, 0 or -1. Different sides: use ``paged_attention``.
         block_table: int32 or int64 [b or more, max_pages].
         softcap: above 0, or 0 for none.
-        q_descale: of a float8_e4m3fn q: float32, of which the first element counts.
-        k_descale, v_descale: of an fp8 cache with one scale: likewise.
-        alibi_slopes: [h_q]; the bias falls with the distance from the query on both sides, as in ``paged_attention``.
+        q_descale: float32 scale of a float8_e4m3fn q; only the first element is used.
+        k_descale, v_descale: float32 scales of an fp8 cache with one scale; only the first element is used.
+        alibi_slopes: [h_q]; the bias decreases with the distance from the query on both sides.
         sinks: [h_q].
-        output_scale: out is the result divided by it.
+        output_scale: the result is divided by it.
         qq_bias: [n, n].
         mm_prefix_range: int32 or int64 [b, r, 2].
-        kv_quant_mode: vLLM's KVQuantMode, or None; 4-bit modes are refused.
-        k_scale_cache, v_scale_cache: float32 [pages, page_size, h_kv], with a mode of a scale for each token and head.
+        kv_quant_mode: vLLM's KVQuantMode, or None; 4-bit modes are not supported.
+        k_scale_cache, v_scale_cache: float32 [pages, page_size, h_kv], for modes with a scale for each token and head.
         max_seqlen_q, max_seqlen_k, seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
-            softmax_segm_expsum, use_td: not needed.
+            softmax_segm_expsum, use_td: unused.
         rswa_prefix_lens and rswa_window, chunk_lookback with a window, mm_prefix_clamp_sliding_window with a window and
-            mm_prefix_range: not served.
+            mm_prefix_range: not supported.
 
     Raises:
-        TypeError, ValueError: as ``paged_attention``, and where an argument asks for what is not served.
+        TypeError, ValueError: as ``paged_attention``, and for arguments that are not supported.
     """
     for name, given in (("k", k), ("v", v), ("out", out)):
         checks.given(name, given)
     requests = checks.given("seqused_k", seqused_k).numel()
-    _refuse(isinstance(causal, torch.Tensor), "causal must be True or False: one for each request is not served")
+    _refuse(
+        isinstance(causal, torch.Tensor), "causal must be True or False: one value for each request is not supported"
+    )
     left, right = _sides(window_size, bool(causal))
     both = rswa_window is not None and rswa_prefix_lens is not None
-    _refuse(both, "rswa_window or rswa_prefix_lens must be None: windows beside a prefix are not served")
-    # These two are nothing to vLLM where there is no window to cut or to clamp by.
-    chunks, clamped = (left >= 0 and asked for asked in (chunk_lookback > -1, mm_prefix_clamp_sliding_window))
-    _refuse(chunks, f"chunk_lookback must be -1 with a window: chunks are not served, got {chunk_lookback}")
+    _refuse(both, "rswa_window or rswa_prefix_lens must be None: windows with a prefix are not supported")
+    # vLLM ignores these two without a window.
+    chunks, clamped = (left >= 0 and option for option in (chunk_lookback > -1, mm_prefix_clamp_sliding_window))
+    _refuse(chunks, f"chunk_lookback must be -1 with a window: chunks are not supported, got {chunk_lookback}")
     _refuse(
         clamped and mm_prefix_range is not None,
-        "mm_prefix_clamp_sliding_window must be False with a window and mm_prefix_range: it is not served",
+        "mm_prefix_clamp_sliding_window must be False with a window and mm_prefix_range: it is not supported",
     )
     mode = quant_mode(kv_quant_mode)
     modes = ("NONE", "FP8_PER_TENSOR", *_SCALED_BY_TOKEN)
@@ -108,7 +110,9 @@ def unified_attention(
     by_token = mode in _SCALED_BY_TOKEN
     if by_token:
         k_scale, v_scale = k_scale_cache, v_scale_cache
-        _refuse(k_scale is None or v_scale is None, f"k_scale_cache and v_scale_cache belong to {mode}, got None")
+        _refuse(
+            k_scale is None or v_scale is None, f"k_scale_cache and v_scale_cache must be given with {mode}, got None"
+        )
         k, v = without_scales(k, checks.given("q", q)), without_scales(v, out)
     else:
         k_scale, v_scale = (
@@ -121,9 +125,9 @@ def unified_attention(
     with checks.naming(**names, **more):
         paged_attention(
             _dequantized(q, q_descale, out, requests),
-            _numbers(k),
-            _numbers(v),
-            leading.rows("block_table", block_table, "seqused_k", requests),
+            _as_e4m3(k),
+            _as_e4m3(v),
+            first_rows("block_table", block_table, "seqused_k", requests),
             seqused_k,
             cu_seqlens_q,
             softmax_scale=softmax_scale,
@@ -148,7 +152,7 @@ def _refuse(condition: bool, message: str) -> None:
 
 
 def _sides(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
-    """The window to the left and to the right of a query, -1 for no bound: vLLM looks at the first alone."""
+    """Window bounds to the left and right of a query, -1 for none. Without ``causal``, vLLM uses only the left one."""
     checks.instance("window_size", window_size, Sequence)
     if len(window_size) != 2 or not all(map(checks.is_integer, window_size)):
         raise TypeError(f"window_size must be a pair of ints, got {window_size!r}")
@@ -167,23 +171,23 @@ def _dequantized(q: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor,
     return (q.float() * (number if tensor is None else tensor)).to(dtype)
 
 
-def _numbers(cache: torch.Tensor) -> torch.Tensor:
-    """vLLM keeps fp8 as bytes."""
+def _as_e4m3(cache: torch.Tensor) -> torch.Tensor:
+    """View uint8 as e4m3: vLLM stores fp8 as bytes."""
     return cache.view(torch.float8_e4m3fn) if isinstance(cache, torch.Tensor) and cache.dtype in _BYTES else cache
 
 
 def _of_cache(name: str, scale: torch.Tensor | None, cache: torch.Tensor, requests: int) -> torch.Tensor | None:
-    """vLLM passes a scale with every cache."""
+    """The scale of a one-byte cache, else None: vLLM passes a scale with every cache."""
     return None if cache.dtype.itemsize > 1 else _first(name, scale, requests)
 
 
 def _first(name: str, scale: torch.Tensor | None, requests: int) -> torch.Tensor | None:
-    """One element of a scale of vLLM's: an expanded [b, h_kv], of which there is none where there are no requests."""
+    """The first element of vLLM's scale, an expanded [b, h_kv], which is empty if there are no requests."""
     if not isinstance(scale, torch.Tensor):
         return scale
     if scale.numel():
         return scale[(0,) * scale.dim()]
-    _refuse(requests > 0, f"{name} must hold at least one number, got shape {list(scale.shape)}")
+    _refuse(requests > 0, f"{name} must have at least one element, got shape {list(scale.shape)}")
     return None
 
 

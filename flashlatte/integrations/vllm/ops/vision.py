@@ -1,4 +1,4 @@
-"""What vLLM's vision towers call: [b, s, h, d], whose first two axes are one list of patches."""
+"""Attention functions of vLLM's vision towers: [b, s, h, d], with patches along the first two axes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def vit_flash_attn_wrapper(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``flashlatte.vit_attention``; ``max_seqlen`` is not read back.
+    """``flashlatte.vit_attention``; ``max_seqlen`` is not read to the host.
 
     Args:
         q, k, v: [b, s, h, d], bf16 or fp16.
         batch_size: b.
-        is_rocm_aiter, fa_version: not needed.
+        is_rocm_aiter, fa_version: unused.
         scale: above 0; d^-0.5 if None.
-        cu_seqlens: int32 or int64 [images + 1] over the b · s patches; None: b images of s.
-        max_seqlen: patches of the largest image, one integer.
+        cu_seqlens: int32 or int64 [images + 1] boundaries over the b · s patches; None: b images of s patches.
+        max_seqlen: number of patches of the largest image.
 
     Returns:
         [b, s, h, d].
@@ -47,9 +47,9 @@ def vit_triton_attn_wrapper(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``vit_flash_attn_wrapper`` without the arguments that are not needed."""
+    """``vit_flash_attn_wrapper`` without its unused arguments."""
     if checks.given("q", q).shape[:1] != (batch_size,):
-        raise ValueError(f"batch_size must be the first of q's {list(q.shape)}, got {batch_size}")
+        raise ValueError(f"batch_size must be the first axis of q's {list(q.shape)}, got {batch_size}")
     return vit_attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale=scale)
 
 
@@ -61,10 +61,10 @@ def vit_torch_sdpa_wrapper(
     cu_seqlens: torch.Tensor | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """``vit_flash_attn_wrapper`` with the arguments of PyTorch's attention; lengths are not read back.
+    """``vit_flash_attn_wrapper`` with the arguments of PyTorch's attention; lengths are not read to the host.
 
     Args:
-        cu_seqlens: int32 or int64 [images + 1] over the s patches of each of the b rows, which are divided alike.
+        cu_seqlens: int32 or int64 [images + 1] boundaries within the s patches of a row, the same for all b rows.
         enable_gqa: whether k and v may have fewer heads than q.
     """
     for name, given in (("q", q), ("k", k)):
@@ -75,7 +75,7 @@ def vit_torch_sdpa_wrapper(
     rows, patches = q.shape[:2]
     if cu_seqlens is not None and rows > 1:
         checks.tensor("cu_seqlens", cu_seqlens, ("images + 1",), checks.INDEX_DTYPES, q.device, unit_last_stride=False)
-        # Between two rows stands an image without patches.
+        # An image without patches separates two rows.
         begins = torch.arange(rows, dtype=cu_seqlens.dtype, device=q.device) * patches
         cu_seqlens = (begins.unsqueeze(1) + cu_seqlens).flatten()
     return vit_attention(q, k, v, cu_seqlens, softmax_scale=scale)

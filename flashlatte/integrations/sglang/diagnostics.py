@@ -1,6 +1,6 @@
-"""What ``flashlatte doctor`` says of SGLang: its version, whether the plugin is on, and what serves a model.
+"""``flashlatte doctor`` for SGLang: its version, whether the plugin is registered, and what it replaces for a model.
 
-SGLang is not imported: what of it is hooked is looked up in its sources.
+The hooked functions are looked up in SGLang's sources, without importing SGLang.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flashlatte.integrations.sglang.hooks import Hook, unserved
+from flashlatte.integrations.sglang.hooks import Hook, missing_targets
 from flashlatte.layers.config import MLAConfig
 
 GROUP, PLUGIN = "sglang.srt.plugins", "flashlatte"
@@ -22,36 +22,36 @@ def examine(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, An
     """Versions and choices as plain data.
 
     Args:
-        v4: the model is DeepSeek-V4, which is no ``model``.
+        v4: whether the model is DeepSeek-V4, for which ``model`` is None.
     """
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return {"version": None}
-    absent = _absent()
+    absent = _unregistered_reason()
     return {
         "version": version,
         "registered": absent is None,
         "reason": absent,
-        "missing": unserved(_in_sources),
-        "served": _served(model, v4=v4) if model is not None or v4 else None,
+        "missing": missing_targets(_in_sources),
+        "served": _served_operations(model, v4=v4) if model is not None or v4 else None,
     }
 
 
 def report(facts: dict[str, Any]) -> list[str]:
-    """The facts in lines for a terminal; none where SGLang is not installed."""
+    """The facts as lines for a terminal; no lines if SGLang is not installed."""
     if facts["version"] is None:
         return []
     state = "registered" if facts["registered"] else f"not registered: {facts['reason']}"
     lines = [f"SGLang {facts['version']}: FlashLatte's plugin is {state}"]
-    lines += [f"    it does not have {target}, which is not served" for target in facts["missing"]]
+    lines += [f"    it lacks {target}, which FlashLatte does not replace" for target in facts["missing"]]
     if facts["served"] is not None and facts["registered"]:
         lines.append(f"    {facts['served']}")
     return lines
 
 
-def _absent() -> str | None:
-    """Why SGLang has not FlashLatte's functions; None if it has, on an NVIDIA GPU."""
+def _unregistered_reason() -> str | None:
+    """Why the plugin is not registered with SGLang, or None. The GPU is not checked."""
     if PLUGIN not in importlib.metadata.entry_points(group=GROUP).names:
         return "flashlatte is not installed as a package here, so SGLang cannot find its plugin"
     allowed = os.environ.get("SGLANG_PLUGINS")
@@ -60,22 +60,22 @@ def _absent() -> str | None:
     return None
 
 
-def _served(model: MLAConfig | None, *, v4: bool) -> str:
+def _served_operations(model: MLAConfig | None, *, v4: bool) -> str:
     if v4:
-        return "on Hopper decode, sparse prefill and the indexer are FlashLatte's; caches of V4.1 stay SGLang's"
+        return "on Hopper FlashLatte runs decode, sparse prefill and the indexer; SGLang runs caches of V4.1"
     if model is not None and model.indexer is not None:
         return (
-            "on Hopper decode, prefill and the indexer are FlashLatte's, with SGLang's own options; prompts that are "
-            "shorter than the indexer's choice stay FlashAttention's"
+            "on Hopper FlashLatte runs decode, prefill and the indexer without further options; FlashAttention runs "
+            "prompts shorter than the indexer's top-k"
         )
     return (
-        "decode is FlashLatte's with --attention-backend flashmla, prefill SGLang's; by itself SGLang takes "
+        "with --attention-backend flashmla FlashLatte runs decode and SGLang runs prefill; without it SGLang chooses "
         "FlashAttention on Hopper"
     )
 
 
 def _in_sources(hook: Hook) -> bool:
-    """Whether the installed SGLang defines what is hooked; of another package, if it tells the module."""
+    """Whether the sources of the installed package define the hook's target. True for a target without a module."""
     package, *modules, name = hook.target.split(".")
     if not modules:
         return True
@@ -83,7 +83,7 @@ def _in_sources(hook: Hook) -> bool:
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
     for folder in folders:
         path = Path(folder, *modules).with_suffix(".py")
-        # A method's class stands where its module's last part would.
+        # The target is a method: the part before its name is a class in the module.
         path = path if path.exists() else path.parent.with_suffix(".py")
         if path.exists():
             nodes = ast.walk(ast.parse(path.read_text()))

@@ -1,4 +1,4 @@
-"""What ``flashlatte doctor`` says of vLLM: its version, whether the plugin is on, and who would serve a model."""
+"""``flashlatte doctor`` for vLLM: its version, whether the plugin is registered, and the backend of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashlatte.integrations import vllm
-from flashlatte.integrations.vllm import compat, serves
+from flashlatte.integrations.vllm import compat, support
 from flashlatte.layers.config import MLAConfig
 
 GROUP, PLUGIN = "vllm.general_plugins", "flashlatte"
@@ -18,13 +18,13 @@ GROUP, PLUGIN = "vllm.general_plugins", "flashlatte"
 def examine(
     dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = False, model_type: str | None = None
 ) -> dict[str, Any]:
-    """Versions and choices as plain data. vLLM is imported only if there is a ``model``.
+    """Versions and choices as plain data. vLLM is imported only if ``model`` is given.
 
     Args:
-        v4: the model is DeepSeek-V4, which is no ``model``.
-        model_type: the model's, as its configuration has it.
+        v4: whether the model is DeepSeek-V4, for which ``model`` is None.
+        model_type: ``model_type`` of the model's configuration.
     """
-    absent = _absent()
+    absent = _unregistered_reason()
     facts: dict[str, Any] = {
         "version": compat.version(),
         "registered": absent is None,
@@ -34,20 +34,20 @@ def examine(
     if facts["version"] is None:
         return facts
     if v4:
-        facts |= {"option": f"--attention-backend CUSTOM: {serves.V4_PARTS}", "chosen": None}
-        facts["refusal"] = _refuses_v4(model_type)
-    elif model_type in serves.WITHOUT_MLA:
-        facts |= {"refusal": serves.WITHOUT_MLA[model_type], "chosen": None}
+        facts |= {"option": f"--attention-backend CUSTOM: {support.V4_PARTS}", "chosen": None}
+        facts["refusal"] = _v4_refusal(model_type)
+    elif model_type in support.WITHOUT_MLA:
+        facts |= {"refusal": support.WITHOUT_MLA[model_type], "chosen": None}
     elif model is not None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        facts["option"] = _option(device_type, model)
+        facts["option"] = _vllm_option(device_type, model)
         facts["refusal"] = _refusal(device_type, dtype, model)
-        facts["chosen"] = _chosen(dtype, model) if compat.unknown() is None else None
+        facts["chosen"] = _chosen(dtype, model) if compat.version_refusal() is None else None
     return facts
 
 
 def report(facts: dict[str, Any]) -> list[str]:
-    """The facts in lines for a terminal."""
+    """The facts as lines for a terminal."""
     if facts["version"] is None:
         return ["vLLM is not installed"]
     state = "registered" if facts["registered"] else f"not registered: {facts['reason']}"
@@ -55,17 +55,17 @@ def report(facts: dict[str, Any]) -> list[str]:
     if "chosen" not in facts:
         return lines
     if facts["refusal"] is not None:
-        lines.append(f"    not served by FlashLatte: {facts['refusal']}")
+        lines.append(f"    not supported by FlashLatte: {facts['refusal']}")
     elif facts["registered"]:
-        lines.append(f"    FlashLatte serves this model with {facts['option']}")
+        lines.append(f"    FlashLatte supports this model with {facts['option']}")
     if facts["chosen"] is not None:
-        lines.append(f"    without an option vLLM takes {facts['chosen']}")
+        lines.append(f"    without an option vLLM chooses {facts['chosen']}")
     return lines
 
 
-def _absent() -> str | None:
-    """Why vLLM has not FlashLatte's backends; None if it has."""
-    if reason := compat.unknown():
+def _unregistered_reason() -> str | None:
+    """Why FlashLatte's backends are not registered with vLLM, or None."""
+    if reason := compat.version_refusal():
         return reason
     if PLUGIN not in importlib.metadata.entry_points(group=GROUP).names:
         return "flashlatte is not installed as a package here, so vLLM cannot find its plugin"
@@ -75,29 +75,29 @@ def _absent() -> str | None:
     return None
 
 
-def _option(device_type: str, model: MLAConfig) -> str:
+def _vllm_option(device_type: str, model: MLAConfig) -> str:
     if device_type == "cpu":
         return f"{vllm.ON_CPU}=1"
     return "--attention-backend CUSTOM" + (", or FLASHLATTE_VLLM=auto" if model.indexer is None else "")
 
 
 def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | None:
-    if device_type == "cpu" and (reason := compat.unknown_on_cpus()):
+    if device_type == "cpu" and (reason := compat.cpu_refusal()):
         return reason
     if model.indexer is None:
-        return serves.refuses_dense(device_type, model.head_dim, dtype, "auto", None)
-    return compat.unknown_for_indexers() or serves.refuses_sparse(device_type, model.head_dim, dtype, "auto", None)
+        return support.dense_refusal(device_type, model.head_dim, dtype, "auto", None)
+    return compat.indexer_refusal() or support.sparse_refusal(device_type, model.head_dim, dtype, "auto", None)
 
 
-def _refuses_v4(model_type: str | None) -> str | None:
+def _v4_refusal(model_type: str | None) -> str | None:
     if model_type == "deepseek_v41":
-        return serves.V41_IS_VLLMS
-    return compat.unknown_for_v4() or (None if torch.cuda.is_available() else serves.V4_ON_CUDA)
+        return support.V41_UNSUPPORTED
+    return compat.v4_refusal() or (None if torch.cuda.is_available() else support.V4_NEEDS_CUDA)
 
 
 def _chosen(dtype: torch.dtype, model: MLAConfig) -> str:
-    """The class that vLLM takes for a model without being told, or why it takes none."""
+    """The class that vLLM chooses for a model without an option, or the error it raises."""
     try:
         return compat.automatic_choice(model.head_dim, dtype, model.num_attention_heads, model.indexer is not None)
-    except Exception as error:  # Whatever another package raises is an answer here.
+    except Exception as error:  # Any error from vLLM is part of the report.
         return f"nothing: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What the doctor says of SGLang, whose sources stand here as empty functions."""
+"""``flashlatte doctor`` for SGLang, with fake sources of empty functions."""
 
 import importlib.metadata
 import importlib.util
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flashlatte.integrations.sglang import examine, hooks
+from flashlatte.integrations.sglang import diagnostics, hooks
 from flashlatte.layers import MLAConfig
 
 V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
@@ -14,7 +14,7 @@ V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """A folder with every function that is hooked, and metadata that says that it is SGLang."""
+    """A folder with every hooked function and SGLang's package metadata."""
     classes = ("DSATopKBackend", "DeepseekSparseAttnBackend")
     for hook in hooks.HOOKS:
         package, *modules, name = hook.target.split(".")
@@ -30,7 +30,7 @@ def installed(monkeypatch, tmp_path):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.23" if name == "sglang" else real(name))
     points = importlib.metadata.EntryPoints(
-        [importlib.metadata.EntryPoint("flashlatte", "flashlatte.integrations.sglang:register", examine.GROUP)]
+        [importlib.metadata.EntryPoint("flashlatte", "flashlatte.integrations.sglang:register", diagnostics.GROUP)]
     )
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
@@ -38,29 +38,29 @@ def installed(monkeypatch, tmp_path):
 
 
 def test_what_is_said_where_all_is_there(installed):
-    facts = examine.examine(V3)
+    facts = diagnostics.examine(V3)
     assert facts["missing"] == []
-    assert examine.report(facts) == [
+    assert diagnostics.report(facts) == [
         "SGLang 0.5.23: FlashLatte's plugin is registered",
-        "    decode is FlashLatte's with --attention-backend flashmla, prefill SGLang's; by itself SGLang takes "
-        "FlashAttention on Hopper",
+        "    with --attention-backend flashmla FlashLatte runs decode and SGLang runs prefill; without it SGLang "
+        "chooses FlashAttention on Hopper",
     ]
-    assert "caches of V4.1 stay SGLang's" in examine.report(examine.examine(v4=True))[1]
+    assert "SGLang runs caches of V4.1" in diagnostics.report(diagnostics.examine(v4=True))[1]
 
 
 def test_what_an_sglang_lacks_is_named(installed):
     (installed / "srt/layers/attention/dsa_backend.py").write_text("def another(): ...\n")
-    lines = examine.report(examine.examine())
+    lines = diagnostics.report(diagnostics.examine())
     assert lines[1:] == [
-        "    it does not have sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
-        f".{name}, which is not served"
+        "    it lacks sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+        f".{name}, which FlashLatte does not replace"
         for name in ("_forward_fa3", "_forward_flashmla_sparse")
     ]
 
 
 def test_a_plugin_that_is_left_out_is_said_to_be(installed, monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
-    assert examine.report(examine.examine(V3)) == [
+    assert diagnostics.report(diagnostics.examine(V3)) == [
         "SGLang 0.5.23: FlashLatte's plugin is not registered: SGLANG_PLUGINS is 'another', without flashlatte"
     ]
 
@@ -70,10 +70,10 @@ def test_without_sglang_nothing_is_said(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert examine.report(examine.examine(V3)) == []
+    assert diagnostics.report(diagnostics.examine(V3)) == []
 
 
 def test_every_hook_has_a_place_in_the_installed_sglang():
     if importlib.util.find_spec("sglang") is None or importlib.util.find_spec("sgl_kernel") is None:
         pytest.skip("SGLang is not installed")
-    assert hooks.unserved(examine._in_sources) == []
+    assert hooks.missing_targets(diagnostics._in_sources) == []

@@ -1,0 +1,174 @@
+"""What FlashLatte supports inside vLLM, and the messages for the rest. This module does not import vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flashlatte.kv_cache.registry import plain_format
+from flashlatte.kv_cache.v32 import V32Format
+from flashlatte.ops import dense_decode as _dense_decode  # noqa: F401  (registers the operation's implementations)
+from flashlatte.ops import sparse_decode as _sparse_decode  # noqa: F401
+from flashlatte.runtime import dispatch
+from flashlatte.runtime.checks import dtype_names
+
+# The preferred page size: one copy for each tile of keys. Hopper's dense-decode kernels read pages of any multiple of 8
+# tokens about as fast, its indexer kernels multiples of 32, its sparse-decode kernel and the portable kernels any size.
+PAGE_SIZE = 64
+# Triton's minimum.
+MIN_CAPABILITY = (8, 0)
+
+# vLLM's names of caches whose rows are plain values. "auto" is the model's dtype.
+CACHE_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+# Caches of models with an indexer; fp8_ds_mla is FlashLatte's v32 format.
+SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
+
+# DeepSeek-V4's architectures in vLLM. Their attention layers take no attention backend.
+V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
+V41_MODELS = ("DeepseekV41ForCausalLM",)
+# Why FlashLatte does not support a kind of model inside vLLM.
+V41_UNSUPPORTED = (
+    "DeepSeek-V4.1 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
+    "as if none had been named"
+)
+V4_NEEDS_CUDA = "DeepSeek-V4 is supported on CUDA only: elsewhere its attention layers take no attention backend"
+# The parts of V4 that FlashLatte replaces.
+V4_PARTS = "its attention and the indexer's choice; the compressor and what writes and gathers its caches stay vLLM's"
+SUPPORTED_INDEXERS = "of models with an indexer, it supports DeepSeek-V3.2 and GLM-5"
+# By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
+WITHOUT_MLA = {
+    "minicpm3": "vLLM runs MiniCPM3 as attention of many heads, whose keys and values it caches",
+    "mistral4": "vLLM has no model of its own for transformers' Mistral 4",
+    "youtu": "vLLM has no model of its own for Youtu",
+}
+
+# Architectures of models with an indexer in vLLM.
+INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+
+# vLLM's name for MLA caches without a sliding window, the key of ``backend_per_kind``.
+MLA_KIND = "mla_attention"
+
+
+def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> list[Any]:
+    """Page sizes in which kernels read vLLM's blocks: 64 if it divides ``block_size``, else any."""
+    if block_size is not None and block_size % PAGE_SIZE == 0:
+        return [PAGE_SIZE]
+    return [multiple_of(1)]
+
+
+def selected_backend(vllm_config: Any) -> str | None:
+    """The attention backend that this configuration names for MLA, or None. ``backend_per_kind`` takes precedence."""
+    attention = vllm_config.attention_config
+    of_kind = getattr(attention, "backend_per_kind", {}).get(MLA_KIND)  # vLLM 0.26 and later
+    chosen = of_kind or attention.backend
+    return None if chosen is None else chosen.name
+
+
+def selects_flashlatte(vllm_config: Any) -> bool:
+    """Whether this configuration selects FlashLatte."""
+    return selected_backend(vllm_config) == "CUSTOM"
+
+
+def refuse(vllm_config: Any, reason: str | None) -> None:
+    """Raise if ``reason`` is given and the configuration selects FlashLatte.
+
+    Raises:
+        ValueError: ``reason`` is not None, and the attention backend is CUSTOM.
+    """
+    if reason is not None and selects_flashlatte(vllm_config):
+        raise ValueError(f"attention backend CUSTOM is FlashLatte: {reason}. Remove the option")
+
+
+def dense_refusal(
+    device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
+) -> str | None:
+    """Why no implementation supports dense decode with these sizes, or None. CPUs use the reference."""
+    cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
+    if cache_dtype != torch.float8_e4m3fn and (reason := _dtypes_refusal(dtype, kv_cache_dtype, cache_dtype)):
+        return reason
+    return _operation_refusal("dense_decode", device_type, head_size, dtype, cache_dtype, block_size)
+
+
+def sparse_refusal(
+    device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
+) -> str | None:
+    """Why no implementation supports sparse decode with these sizes, or None. CPUs use the reference."""
+    if kv_cache_dtype == "fp8_ds_mla":
+        return _operation_refusal("sparse_decode", device_type, head_size, dtype, V32Format.name, block_size)
+    cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
+    if reason := _dtypes_refusal(dtype, kv_cache_dtype, cache_dtype):
+        return reason
+    return _operation_refusal("sparse_decode", device_type, head_size, dtype, cache_dtype, block_size)
+
+
+def _dtypes_refusal(dtype: torch.dtype, kv_cache_dtype: str | None, cache_dtype: torch.dtype) -> str | None:
+    if cache_dtype == dtype:
+        return None
+    return f"FlashLatte: a {kv_cache_dtype} cache takes queries of its own dtype, not {dtype_names([dtype])}"
+
+
+def _operation_refusal(
+    operation: str,
+    device_type: str,
+    head_size: int,
+    dtype: torch.dtype,
+    cache: torch.dtype | str,
+    block_size: int | None,
+) -> str | None:
+    """Why no implementation supports the operation over a cache of this dtype or format, or None."""
+    try:
+        call = dispatch.CallSpec(
+            operation,
+            torch.device(device_type),
+            dtype,
+            cache_format=cache if isinstance(cache, str) else plain_format(cache).name,
+            page_size=block_size or PAGE_SIZE,
+            head_dim=head_size,
+            h_kv=1,
+        )
+        dispatch.select(call, "reference" if device_type == "cpu" else "portable")
+    except ValueError as error:
+        return f"FlashLatte: {error}"
+    return None
+
+
+def check_layer(
+    kv_cache_dtype: str, qk_rope_head_dim: int, caches: Sequence[str] = ("auto", *CACHE_DTYPES), **unsupported: Any
+) -> None:
+    """Check that FlashLatte supports a layer. The exception type is that of vLLM's own backends.
+
+    Args:
+        caches: supported values of ``kv_cache_dtype``.
+        unsupported: options that FlashLatte does not support, by name; a true value raises.
+
+    Raises:
+        NotImplementedError: another ``kv_cache_dtype``, keys without a rotated part, or an option in ``unsupported``.
+    """
+    if kv_cache_dtype not in caches:
+        known = ", ".join(caches)
+        raise NotImplementedError(f"FlashLatte supports MLA with kv_cache_dtype {known}, got {kv_cache_dtype}")
+    if not qk_rope_head_dim:
+        raise NotImplementedError("FlashLatte supports MLA with rotated keys, got qk_rope_head_dim 0")
+    for name, value in unsupported.items():
+        if value:
+            raise NotImplementedError(f"FlashLatte supports MLA without {name}, got {value!r}")
+
+
+def check_indexer(*, compress_ratio: int = 1, **unsupported: Any) -> None:
+    """Check that FlashLatte supports an indexer: no compression (DeepSeek-V4), fp4 keys or candidate blocks.
+
+    Raises:
+        NotImplementedError: ``compress_ratio`` is not 1, or an option in ``unsupported`` is set.
+    """
+    if compress_ratio != 1:
+        raise NotImplementedError(f"FlashLatte supports indexers without compress_ratio, got {compress_ratio}")
+    for name, value in unsupported.items():
+        if isinstance(value, torch.Tensor) or value:
+            raise NotImplementedError(f"FlashLatte supports indexers without {name}, got {value!r}")
