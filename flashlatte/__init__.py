@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from flashlatte.ops.turboquant_gather import turboquant_gather
     from flashlatte.ops.turboquant_store import turboquant_store
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "compress",
