@@ -175,7 +175,7 @@ def select_tokens(
         select_from_pages(queries[rows], cache, weights[rows], batch.seq_lens, batch.block_table, selected[rows])
     for chunk in batch.chunks:
         rows = slice(decoding + chunk.first, decoding + chunk.last)
-        keys = (chunk.block_table, chunk.cu_keys, chunk.keys, chunk.key_start, chunk.key_end)
+        keys = (chunk.block_table, chunk.cu_keys, chunk.num_keys, chunk.key_start, chunk.key_end)
         select_from_keys(queries[rows], cache, weights[rows], *keys, selected[rows])
 
 
