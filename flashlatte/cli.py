@@ -111,7 +111,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from flashlatte import doctor
 
-    facts = doctor.examine(arguments.dtype, arguments.model)
+    facts = doctor.diagnose(arguments.dtype, arguments.model)
     print(json.dumps(facts, indent=2) if arguments.json else doctor.report(facts, every_reason=arguments.all))
     return 0
 

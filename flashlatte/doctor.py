@@ -39,7 +39,7 @@ H100 = machine.GPU((9, 0), 132)
 NAME_COLUMN_WIDTH = 72
 
 
-def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, Any]:
+def diagnose(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, Any]:
     """Collect versions, device and dispatch choices.
 
     Args:
@@ -72,13 +72,13 @@ def examine(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, A
             **{name: _version(name) for name in PACKAGES},
         },
         "device": _describe(device),
-        "ranks": ranks.examine(),
+        "ranks": ranks.diagnose(),
         "dtype": dtype,
         "model": description,
         "operations": [_choices(call) for call in calls],
         "on_an_h100": _supported_on_hopper(calls) if device.type == "cpu" else None,
-        "vllm": vllm.examine(DTYPES[dtype], config, v4=v4, model_type=_model_type(fields)),
-        "sglang": sglang.examine(config, v4=v4),
+        "vllm": vllm.diagnose(DTYPES[dtype], config, v4=v4, model_type=_model_type(fields)),
+        "sglang": sglang.diagnose(config, v4=v4),
         "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
     }
 

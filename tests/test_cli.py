@@ -33,7 +33,7 @@ def test_doctor_as_json_names_every_operation_and_why(capsys):
 
 def test_doctor_tells_what_select_would_do():
     for call, entry in zip(
-        doctor.typical_calls(torch.device("cpu"), torch.bfloat16), doctor.examine()["operations"], strict=True
+        doctor.typical_calls(torch.device("cpu"), torch.bfloat16), doctor.diagnose()["operations"], strict=True
     ):
         if not torch.cuda.is_available():
             assert entry["runs"] == dispatch.select(call)
@@ -149,11 +149,11 @@ def test_doctor_of_several_gpus(monkeypatch, capsys):
     monkeypatch.setattr("torch._C._distributed_c10d._detect_dma_connectivity", lambda *_: found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert ranks.report(ranks.examine()).endswith("; 2 GPUs, all connected by NVLink")
+    assert ranks.report(ranks.diagnose()).endswith("; 2 GPUs, all connected by NVLink")
     links[1, 0] = 0
-    assert ranks.report(ranks.examine()).endswith("; 2 GPUs, not all connected by NVLink")
+    assert ranks.report(ranks.diagnose()).endswith("; 2 GPUs, not all connected by NVLink")
     monkeypatch.delattr("torch._C._distributed_c10d._detect_dma_connectivity")
-    assert ranks.report(ranks.examine()).endswith("; 2 GPUs")
+    assert ranks.report(ranks.diagnose()).endswith("; 2 GPUs")
 
 
 @needs_cpu
@@ -204,7 +204,7 @@ def test_doctor_says_what_a_gpu_adds_for_this_call(options, without, hopper, tmp
     begin = rf"On a GPU, portable kernels \(Triton\) run every operation{without}[,;] on an H100 or H200"
     assert re.search(rf"{begin}, hopper kernels run {hopper}", printed)
     # What was supposed is forgotten.
-    assert doctor.examine()["operations"][0]["runs"] == "reference"
+    assert doctor.diagnose()["operations"][0]["runs"] == "reference"
 
 
 @needs_cpu
@@ -217,7 +217,7 @@ def test_doctor_without_triton(monkeypatch, capsys):
 def test_doctor_gives_every_reason_when_asked(capsys):
     assert cli.main(["doctor", "--all"]) == 0
     printed = capsys.readouterr().out
-    operations = doctor.examine()["operations"]
+    operations = doctor.diagnose()["operations"]
     assert printed.count(": it ") == sum(len(entry["refusals"]) for entry in operations)
     assert "dense_decode over fp8" in printed
 

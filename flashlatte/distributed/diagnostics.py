@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 
-def examine() -> dict[str, Any]:
+def diagnose() -> dict[str, Any]:
     """Backends of torch.distributed, the number of GPUs, and whether NVLink connects all pairs (None: unknown)."""
     backends = {"nccl": "is_nccl_available", "gloo": "is_gloo_available"}
     available = [name for name, check in backends.items() if dist.is_available() and getattr(dist, check)()]

@@ -38,19 +38,19 @@ def installed(monkeypatch, tmp_path):
 
 
 def test_what_is_said_where_all_is_there(installed):
-    facts = diagnostics.examine(V3)
+    facts = diagnostics.diagnose(V3)
     assert facts["missing"] == []
     assert diagnostics.report(facts) == [
         "SGLang 0.5.23: FlashLatte's plugin is registered",
         "    with --attention-backend flashmla FlashLatte runs decode and SGLang runs prefill; without it SGLang "
         "chooses FlashAttention on Hopper",
     ]
-    assert "SGLang runs caches of V4.1" in diagnostics.report(diagnostics.examine(v4=True))[1]
+    assert "SGLang runs caches of V4.1" in diagnostics.report(diagnostics.diagnose(v4=True))[1]
 
 
 def test_what_an_sglang_lacks_is_named(installed):
     (installed / "srt/layers/attention/dsa_backend.py").write_text("def another(): ...\n")
-    lines = diagnostics.report(diagnostics.examine())
+    lines = diagnostics.report(diagnostics.diagnose())
     assert lines[1:] == [
         "    it lacks sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
         f".{name}, which FlashLatte does not replace"
@@ -60,7 +60,7 @@ def test_what_an_sglang_lacks_is_named(installed):
 
 def test_a_plugin_that_is_left_out_is_said_to_be(installed, monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
-    assert diagnostics.report(diagnostics.examine(V3)) == [
+    assert diagnostics.report(diagnostics.diagnose(V3)) == [
         "SGLang 0.5.23: FlashLatte's plugin is not registered: SGLANG_PLUGINS is 'another', without flashlatte"
     ]
 
@@ -70,7 +70,7 @@ def test_without_sglang_nothing_is_said(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert diagnostics.report(diagnostics.examine(V3)) == []
+    assert diagnostics.report(diagnostics.diagnose(V3)) == []
 
 
 def test_every_hook_has_a_place_in_the_installed_sglang():

@@ -18,7 +18,7 @@ from flashlatte.layers.config import MLAConfig
 GROUP, PLUGIN = "sglang.srt.plugins", "flashlatte"
 
 
-def examine(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, Any]:
+def diagnose(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, Any]:
     """Versions and choices as plain data.
 
     Args:

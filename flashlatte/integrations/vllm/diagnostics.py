@@ -15,7 +15,7 @@ from flashlatte.layers.config import MLAConfig
 GROUP, PLUGIN = "vllm.general_plugins", "flashlatte"
 
 
-def examine(
+def diagnose(
     dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = False, model_type: str | None = None
 ) -> dict[str, Any]:
     """Versions and choices as plain data. vLLM is imported only if ``model`` is given.

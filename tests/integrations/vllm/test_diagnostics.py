@@ -18,7 +18,7 @@ V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 
 def test_doctor_without_vllm(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: None)
-    facts = diagnostics.examine(torch.bfloat16, V3)
+    facts = diagnostics.diagnose(torch.bfloat16, V3)
     assert (facts["registered"], facts["reason"]) == (False, "vLLM is not installed")
     assert diagnostics.report(facts) == ["vLLM is not installed"]
 
@@ -27,7 +27,7 @@ def test_doctor_when_the_plugin_is_left_out(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: "0.26.0")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: SimpleNamespace(names={"flashlatte"}))
     monkeypatch.setenv("VLLM_PLUGINS", "another")
-    facts = diagnostics.examine(torch.bfloat16)
+    facts = diagnostics.diagnose(torch.bfloat16)
     assert diagnostics.report(facts) == [
         "vLLM 0.26.0: FlashLatte's plugin is not registered: VLLM_PLUGINS is 'another', without flashlatte"
     ]
@@ -51,7 +51,7 @@ def test_doctor_of_a_model(monkeypatch, gpu, version, line):
     monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
     monkeypatch.setattr(diagnostics, "_chosen", lambda dtype, model: "vllm.TritonMLABackend")
     monkeypatch.delenv("FLASHLATTE_VLLM", raising=False)
-    assert diagnostics.report(diagnostics.examine(torch.bfloat16, V3)) == [
+    assert diagnostics.report(diagnostics.diagnose(torch.bfloat16, V3)) == [
         f"vLLM {version}: FlashLatte's plugin is registered",
         f"    {line}",
         "    without an option vLLM chooses vllm.TritonMLABackend",
@@ -74,7 +74,7 @@ def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
     monkeypatch.setattr(diagnostics, "_chosen", lambda dtype, model: "vllm.FlashMLASparseBackend")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     indexer = IndexerConfig(num_heads=64, head_dim=128, topk=2048)
-    lines = diagnostics.report(diagnostics.examine(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
+    lines = diagnostics.report(diagnostics.diagnose(torch.bfloat16, dataclasses.replace(V3, indexer=indexer)))
     assert lines[1:] == [f"    {line}", "    without an option vLLM chooses vllm.FlashMLASparseBackend"]
 
 
@@ -86,7 +86,7 @@ def test_doctor_of_a_model_that_is_not_mla_in_vllm(monkeypatch, tmp_path, model_
     fields = {"model_type": model_type, "qk_rope_head_dim": 32, "v_head_dim": 64} | sizes
     fields["rope_parameters"] = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": fields}))
-    assert diagnostics.report(doctor.examine(model=tmp_path)["vllm"]) == [
+    assert diagnostics.report(doctor.diagnose(model=tmp_path)["vllm"]) == [
         "vLLM 0.33.0: FlashLatte's plugin is registered",
         f"    not supported by FlashLatte: {support.WITHOUT_MLA[model_type]}",
     ]
@@ -96,10 +96,10 @@ def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "version", lambda: "0.33.0")
     monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
-    assert doctor.examine(model=tmp_path)["vllm"]["refusal"] == support.V41_UNSUPPORTED
+    assert doctor.diagnose(model=tmp_path)["vllm"]["refusal"] == support.V41_UNSUPPORTED
 
     def lines():
-        return diagnostics.report(diagnostics.examine(torch.bfloat16, v4=True, model_type="deepseek_v4"))[1:]
+        return diagnostics.report(diagnostics.diagnose(torch.bfloat16, v4=True, model_type="deepseek_v4"))[1:]
 
     assert lines() == [f"    not supported by FlashLatte: {support.V4_NEEDS_CUDA}"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
