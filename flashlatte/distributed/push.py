@@ -47,7 +47,7 @@ def _launch(x: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         row_units=row_size // vector,
         target_row_units=target_row_size // vector,
         TARGETS=len(targets),
-        UNIT=vector,
+        ALIGN=vector,
         BLOCK=block,
         num_warps=NUM_WARPS,
     )

@@ -16,11 +16,11 @@ def push_kernel(
     row_units: tl.int64,
     target_row_units: tl.int64,
     TARGETS: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy rows of row_units · UNIT elements from x to each of targets[TARGETS], whose rows are strided."""
-    row_size = row_units * UNIT
+    """Copy rows of row_units · ALIGN elements from x to each of targets[TARGETS], whose rows are strided."""
+    row_size = row_units * ALIGN
     blocks = tl.cdiv(row_size, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     row, first = program // blocks, program % blocks * BLOCK
@@ -28,4 +28,4 @@ def push_kernel(
     in_row = columns < row_size
     values = tl.load(x + row * row_size + columns, mask=in_row)  # [BLOCK]
     for target in tl.static_range(TARGETS):
-        tl.store(targets[target] + row * target_row_units * UNIT + columns, values, mask=in_row)
+        tl.store(targets[target] + row * target_row_units * ALIGN + columns, values, mask=in_row)

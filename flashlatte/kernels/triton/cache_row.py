@@ -59,16 +59,16 @@ def store_row(
     slot,
     D: tl.constexpr,
     FORMAT: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Store float32 x [1, D] at ``slot`` if that is valid. UNIT: alignment in elements, the divisor of the strides."""
+    """Store float32 x [1, D] at ``slot`` if that is valid. ALIGN: alignment in elements, the divisor of the strides."""
     column = tl.arange(0, D)[None, :]
-    page_start = slot.cache + slot.page * slot.page_stride * UNIT
+    page_start = slot.cache + slot.page * slot.page_stride * ALIGN
     valid = slot.valid & (column < D)  # [1, D]
     if FORMAT.encoding == "plain":
-        row = page_start + slot.offset * slot.row_stride * UNIT
+        row = page_start + slot.offset * slot.row_stride * ALIGN
         tl.store(row + column, from_float32(x, slot.cache.dtype.element_ty, INTERPRETED), mask=valid)
     elif FORMAT.encoding == "tiles":
         TILING: tl.constexpr = FORMAT.tiling
@@ -78,7 +78,7 @@ def store_row(
         codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
         tl.store(row + column, codes, mask=valid & (column < LATENT))
         rope = from_float32(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
-        store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), UNIT)
+        store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), ALIGN)
         tile = tl.arange(0, D // TILING.tile)[None, :]
         # The scales of a token are padded with zero bytes.
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
@@ -89,7 +89,7 @@ def store_row(
         tl.store(page_start + slot.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)
         scale_row = page_start + slot.page_size * D + slot.offset * 4
         word = scales.to(tl.int32, bitcast=True)
-        store_words(scale_row, tl.arange(0, 1), word, slot.valid & (tl.arange(0, 1) == 0), UNIT)
+        store_words(scale_row, tl.arange(0, 1), word, slot.valid & (tl.arange(0, 1) == 0), ALIGN)
     else:
         packed, exponents = to_mxfp4(x, 1, D)
         byte = tl.arange(0, D // 2)[None, :]

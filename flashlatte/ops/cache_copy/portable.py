@@ -91,7 +91,7 @@ def _launch(
         dst_first=dst_first // unit,
         length=(stop - first) // unit,
         num_blocks=num_blocks,
-        UNIT=unit,
+        ALIGN=unit,
         FROM_SCRATCH=reads is scratch,
         TO_SCRATCH=writes is scratch,
         BLOCK_BYTES=BLOCK_BYTES,
@@ -115,16 +115,16 @@ def copy_pages_kernel(
     dst_first: tl.int64,
     length: tl.int64,
     num_blocks: tl.int64,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     FROM_SCRATCH: tl.constexpr,
     TO_SCRATCH: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """Copy a block of a pair's bytes. Strides, firsts and ``length`` are in units of UNIT bytes; scratch has a page per
-    pair."""
-    WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
-    WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
-    WORDS: tl.constexpr = UNIT // WORD_BYTES
+    """Copy a block of a pair's bytes. Strides, firsts and ``length`` are multiples of ALIGN bytes; scratch has a page
+    per pair."""
+    WORD_BYTES: tl.constexpr = 4 if ALIGN >= 4 else 1
+    WORD: tl.constexpr = tl.uint32 if ALIGN >= 4 else tl.uint8
+    WORDS: tl.constexpr = ALIGN // WORD_BYTES
     BLOCK: tl.constexpr = BLOCK_BYTES // WORD_BYTES
     program = tl.program_id(0).to(tl.int64)
     pair = program // num_blocks

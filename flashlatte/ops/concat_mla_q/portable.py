@@ -37,7 +37,7 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -
         out_head_stride=strides[5] // unit,
         LATENT=latent // unit,
         WIDTH=width // unit,
-        UNIT=unit,
+        ALIGN=unit,
         BLOCK_R=ROWS,
         BLOCK_BYTES=BLOCK_BYTES,
         num_warps=NUM_WARPS,
@@ -59,14 +59,14 @@ def concat_mla_q_kernel(
     out_head_stride: tl.int64,
     LATENT: tl.constexpr,
     WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """Copy BLOCK_BYTES of BLOCK_R heads. Widths and strides are in units of UNIT bytes."""
-    WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
-    WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
-    WORDS: tl.constexpr = UNIT // WORD_BYTES
+    """Copy BLOCK_BYTES of BLOCK_R heads. Widths and strides are in units of ALIGN bytes."""
+    WORD_BYTES: tl.constexpr = 4 if ALIGN >= 4 else 1
+    WORD: tl.constexpr = tl.uint32 if ALIGN >= 4 else tl.uint8
+    WORDS: tl.constexpr = ALIGN // WORD_BYTES
     BLOCK: tl.constexpr = BLOCK_BYTES // WORD_BYTES
     column_blocks: tl.constexpr = (WIDTH * WORDS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)

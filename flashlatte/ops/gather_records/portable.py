@@ -67,7 +67,7 @@ def _gather_plane(
             out_stride=out_stride // unit,
         ),
         WIDTH=width * size // unit,
-        UNIT=unit,
+        ALIGN=unit,
         WIDE=block_table.shape[1] * page_size >= 2**31,
         BLOCK_T=BLOCKING.tokens,
         BLOCK_BYTES=BLOCK_BYTES,
@@ -95,15 +95,15 @@ def gather_records_kernel(
     row_stride: tl.int64,
     out_stride: tl.int64,
     WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """Copy BLOCK_BYTES of BLOCK_T rows. WIDTH and strides are in units of UNIT bytes."""
-    WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
-    WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
-    WORDS: tl.constexpr = UNIT // WORD_BYTES
+    """Copy BLOCK_BYTES of BLOCK_T rows. WIDTH and strides are in units of ALIGN bytes."""
+    WORD_BYTES: tl.constexpr = 4 if ALIGN >= 4 else 1
+    WORD: tl.constexpr = tl.uint32 if ALIGN >= 4 else tl.uint8
+    WORDS: tl.constexpr = ALIGN // WORD_BYTES
     BLOCK: tl.constexpr = BLOCK_BYTES // WORD_BYTES
     column_blocks: tl.constexpr = (WIDTH * WORDS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)

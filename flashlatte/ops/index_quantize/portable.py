@@ -49,8 +49,8 @@ def index_quantize(cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Ten
         D=layout.head_dim,
         ENCODING=layout.encoding,
         POWER_OF_TWO=scale_rounding == "power_of_two",
-        UNIT=unit,
-        K_UNIT=k_unit,
+        ALIGN=unit,
+        K_ALIGN=k_unit,
         WIDE=num_slots >= 2**31,
         NATIVE=converts_e4m3(cache.device),
         INTERPRETED=machine.interpreting(),
@@ -87,7 +87,7 @@ def index_gather(
         ),
         VALUE_BYTES=layout.value_bytes,
         SCALE_BYTES=layout.scale_bytes,
-        UNIT=unit,
+        ALIGN=unit,
         WIDE=block_table.shape[1] * page_size >= 2**31,
         BLOCK_T=GATHER_BLOCKING.tokens,
         num_warps=GATHER_BLOCKING.warps,
@@ -108,8 +108,8 @@ def index_quantize_kernel(
     D: tl.constexpr,
     ENCODING: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    UNIT: tl.constexpr,
-    K_UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    K_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -119,8 +119,8 @@ def index_quantize_kernel(
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    page_start = cache + page * page_stride * UNIT
-    k_row = k + tokens * k_stride * K_UNIT
+    page_start = cache + page * page_stride * ALIGN
+    k_row = k + tokens * k_stride * K_ALIGN
     column = tl.arange(0, D)[None, :]
     # [BLOCK_T, D]
     x = to_float32(tl.load(k_row[:, None] + column, mask=valid[:, None], other=0.0), INTERPRETED)
@@ -140,7 +140,7 @@ def index_quantize_kernel(
             values, scales = scale_rows(x, 1e-4, POWER_OF_TWO)
             tl.store(row[:, None] + column, float_to_e4m3(values, NATIVE), mask=valid[:, None])
             scale_row = page_start + page_size * D + offset * 4
-            store_words(scale_row, 0, scales.to(tl.int32, bitcast=True), valid, UNIT)
+            store_words(scale_row, 0, scales.to(tl.int32, bitcast=True), valid, ALIGN)
 
 
 @kernel(by_element=("cu_seqlens", "seq_starts"))
@@ -163,7 +163,7 @@ def index_gather_kernel(
     page_stride: tl.int64,
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -171,7 +171,7 @@ def index_gather_kernel(
     requests = Requests(cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride)
     pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
-    page_start = cache + page * page_stride * UNIT
+    page_start = cache + page * page_stride * ALIGN
     column = tl.arange(0, VALUE_BYTES)[None, :]
     # [BLOCK_T, VALUE_BYTES]
     source = (page_start + offset * VALUE_BYTES)[:, None] + column

@@ -66,7 +66,7 @@ def index_query(
         INTERLEAVED=interleaved,
         HADAMARD=hadamard,
         POWER_OF_TWO=scale_rounding == "power_of_two",
-        Q_UNIT=q_unit,
+        Q_ALIGN=q_unit,
         NATIVE=converts_e4m3(q.device),
         INTERPRETED=machine.interpreting(),
         BLOCK_H=heads_at_once,
@@ -98,7 +98,7 @@ def index_query_kernel(
     INTERLEAVED: tl.constexpr,
     HADAMARD: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    Q_UNIT: tl.constexpr,
+    Q_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -107,7 +107,7 @@ def index_query_kernel(
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = head < heads
     column = tl.arange(0, D)
-    q_row = q + (token * q_stride + head.to(tl.int64) * q_head_stride) * Q_UNIT
+    q_row = q + (token * q_stride + head.to(tl.int64) * q_head_stride) * Q_ALIGN
     # MXFP4 is instruction-bound: skip the rotation of NoPE columns.
     APART: tl.constexpr = INTERLEAVED and not HADAMARD and 2 * ROPE == D and ROPE_AT == ROPE and ROPE % 32 == 0
     if block_scales is not None and cos_sin is not None and APART:

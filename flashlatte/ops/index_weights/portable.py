@@ -50,9 +50,9 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
         BLOCK_T=block.rows,
         BLOCK_H=block.heads,
         BLOCK_K=block.width,
-        UNIT=unit,
-        HIDDEN_UNIT=hidden_unit,
-        WEIGHT_UNIT=weight_unit,
+        ALIGN=unit,
+        HIDDEN_ALIGN=hidden_unit,
+        WEIGHT_ALIGN=weight_unit,
         STAGES=STAGES,
         INTERPRETED=machine.interpreting(),
         num_warps=block.warps,
@@ -78,22 +78,22 @@ def index_weights_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UNIT: tl.constexpr,
-    HIDDEN_UNIT: tl.constexpr,
-    WEIGHT_UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HIDDEN_ALIGN: tl.constexpr,
+    WEIGHT_ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Compute BLOCK_T rows of BLOCK_H heads. Strides and the rows' width are in units of that many elements."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    rows = hidden + (token.to(tl.int64) * hidden_stride)[:, None] * HIDDEN_UNIT
-    of_heads = weight + (head.to(tl.int64) * weight_stride)[:, None] * WEIGHT_UNIT
+    rows = hidden + (token.to(tl.int64) * hidden_stride)[:, None] * HIDDEN_ALIGN
+    of_heads = weight + (head.to(tl.int64) * weight_stride)[:, None] * WEIGHT_ALIGN
     there, of_layer = (token < tokens)[:, None], (head < heads)[:, None]
     sums = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_K], tl.float32)
-    for begin in tl.range(0, units * UNIT, BLOCK_K, num_stages=STAGES):
+    for begin in tl.range(0, units * ALIGN, BLOCK_K, num_stages=STAGES):
         column = begin + tl.arange(0, BLOCK_K)[None, :]
-        inside = column < units * UNIT
+        inside = column < units * ALIGN
         x = to_float32(tl.load(rows + column, mask=there & inside, other=0.0), INTERPRETED)
         w = tl.load(of_heads + column, mask=of_layer & inside, other=0.0)
         sums += x[:, None, :] * w[None, :, :]

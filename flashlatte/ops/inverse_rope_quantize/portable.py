@@ -47,7 +47,7 @@ def inverse_rope_quantize(
         ROPE=cos_sin.shape[1],
         TILE=TILE,
         PACKED=packed,
-        UNIT=unit,
+        ALIGN=unit,
         NATIVE=converts_e4m3(o.device),
         INTERPRETED=machine.interpreting(),
         BLOCK_H=HEADS,
@@ -77,7 +77,7 @@ def inverse_rope_quantize_kernel(
     ROPE: tl.constexpr,
     TILE: tl.constexpr,
     PACKED: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -91,7 +91,7 @@ def inverse_rope_quantize_kernel(
     there = head < heads
     real = there & (token < num_tokens)
     column = tile * TILE + tl.arange(0, TILE)[None, :]
-    o_row = o + (token * o_stride + head.to(tl.int64) * o_head_stride) * UNIT
+    o_row = o + (token * o_stride + head.to(tl.int64) * o_head_stride) * ALIGN
     x = to_float32(tl.load(o_row[:, None] + column, mask=real[:, None], other=0.0), INTERPRETED)  # [BLOCK_H, TILE]
     first = D - ROPE - tile * TILE
     if first < TILE:

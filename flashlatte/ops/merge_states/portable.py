@@ -178,7 +178,7 @@ def _launch(states: Sequence[MergeState], target: MergeState, axes: Axes, option
         D=d,
         PARTS=len(states),
         AXES=len(axes.sizes),
-        UNIT=unit,
+        ALIGN=unit,
         CONTIGUOUS=contiguous,
         WIDE=num_rows >= 2**31,
         LIMITED=options.context_tensor is not None or options.context_tokens is not None,
@@ -202,12 +202,12 @@ def _offsets(index, walks, FIRST: tl.constexpr, AXES: tl.constexpr):
 
 @triton.jit
 def _tile_offsets(
-    index, columns, walks, FIRST: tl.constexpr, AXES: tl.constexpr, UNIT: tl.constexpr, CONTIGUOUS: tl.constexpr
+    index, columns, walks, FIRST: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr, CONTIGUOUS: tl.constexpr
 ):
     """Offsets of ``columns`` [1, BLOCK_D] of the rows at ``index``, for a tensor whose strides begin at
     walks[FIRST]."""
     within_row = columns if CONTIGUOUS else columns * _stride(walks[FIRST + 2 * AXES])
-    return (_offsets(index, walks, FIRST, AXES) * UNIT)[:, None] + within_row
+    return (_offsets(index, walks, FIRST, AXES) * ALIGN)[:, None] + within_row
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def merge_kernel(
     D: tl.constexpr,
     PARTS: tl.constexpr,
     AXES: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     WIDE: tl.constexpr,
     LIMITED: tl.constexpr,
@@ -265,7 +265,7 @@ def merge_kernel(
     have the strides of their lses, or are None (``MergeState``).
 
     ``walks`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units
-    of UNIT elements), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
+    of ALIGN elements), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
     ``rows_per_token`` rows each, are the last of all parts as it is, which is the last one here if HAS_LAST.
     """
     WALK: tl.constexpr = 2 * AXES + 1
@@ -322,7 +322,7 @@ def merge_kernel(
             counts = in_use if HAS_LAST and part == LAST else has_context
             part_lse = _load_lse(lses[part], lse_offsets, counts)
             weight = _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
-            offsets = _tile_offsets(index, columns, walks, part * WALK, AXES, UNIT, CONTIGUOUS)
+            offsets = _tile_offsets(index, columns, walks, part * WALK, AXES, ALIGN, CONTIGUOUS)
             # The out of an empty state is not read: it may be NaN.
             used = in_use & (part_lse != float("-inf"))
             if COPIES and part == LAST:
@@ -331,7 +331,7 @@ def merge_kernel(
             used = used[:, None] & (columns < D)
             values = to_float32(tl.load(outs[part] + offsets, mask=used, other=0.0), INTERPRETED)
             merged += (weight / total)[:, None] * values
-        offsets = _tile_offsets(index, columns, walks, OUT_WALK, AXES, UNIT, CONTIGUOUS)
+        offsets = _tile_offsets(index, columns, walks, OUT_WALK, AXES, ALIGN, CONTIGUOUS)
         written = in_use[:, None] & (columns < D)
         if outs[PARTS].dtype.element_ty == tl.uint8:
             scale = scale_value if scale_tensor is None else tl.load(scale_tensor)

@@ -45,7 +45,7 @@ def mhc_pre(
         N=count,
         BLOCK_N=triton.next_power_of_2(count),
         BLOCK_D=PRE_COLUMNS,
-        UNIT=unit,
+        ALIGN=unit,
         INTERPRETED=machine.interpreting(),
         num_warps=PRE_WARPS,
     )
@@ -65,7 +65,7 @@ def mhc_post(
         units=width // unit,
         N=count,
         BLOCK_D=POST_COLUMNS,
-        UNIT=unit,
+        ALIGN=unit,
         INTERPRETED=machine.interpreting(),
         num_warps=POST_WARPS,
     )
@@ -92,20 +92,20 @@ def mhc_pre_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Process one token. A stream has ``units`` · UNIT columns."""
+    """Process one token. A stream has ``units`` · ALIGN columns."""
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, BLOCK_N)
     there = stream < N
-    rows = streams + ((token * N + stream) * units)[:, None] * UNIT  # [BLOCK_N, 1]
+    rows = streams + ((token * N + stream) * units)[:, None] * ALIGN  # [BLOCK_N, 1]
     squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for begin in range(0, units * UNIT, BLOCK_D):
+    for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)[None, :]
-        x = to_float32(tl.load(rows + column, mask=there[:, None] & (column < units * UNIT), other=0.0), INTERPRETED)
+        x = to_float32(tl.load(rows + column, mask=there[:, None] & (column < units * ALIGN), other=0.0), INTERPRETED)
         squares += x * x
-    inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * units * UNIT) + rms_eps)
+    inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * units * ALIGN) + rms_eps)
 
     projected += token * ((2 + N) * N)
     weight = tl.sigmoid(_scaled(projected, base, tl.load(scale) * inverse, stream, there)) + eps  # [BLOCK_N]
@@ -124,12 +124,12 @@ def mhc_pre_kernel(
         mixed /= _divisor(tl.sum(mixed, axis=0), eps, there)[None, :]
     tl.store(mixture + token * (N * N) + offset, mixed, mask=inside)
 
-    for begin in range(0, units * UNIT, BLOCK_D):
+    for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
-        wanted = column < units * UNIT
+        wanted = column < units * ALIGN
         x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & wanted[None, :], other=0.0), INTERPRETED)
         collapsed = tl.sum(tl.where(there, weight, 0.0)[:, None] * x, axis=0)
-        row = seen + token * units * UNIT
+        row = seen + token * units * ALIGN
         tl.store(row + column, from_float32(collapsed, seen.dtype.element_ty, INTERPRETED), mask=wanted)
 
 
@@ -155,20 +155,20 @@ def mhc_post_kernel(
     units: tl.int32,
     N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Process BLOCK_D columns of a token. A stream has ``units`` · UNIT columns."""
+    """Process BLOCK_D columns of a token. A stream has ``units`` · ALIGN columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    wanted = column < units * UNIT
-    of_layer = to_float32(tl.load(result + token * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED)
+    wanted = column < units * ALIGN
+    of_layer = to_float32(tl.load(result + token * units * ALIGN + column, mask=wanted, other=0.0), INTERPRETED)
     for j in tl.static_range(N):
         mixed = tl.load(shares + token * N + j) * of_layer
         for i in tl.static_range(N):
             x = to_float32(
-                tl.load(streams + (token * N + i) * units * UNIT + column, mask=wanted, other=0.0), INTERPRETED
+                tl.load(streams + (token * N + i) * units * ALIGN + column, mask=wanted, other=0.0), INTERPRETED
             )
             mixed += tl.load(mixture + token * (N * N) + i * N + j) * x
-        offset = (token * N + j) * units * UNIT + column
+        offset = (token * N + j) * units * ALIGN + column
         tl.store(out + offset, from_float32(mixed, out.dtype.element_ty, INTERPRETED), mask=wanted)

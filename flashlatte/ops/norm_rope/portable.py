@@ -94,8 +94,8 @@ def rotate_heads(
         PAIRS=rope_dim // 2,
         BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
         BLOCK_H=HEADS,
-        X_UNIT=x_unit,
-        OUT_UNIT=out_unit,
+        X_ALIGN=x_unit,
+        OUT_ALIGN=out_unit,
         INTERLEAVED=interleaved,
         INTERPRETED=machine.interpreting(),
         num_warps=HEADS_WARPS,
@@ -221,17 +221,17 @@ def rotate_heads_kernel(
     PAIRS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    X_UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
+    X_ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """BLOCK_H heads of a token. x and out may be the same. Strides are in units of X_UNIT and OUT_UNIT elements."""
+    """BLOCK_H heads of a token. x and out may be the same. Strides are in units of X_ALIGN and OUT_ALIGN elements."""
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     cosine, sine = load_rotation(table, positions, token, num_positions, PAIRS, BLOCK_PAIRS)
-    x_rows = x + (token * x_stride + head * x_head_stride) * X_UNIT
-    out_rows = out + (token * out_stride + head * out_head_stride) * OUT_UNIT
+    x_rows = x + (token * x_stride + head * x_head_stride) * X_ALIGN
+    out_rows = out + (token * out_stride + head * out_head_stride) * OUT_ALIGN
     rotate_rows(
         x_rows,
         out_rows,

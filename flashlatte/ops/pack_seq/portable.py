@@ -35,7 +35,7 @@ def pack_seq(x: torch.Tensor, cu_seqlens: torch.Tensor, pad: int, out: torch.Ten
         x_stride=x_stride // unit,
         pad=pad & 0xFFFFFFFF,
         WIDTH=width // unit,
-        UNIT=unit,
+        ALIGN=unit,
         BLOCK_R=ROWS,
         BLOCK_BYTES=BLOCK_BYTES,
         num_warps=NUM_WARPS,
@@ -62,7 +62,7 @@ def unpack_seq(packed: torch.Tensor, cu_seqlens: torch.Tensor, out: torch.Tensor
         token_stride=strides[1] // unit,
         out_stride=strides[2] // unit,
         WIDTH=width // unit,
-        UNIT=unit,
+        ALIGN=unit,
         BLOCK_R=ROWS,
         BLOCK_BYTES=BLOCK_BYTES,
         num_warps=NUM_WARPS,
@@ -81,14 +81,14 @@ def pack_seq_kernel(
     x_stride: tl.int64,
     pad: tl.int64,
     WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """Write BLOCK_BYTES of BLOCK_R rows of ``out``. WIDTH and strides are in units of UNIT bytes."""
-    WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
-    WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
-    WORDS: tl.constexpr = UNIT // WORD_BYTES
+    """Write BLOCK_BYTES of BLOCK_R rows of ``out``. WIDTH and strides are in units of ALIGN bytes."""
+    WORD_BYTES: tl.constexpr = 4 if ALIGN >= 4 else 1
+    WORD: tl.constexpr = tl.uint32 if ALIGN >= 4 else tl.uint8
+    WORDS: tl.constexpr = ALIGN // WORD_BYTES
     BLOCK: tl.constexpr = BLOCK_BYTES // WORD_BYTES
     column_blocks: tl.constexpr = (WIDTH * WORDS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -123,14 +123,14 @@ def unpack_seq_kernel(
     token_stride: tl.int64,
     out_stride: tl.int64,
     WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """Write BLOCK_BYTES of BLOCK_R rows of ``out``. WIDTH and strides are in units of UNIT bytes."""
-    WORD_BYTES: tl.constexpr = 4 if UNIT >= 4 else 1
-    WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
-    WORDS: tl.constexpr = UNIT // WORD_BYTES
+    """Write BLOCK_BYTES of BLOCK_R rows of ``out``. WIDTH and strides are in units of ALIGN bytes."""
+    WORD_BYTES: tl.constexpr = 4 if ALIGN >= 4 else 1
+    WORD: tl.constexpr = tl.uint32 if ALIGN >= 4 else tl.uint8
+    WORDS: tl.constexpr = ALIGN // WORD_BYTES
     BLOCK: tl.constexpr = BLOCK_BYTES // WORD_BYTES
     column_blocks: tl.constexpr = (WIDTH * WORDS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)

@@ -47,8 +47,8 @@ def q_kv_norm(
         D=kv.shape[1],
         BLOCK_RANK=triton.next_power_of_2(q.shape[1]),
         BLOCK_D=triton.next_power_of_2(kv.shape[1]),
-        Q_UNIT=q_unit,
-        KV_UNIT=kv_unit,
+        Q_ALIGN=q_unit,
+        KV_ALIGN=kv_unit,
         INTERPRETED=machine.interpreting(),
         num_warps=WARPS_PER_BYTE * q.element_size(),
     )
@@ -70,17 +70,17 @@ def q_kv_norm_kernel(
     D: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    KV_UNIT: tl.constexpr,
+    Q_ALIGN: tl.constexpr,
+    KV_ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     if program < num_tokens:
-        row = q + program * q_stride * Q_UNIT
+        row = q + program * q_stride * Q_ALIGN
         store_norm(row, q_weight, q_out + program * RANK, eps, RANK, BLOCK_RANK, INTERPRETED)
     else:
         token = program - num_tokens
-        row = kv + token * kv_stride * KV_UNIT
+        row = kv + token * kv_stride * KV_ALIGN
         store_norm(row, kv_weight, kv_out + token * D, eps, D, BLOCK_D, INTERPRETED)
 
 

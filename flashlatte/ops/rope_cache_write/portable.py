@@ -73,7 +73,7 @@ def rope_cache_write(
         BLOCK_LATENT=padded(latent.shape[1]),
         BLOCK_PAIRS=padded(rope_dim // 2),
         BLOCK_H=HEADS,
-        Q_UNIT=q_unit,
+        Q_ALIGN=q_unit,
         INTERLEAVED=interleaved,
         WIDE=num_slots >= 2**31,
         NATIVE=converts_e4m3(cache.device),
@@ -114,7 +114,7 @@ def rope_cache_write_kernel(
     BLOCK_LATENT: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    Q_UNIT: tl.constexpr,
+    Q_ALIGN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -122,7 +122,7 @@ def rope_cache_write_kernel(
 ):
     """The first programs process one token's key each, the following ones BLOCK_H heads of one token's query.
 
-    Strides of the query are in units of Q_UNIT elements.
+    Strides of the query are in units of Q_ALIGN elements.
     """
     program = tl.program_id(0).to(tl.int64)
     is_key = program < num_tokens
@@ -157,7 +157,7 @@ def rope_cache_write_kernel(
         store_elements(cache_row + column, elements, scale, inside, NATIVE, INTERPRETED)
     elif q_rope is not None:
         head = (behind - of_query * head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        rows = q_rope + (token * q_stride + head * q_head_stride) * Q_UNIT
+        rows = q_rope + (token * q_stride + head * q_head_stride) * Q_ALIGN
         rotate_rows(rows, rows, head < heads, cosine, sine, PAIRS, BLOCK_H, BLOCK_PAIRS, INTERLEAVED, INTERPRETED)
 
 

@@ -74,10 +74,10 @@ def rotate_and_cache(
         ROPE=cos_sin.shape[1],
         NORM=q_eps is not None,
         FORMAT=row_bytes(layout, scale_rounding),
-        Q_UNIT=q_unit,
-        OUT_UNIT=out_unit,
-        KV_UNIT=kv_unit,
-        UNIT=unit,
+        Q_ALIGN=q_unit,
+        OUT_ALIGN=out_unit,
+        KV_ALIGN=kv_unit,
+        ALIGN=unit,
         WIDE=num_slots >= 2**31,
         NATIVE=converts_e4m3(cache.device),
         INTERPRETED=machine.interpreting(),
@@ -116,10 +116,10 @@ def rotate_and_cache_kernel(
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     FORMAT: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    KV_UNIT: tl.constexpr,
-    UNIT: tl.constexpr,
+    Q_ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+    KV_ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -133,20 +133,20 @@ def rotate_and_cache_kernel(
         valid, page, offset = locate_slots(slots, program, WIDE)
         if valid:
             position = tl.load(positions + program * position_stride).to(tl.int64)
-            x = to_float32(tl.load(kv + program * kv_stride * KV_UNIT + column), INTERPRETED)  # [1, D]
+            x = to_float32(tl.load(kv + program * kv_stride * KV_ALIGN + column), INTERPRETED)  # [1, D]
             x = rotate_tail(x, cos_sin, position, num_positions, 1, D, ROPE)
             cache_slot = CacheSlot(cache, page_stride, row_stride, page_size, page, offset, valid)
-            store_row(x, cache_slot, D, FORMAT, UNIT, NATIVE, INTERPRETED)
+            store_row(x, cache_slot, D, FORMAT, ALIGN, NATIVE, INTERPRETED)
     else:
         program -= num_tokens
         token = program // head_blocks
         head = (program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
         inside = (head < heads)[:, None] & (column < D)
         position = tl.load(positions + token * position_stride).to(tl.int64)
-        q_row = q + (token * q_stride + head * q_head_stride) * Q_UNIT
+        q_row = q + (token * q_stride + head * q_head_stride) * Q_ALIGN
         x = to_float32(tl.load(q_row[:, None] + column, mask=inside, other=0.0), INTERPRETED)  # [BLOCK_H, D]
         if NORM:
             x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + q_eps)[:, None]
         x = rotate_tail(x, cos_sin, position, num_positions, BLOCK_H, D, ROPE)
-        out_row = out + (token * out_stride + head * out_head_stride) * OUT_UNIT
+        out_row = out + (token * out_stride + head * out_head_stride) * OUT_ALIGN
         tl.store(out_row[:, None] + column, from_float32(x, out.dtype.element_ty, INTERPRETED), mask=inside)

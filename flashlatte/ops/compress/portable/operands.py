@@ -91,7 +91,7 @@ class CompressConstants(NamedTuple):
 
 
 @triton.jit
-def locate_state(states, request, position, wanted, STATE_UNIT: tl.constexpr):
+def locate_state(states, request, position, wanted, STATE_ALIGN: tl.constexpr):
     """The addresses of the states of positions, and whether each wanted state exists."""
     wanted = wanted & (position < 2**31)
     # 64-bit divisions took longer than loading the row.
@@ -103,4 +103,4 @@ def locate_state(states, request, position, wanted, STATE_UNIT: tl.constexpr):
     found = wanted & (page >= 0) & (page < states.num_pages)
     # tl.where(found, ...) fails to compile here with Triton 3.6 (layout).
     page = tl.minimum(tl.maximum(page, 0), states.num_pages - 1)
-    return (page * states.page_stride + offset * states.token_stride) * STATE_UNIT, found
+    return (page * states.page_stride + offset * states.token_stride) * STATE_ALIGN, found

@@ -210,8 +210,8 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
 
 
 @triton.jit
-def state_rows(group, states, row, back, is_new, ROWS: tl.constexpr, UNIT: tl.constexpr):
+def state_rows(group, states, row, back, is_new, ROWS: tl.constexpr, ALIGN: tl.constexpr):
     """The addresses of the states of rows that are not tokens of this call, and whether they exist."""
     wanted = (row < ROWS) & (back <= group.end) & (is_new == 0)
-    address, found = locate_state(states, group.request, group.end - back, wanted, UNIT)
+    address, found = locate_state(states, group.request, group.end - back, wanted, ALIGN)
     return states.cache + address, found

@@ -73,8 +73,8 @@ def paged(
         VALUE_WIDTH=layout.planes[0].width,
         SCALE_BYTES=layout.scale_bytes,
         PER_TOKEN=cache_seqlens.dim() == 2,
-        Q_UNIT=q_unit,
-        UNIT=unit,
+        Q_ALIGN=q_unit,
+        ALIGN=unit,
         NATIVE=converts_e4m3(q.device),
         INTERPRETED=machine.interpreting(),
         BLOCK_Q=block_q,
@@ -140,8 +140,8 @@ def paged_kernel(
     VALUE_WIDTH: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     PER_TOKEN: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    UNIT: tl.constexpr,
+    Q_ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -191,7 +191,7 @@ def paged_kernel(
         limit = tl.where(token < next_n, tl.minimum(limit, max_keys), 0)
         # Queries and weights are indexed by the request's tokens.
         queries, half_weights = load_queries(
-            q + request.to(tl.int64) * q_stride * Q_UNIT,
+            q + request.to(tl.int64) * q_stride * Q_ALIGN,
             weights + request_rows * weight_stride,
             row_token,
             head,
@@ -203,7 +203,7 @@ def paged_kernel(
             ENCODING,
             COMPUTE,
             NATIVE,
-            Q_UNIT,
+            Q_ALIGN,
         )
         table = block_table + request.to(tl.int64) * table_stride
         logits_row = logits + (request_rows + token) * logits_stride
@@ -214,13 +214,13 @@ def paged_kernel(
             key = begin + tl.arange(0, BLOCK_N)
             page = tl.load(table + key // page_size, mask=key < max_keys, other=-1).to(tl.int64)
             found = (page >= 0) & (page < num_pages)
-            page_start = cache + tl.where(found, page, 0) * page_stride * UNIT
+            page_start = cache + tl.where(found, page, 0) * page_stride * ALIGN
             offset = key % page_size
             scales = page_start
             if SCALE_BYTES > 0:
                 scales = page_start + page_size * VALUE_WIDTH + offset * SCALE_BYTES
             if ENCODING == "e4m3":  # before the MMA, so that its latency is hidden
-                scale = load_words(scales, 0, tl.uint32, found, UNIT).to(tl.float32, bitcast=True)
+                scale = load_words(scales, 0, tl.uint32, found, ALIGN).to(tl.float32, bitcast=True)
             keys = load_keys(page_start + offset * VALUE_WIDTH, scales, found, D, ENCODING, COMPUTE, NATIVE)
             # [BLOCK_N, BLOCK_Q]
             scores = head_sums(keys, queries, half_weights, BLOCK_Q, ENCODING, COMPUTE)

@@ -62,8 +62,8 @@ def ragged(
         ENCODING=encoding,
         COMPUTE=compute_type(q, encoding),
         COMPRESSED=compressed,
-        Q_UNIT=q_unit,
-        K_UNIT=k_unit,
+        Q_ALIGN=q_unit,
+        K_ALIGN=k_unit,
         NATIVE=converts_e4m3(q.device),
         INTERPRETED=machine.interpreting(),
         BLOCK_Q=block_q,
@@ -101,8 +101,8 @@ def ragged_kernel(
     ENCODING: tl.constexpr,
     COMPUTE: tl.constexpr,
     COMPRESSED: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    K_UNIT: tl.constexpr,
+    Q_ALIGN: tl.constexpr,
+    K_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -144,7 +144,7 @@ def ragged_kernel(
             ENCODING,
             COMPUTE,
             NATIVE,
-            Q_UNIT,
+            Q_ALIGN,
         )
         logits_row = logits + query.to(tl.int64) * logits_stride
         if COMPRESSED:
@@ -157,7 +157,7 @@ def ragged_kernel(
                 scales = k_scale + key * scale_stride
             if ENCODING == "e4m3":  # before the MMA, so that its latency is hidden
                 scale = tl.load(k_scale + key * scale_stride, mask=in_keys, other=0.0)
-            keys = load_keys(k + key * k_stride * K_UNIT, scales, in_keys, D, ENCODING, COMPUTE, NATIVE)
+            keys = load_keys(k + key * k_stride * K_ALIGN, scales, in_keys, D, ENCODING, COMPUTE, NATIVE)
             # [BLOCK_N, BLOCK_Q]
             scores = head_sums(keys, queries, half_weights, BLOCK_Q, ENCODING, COMPUTE)
             if ENCODING == "e4m3":

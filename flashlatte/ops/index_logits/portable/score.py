@@ -58,13 +58,13 @@ def load_queries(
     ENCODING: tl.constexpr,
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """Load rows (query, head) as an operand, and half of their weights; zeros where not ``inside``.
 
-    q's strides are in units of UNIT elements, which gives Triton the alignment of rows.
+    q's strides are in units of ALIGN elements, which gives Triton the alignment of rows.
     """
-    row = (q + (query.to(tl.int64) * q_stride + head * q_head_stride) * UNIT)[:, None]
+    row = (q + (query.to(tl.int64) * q_stride + head * q_head_stride) * ALIGN)[:, None]
     mask = inside[:, None]
     if ENCODING == "e2m1":
         column = 2 * tl.arange(0, D // 2)[None, :]

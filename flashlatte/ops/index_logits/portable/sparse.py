@@ -74,8 +74,8 @@ def sparse(
         D=head_dim,
         ENCODING=encoding,
         COMPUTE=compute_type(q, encoding),
-        Q_UNIT=q_unit,
-        UNIT=unit,
+        Q_ALIGN=q_unit,
+        ALIGN=unit,
         NATIVE=converts_e4m3(q.device),
         INTERPRETED=machine.interpreting(),
         BLOCK_H=padded_heads(heads),
@@ -115,8 +115,8 @@ def sparse_kernel(
     D: tl.constexpr,
     ENCODING: tl.constexpr,
     COMPUTE: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    UNIT: tl.constexpr,
+    Q_ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -139,7 +139,7 @@ def sparse_kernel(
         ENCODING,
         COMPUTE,
         NATIVE,
-        Q_UNIT,
+        Q_ALIGN,
     )
     first_row = first_key + row.to(tl.int64) * first_stride
     num_row = num_keys + row.to(tl.int64) * num_stride
@@ -154,20 +154,20 @@ def sparse_kernel(
         key = first + offset
         visible = (offset < seen) & (key >= 0) & (key < num_pages * page_size)
         key = tl.where(visible, key, 0)
-        page = k + key // page_size * page_stride * UNIT
+        page = k + key // page_size * page_stride * ALIGN
         slot = key % page_size
         scales = k_scale
         if ENCODING == "e2m1" or ENCODING == "e4m3":
             if k_scale is None:
-                scales = page + page_size * key_stride * UNIT + slot * scale_stride
+                scales = page + page_size * key_stride * ALIGN + slot * scale_stride
             else:
                 scales = k_scale + slot * scale_stride
         if ENCODING == "e4m3":  # before the product, behind which it is waited for
             if k_scale is None:
-                scale = load_words(scales, 0, tl.uint32, visible, UNIT).to(tl.float32, bitcast=True)
+                scale = load_words(scales, 0, tl.uint32, visible, ALIGN).to(tl.float32, bitcast=True)
             else:
                 scale = tl.load(scales, mask=visible, other=0.0)
-        keys = load_keys(page + slot * key_stride * UNIT, scales, visible, D, ENCODING, COMPUTE, NATIVE)
+        keys = load_keys(page + slot * key_stride * ALIGN, scales, visible, D, ENCODING, COMPUTE, NATIVE)
         # [BLOCK_N, 1]
         scores = head_sums(keys, queries, half_weights, 1, ENCODING, COMPUTE)
         if ENCODING == "e4m3":
