@@ -259,8 +259,8 @@ def _table(name: str, config: Any, served: PagedModel, stock: Run, rows: list[Ro
     from rich.table import Table
 
     table = Table(title=f"{FAMILIES[name]}: stock attention, and FlashLatte's by cache format")
-    table.add_column("attention, cache")
-    table.add_column("bytes per\ntoken", justify="right")
+    table.add_column("attention,\ncache")
+    table.add_column("bytes\nper token", justify="right")
     table.add_column("of keys\nand values", justify="right")
     table.add_column("compared with\nstock attention")
     table.add_column("tokens/s", justify="right")
