@@ -75,8 +75,8 @@ class Implementation:
 
     Attributes:
         backend: its name: one of ``BACKENDS``, or another identifier.
-        load: imports and returns the function, which has the parameters of the operation's other implementations.
-            Called once, when the implementation first runs.
+        load: imports and returns the function, which takes what the operation's other implementations take: a record
+            of the checked arguments (``ops/<operation>/params.py``). Called once, when the implementation first runs.
         refuses: returns why the implementation cannot run a call, in words that follow "it ", or None if it can.
     """
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
+
+from flashlatte.runtime.kernel_records import flat_records
 
 
 class InterpretedKernel:
@@ -19,10 +22,12 @@ class InterpretedKernel:
 
     Attributes:
         jitted: Triton's ``InterpretedFunction``.
+        records: the record class of each of the first parameters that is a record.
     """
 
-    def __init__(self, jitted: Any) -> None:
+    def __init__(self, jitted: Any, records: Mapping[str, type[Any]] | None = None) -> None:
         self.jitted = jitted
+        self.records = records or {}
         parameters = inspect.signature(jitted.fn).parameters
         self._positions = list(parameters)
         self._wide = {name for name, item in parameters.items() if str(item.annotation).rpartition(".")[2] == "int64"}
@@ -31,7 +36,7 @@ class InterpretedKernel:
         launch = self.jitted[grid]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            named = dict(zip(self._positions, args, strict=False)) | kwargs
+            named = dict(zip(self._positions, flat_records(self.records, args), strict=False)) | kwargs
             return launch(**{name: _int64(value) if name in self._wide else value for name, value in named.items()})
 
         return run

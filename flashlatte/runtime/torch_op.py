@@ -7,15 +7,18 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from flashlatte.runtime import dispatch
 from flashlatte.runtime.recording import NAMESPACE, record_writes, watched
 from flashlatte.runtime.repeat import repeats_launches
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST = ("cpu", "cuda", "xpu")
+
+_Params = TypeVar("_Params", bound=tuple[Any, ...])
 
 
 def register_op(
@@ -35,6 +38,25 @@ def register_op(
         return _define(name, flat, mutates, _mutating_fake(_positions(flat, mutates)))
 
     return register
+
+
+def dispatched_op(operation: str, params: type[_Params], *, mutates: Sequence[str]) -> Callable[[_Params, str], None]:
+    """Register ``torch.ops.flashlatte.<operation>``, which runs the implementation of a backend.
+
+    Args:
+        params: a named tuple, which every implementation takes. The registered operation takes its fields and
+            ``backend``; the returned function takes an instance and ``backend``.
+        mutates: the fields that implementations write.
+    """
+
+    @register_op(operation, mutates=mutates, record=params)
+    def implementation(args: Any, backend: str) -> None:
+        dispatch.implementation(operation, backend)(args)
+
+    def run(args: _Params, backend: str) -> None:
+        implementation(*args, backend)
+
+    return run
 
 
 def register_differentiable_op(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 
+from flashlatte.runtime.kernel_records import entry_of, flat_records, parameters_of, records_of
 from flashlatte.runtime.recording import is_recording, record_launch
 from flashlatte.runtime.triton_internals import ClusterLaunch, join
 
-_SCALAR_TYPES = ("int32", "int64", "float32")
+_RUN_TIME_SCALARS = ("int32", "int64", "float32", "Int32", "Int64", "Float32")
 
 
 def kernel(
@@ -25,9 +25,12 @@ def kernel(
     By default Triton compiles separate variants for scalars that are 1, divisible by 16, or beyond 32 bits, so a new
     batch size or stride could cost seconds. Compile-time values are ``tl.constexpr`` parameters, passed by name.
 
+    A parameter annotated with a named tuple is a record, whose fields ``kernel_records`` annotates. The launch passes
+    an instance: ``kernel[grid](query, outputs, scale=0.1, CONFIG=config)``.
+
     Args:
         by_element: pointers of any alignment (such as lengths in the middle of a buffer) that are accessed element by
-            element; specialising on their alignment would only add variants.
+            element; specialising on their alignment would only add variants. In a record: ``ElementPointer``.
         cluster: the cluster that CTAs are launched in, if any.
     """
     return _compiled_by(triton.jit, function, by_element, cluster)
@@ -51,13 +54,20 @@ def _compiled_by(
     """A ``Kernel``, or an ``InterpretedKernel`` in Triton's interpreter; without ``function`` a decorator."""
     if function is None:
         return lambda decorated: _compiled_by(jit, decorated, by_element, cluster)
-    jitted = jit(function, do_not_specialize=_scalars(function), do_not_specialize_on_alignment=list(by_element))
+    records = records_of(function)
+    parameters = parameters_of(function, records)
+    of_any_alignment = [item.name for item in parameters if item.kind in ("ElementPointer", "OneOrInt32")]
+    jitted = jit(
+        entry_of(function, records, jit(function)) if records else function,
+        do_not_specialize=[item.name for item in parameters if item.kind in _RUN_TIME_SCALARS],
+        do_not_specialize_on_alignment=[*by_element, *of_any_alignment],
+    )
     if isinstance(jitted, triton.JITFunction):
-        return Kernel(jitted, cluster)
+        return Kernel(jitted, cluster, records)
     # Imported here: the interpreter's module needs NumPy.
     from flashlatte.runtime.interpreted_kernel import InterpretedKernel
 
-    return InterpretedKernel(jitted)
+    return InterpretedKernel(jitted, records)
 
 
 _instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -85,12 +95,16 @@ class Kernel:
     Attributes:
         jitted: Triton's ``JITFunction``.
         cluster: the cluster that CTAs are launched in, or None.
-        arg_names: the kernel's parameters, including constants.
+        records: the record class of each of the first parameters that is a record.
+        arg_names: the parameters of ``jitted``: fields of records, scalars, pointers and constants.
     """
 
-    def __init__(self, jitted: Any, cluster: ClusterLaunch | None = None) -> None:
+    def __init__(
+        self, jitted: Any, cluster: ClusterLaunch | None = None, records: Mapping[str, type[Any]] | None = None
+    ) -> None:
         self.jitted = jitted
         self.cluster = cluster
+        self.records = records or {}
         self.arg_names = jitted.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -98,6 +112,7 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         jitted, cluster = self.jitted, self.cluster
+        args = flat_records(self.records, args)
         # Triton's default up to 3.9. Triton 3.10 changes it (3.9 warns), which would change results bitwise.
         kwargs.setdefault("enable_fp_fusion", True)
         if _instead is not None:
@@ -113,12 +128,6 @@ class Kernel:
                 join(compiled, cluster)
                 compiled[(*grid, 1, 1)[:3]](*arguments)
         record_launch(compiled, grid, arguments)
-
-
-def _scalars(function: Callable[..., None]) -> list[str]:
-    """The parameters annotated as scalars, such as ``tl.int32`` or ``gl.int64``."""
-    parameters = inspect.signature(function).parameters.values()
-    return [item.name for item in parameters if str(item.annotation).rpartition(".")[2] in _SCALAR_TYPES]
 
 
 def _device_of(arguments: Iterable[Any]) -> torch.device | None:

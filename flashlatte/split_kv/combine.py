@@ -24,9 +24,9 @@ from flashlatte.kernels.triton.dependent_launch import (
 )
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.runtime import machine
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import device
+from flashlatte.split_kv.device import SplitGrid
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
@@ -141,29 +141,9 @@ def _combine(
 
 @kernel
 def combine_kernel(
+    outputs: Outputs,
+    grid: SplitGrid,
     scratch,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    sink,
-    sink_stride: tl.int64,
-    tokens: tl.int32,
-    heads: tl.int32,
-    rows: tl.int32,
-    empty_lse: tl.float32,
-    tiles,
-    tiles_stride: tl.int64,
-    out_scale,
-    out_scale_value: tl.float32,
-    num_groups: tl.int32,
-    groups_per_head: tl.int32,
-    num_splits: tl.int32,
-    first_item: tl.int32,
     BLOCK_H: tl.constexpr,
     D_V: tl.constexpr,
     IS_FIXED: tl.constexpr,
@@ -179,59 +159,39 @@ def combine_kernel(
 ):
     """A CTA combines CTA_ROWS rows of a work item, ROWS at a time, and COLS columns.
 
-    ``num_splits``: number of balanced ranges, or maximum number of fixed splits of a work item.
     AT_BOUNDARIES: the CTA's work item is the one that is first split at the beginning of range number + 1, if any;
         otherwise the work item is given by the program id.
     OVERLAPPED: the kernel that writes ``scratch`` may still run (programmatic dependent launch).
     """
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        sink,
-        sink_stride,
-        tokens,
-        heads,
-        rows,
-        empty_lse,
-        tiles,
-        tiles_stride,
-        out_scale,
-        out_scale_value,
-    )
     PARTIAL: tl.constexpr = BLOCK_H * (D_V + 1)
     col_tiles: tl.constexpr = (D_V + COLS - 1) // COLS
-    rows_in_use = tl.minimum(rows, BLOCK_H)
+    rows_in_use = tl.minimum(outputs.rows, BLOCK_H)
     row_tiles = tl.cdiv(rows_in_use, CTA_ROWS)
     cta = tl.program_id(0)
     cols = cta % col_tiles * COLS + tl.arange(0, COLS)
     row_tile = cta // col_tiles % row_tiles
-    group = cta // col_tiles // row_tiles % num_groups
-    number = cta // col_tiles // row_tiles // num_groups
-    item = first_item + number
+    group = cta // col_tiles // row_tiles % grid.num_groups
+    number = cta // col_tiles // row_tiles // grid.num_groups
+    item = grid.first_item + number
 
     if OVERLAPPED:
         gdc_wait()
         gdc_launch_dependents()
     first_range = 0
     if IS_FIXED:
-        items = tl.num_programs(0) // col_tiles // row_tiles // num_groups
-        count = tl.load(device.item_metadata(scratch, items, num_groups, num_splits, PARTIAL) + number).to(tl.int32)
+        items = tl.num_programs(0) // col_tiles // row_tiles // grid.num_groups
+        metadata = device.item_metadata(scratch, items, grid.num_groups, grid.num_splits, PARTIAL)
+        count = tl.load(metadata + number).to(tl.int32)
     else:
-        metadata = device.range_metadata(scratch, num_splits, num_groups, PARTIAL)
+        metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, PARTIAL)
         if AT_BOUNDARIES:
-            item, first_range, count = device.item_split_first_at(number + 1, metadata, num_splits)
+            item, first_range, count = device.item_split_first_at(number + 1, metadata, grid.num_splits)
         else:
-            first_range, count = device.ranges_of_item(item, metadata, num_splits)
+            first_range, count = device.ranges_of_item(item, metadata, grid.num_splits)
     if count > 1:
-        splits = Splits(scratch, first_range, number, count, group, num_groups, num_splits)
-        kv_head = group // groups_per_head
-        group_row = group % groups_per_head * BLOCK_H
+        splits = Splits(scratch, first_range, number, count, group, grid.num_groups, grid.num_splits)
+        kv_head = group // grid.groups_per_head
+        group_row = group % grid.groups_per_head * BLOCK_H
         first_row = row_tile * CTA_ROWS
         for start in range(first_row, tl.minimum(first_row + CTA_ROWS, rows_in_use), ROWS):
             row = start + tl.arange(0, ROWS)
@@ -263,15 +223,9 @@ def launch_combine(
         tile = tile_for(plan.partial, rows_in_use, results, -(-plan.splits // items))
     overlapped = launches_overlap(scratch.device)
     combine_kernel[(results * tile.ctas(rows_in_use, cols),)](
-        *by_name(
-            combine_kernel,
-            outputs,
-            scratch=scratch,
-            num_groups=plan.groups,
-            groups_per_head=plan.groups_per_head,
-            num_splits=plan.splits,
-            first_item=first_item,
-        ),
+        outputs,
+        plan.grid(first_item),
+        scratch=scratch,
         BLOCK_H=rows,
         D_V=cols,
         IS_FIXED=is_fixed,

@@ -31,6 +31,8 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, OneOrInt32
+
 # Lengths per step of a CTA's scan.
 SCAN = tl.constexpr(256)
 
@@ -49,16 +51,16 @@ class KeyLengths(NamedTuple):
             blocks follow those of the first; extra_limit is None without a second list.
     """
 
-    num_items: Any
-    tokens: Any
-    lengths: Any
-    lengths_stride_request: Any
-    lengths_stride_token: Any
-    limit: Any
-    extra_lengths: Any = None
-    extra_lengths_stride_request: Any = None
-    extra_lengths_stride_token: Any = None
-    extra_limit: Any = None
+    num_items: Int32
+    tokens: OneOrInt32
+    lengths: ElementPointer
+    lengths_stride_request: Int64
+    lengths_stride_token: Int64
+    limit: Int32
+    extra_lengths: ElementPointer = None
+    extra_lengths_stride_request: Int64 = 0
+    extra_lengths_stride_token: Int64 = 0
+    extra_limit: OneOrInt32 = None
 
 
 def key_lengths(
@@ -87,6 +89,21 @@ def _strides_of(lengths: torch.Tensor | None) -> tuple[int, int]:
     if lengths is None:
         return 0, 0
     return lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
+
+
+class SplitGrid(NamedTuple):
+    """The numbering of a launch's CTAs (``SplitPlan.grid``).
+
+    Attributes:
+        num_groups: groups of a work item, ``groups_per_head`` of them per kv head.
+        num_splits: number of balanced ranges, or maximum number of fixed splits of a work item.
+        first_item: the first work item of the launch.
+    """
+
+    num_groups: Int32
+    groups_per_head: Int32
+    num_splits: Int32
+    first_item: Int32
 
 
 class Range(NamedTuple):

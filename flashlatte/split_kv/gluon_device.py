@@ -11,12 +11,13 @@ of blocks that a CTA processes at a time; the blocks of a work item are rounded 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
+from flashlatte.runtime.kernel_records import Int32
 from flashlatte.split_kv import device
 from flashlatte.split_kv.plan import PartialShape
 
@@ -32,13 +33,13 @@ class UniformRanges(NamedTuple):
     """The partition into ranges if all work items have the same length.
 
     Attributes:
-        uniform_ranges: number of ranges with work.
-        uniform_free: the part of the overhead that does not count as cost: all of it if the ranges divide evenly among
+        ranges: number of ranges with work.
+        free: the part of the overhead that does not count as cost: all of it if the ranges divide evenly among
             the work items, otherwise 0.
     """
 
-    uniform_ranges: Any
-    uniform_free: Any
+    ranges: Int32
+    free: Int32
 
 
 def uniform_ranges_of(ranges: int, items: int, overhead: int) -> UniformRanges:
@@ -126,9 +127,9 @@ def find_range(
         in_use = _ranges_in_use(num_ranges, total, OVERHEAD + GRANULARITY)
     else:
         are_uniform = _are_uniform(cost_of_first, total, key_lengths)
-        free = gl.where(are_uniform, uniform.uniform_free, 0)
+        free = gl.where(are_uniform, uniform.free, 0)
         total -= free * key_lengths.num_items
-        in_use = _ranges_in_use(gl.where(are_uniform, uniform.uniform_ranges, num_ranges), total, GRANULARITY)
+        in_use = _ranges_in_use(gl.where(are_uniform, uniform.ranges, num_ranges), total, GRANULARITY)
     first_in_use = num_ranges - in_use
     begin = _cut(total, gl.maximum(number - first_in_use, 0), in_use, GRANULARITY)
     end = _cut(total, gl.maximum(number + 1 - first_in_use, 0), in_use, GRANULARITY)
@@ -152,7 +153,7 @@ def find_range(
 def ranges_of_item(item, uniform, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: gl.constexpr):
     """The first range of ``find_range`` with blocks of a work item, and the number of its consecutive ranges.
 
-    For ``uniform.uniform_ranges`` ranges and granularity 1, computed by every warp separately. The total cost times
+    For ``uniform.ranges`` ranges and granularity 1, computed by every warp separately. The total cost times
     (number of ranges + 1) must fit 32 bits: a 64-bit division takes as long as everything else.
     """
     items = gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
@@ -164,9 +165,9 @@ def ranges_of_item(item, uniform, key_lengths, BLOCK_N: gl.constexpr, OVERHEAD: 
         total += gl.sum(costs, 0)
         before += gl.sum(gl.where(start + items < item, costs, 0), 0)
         cost_of_first += _cost_of_first(start + items, costs)
-    free = gl.where(_are_uniform(cost_of_first, total, key_lengths), uniform.uniform_free, 0)
+    free = gl.where(_are_uniform(cost_of_first, total, key_lengths), uniform.free, 0)
     total -= free * key_lengths.num_items
-    num_ranges = uniform.uniform_ranges
+    num_ranges = uniform.ranges
     in_use = _ranges_in_use(num_ranges, total, 1)
     begin = before - free * item + OVERHEAD - free
     first = range_containing(begin, total, in_use)

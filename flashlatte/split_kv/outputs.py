@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, from_float32
 from flashlatte.kernels.triton.online_softmax import LN_2, sink_weight
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, OneOrInt32, Pointer
 
 
 class Outputs(NamedTuple):
@@ -35,24 +36,24 @@ class Outputs(NamedTuple):
         out_scale: scale of an e4m3 ``out``, which stores values divided by it: one float32; None: ``out_scale_value``.
     """
 
-    out: Any
-    out_stride_request: Any
-    out_stride_token: Any
-    out_stride_head: Any
-    lse: Any
-    lse_stride_request: Any
-    lse_stride_token: Any
-    lse_stride_head: Any
-    sink: Any
-    sink_stride: Any
-    tokens: Any
-    heads: Any
-    rows: Any
-    empty_lse: Any
-    tiles: Any = None
-    tiles_stride: Any = 0
-    out_scale: Any = None
-    out_scale_value: Any = 1.0
+    out: Pointer
+    out_stride_request: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse: ElementPointer
+    lse_stride_request: Int64
+    lse_stride_token: Int64
+    lse_stride_head: Int64
+    sink: ElementPointer
+    sink_stride: Int64
+    tokens: OneOrInt32
+    heads: Int32
+    rows: Int32
+    empty_lse: Float32
+    tiles: Pointer = None
+    tiles_stride: Int64 = 0
+    out_scale: Pointer = None
+    out_scale_value: Float32 = 1.0
 
 
 def outputs_of(

@@ -9,6 +9,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from flashlatte.split_kv.device import SplitGrid
+
 # Maximum scratch of a call, for any batch.
 MAX_SCRATCH_BYTES = 64 << 20
 
@@ -58,6 +60,10 @@ class SplitPlan:
     launches: tuple[tuple[int, int], ...]
     scratch: int
     combines: bool
+
+    def grid(self, first_item: int) -> SplitGrid:
+        """The numbering of the CTAs of the launch that begins at work item ``first_item``."""
+        return SplitGrid(self.groups, self.groups_per_head, self.splits, first_item)
 
     def ctas(self, items: int) -> int:
         """The number of CTAs of a launch over ``items`` work items."""

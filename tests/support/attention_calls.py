@@ -11,6 +11,7 @@ from support.recording import Recorded, Recording
 from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
+from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 
 BF16 = torch.bfloat16
@@ -41,18 +42,20 @@ def dense_decode(
     return record(
         "dense_decode",
         backend,
-        torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
-        torch.empty(pages, page_size, h_kv, head_dim, dtype=cache_dtype or dtype),
-        torch.empty(batch, columns, dtype=index_dtype),
-        torch.empty(batch, dtype=index_dtype),
-        None,
-        1.0,
-        head_dim**-0.5,
-        causal,
-        -math.inf,
-        batch_invariant,
-        torch.empty(batch, s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
-        torch.empty(batch, s_q, heads).transpose(1, 2),
+        DenseDecodeParams(
+            q=torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
+            k_cache=torch.empty(pages, page_size, h_kv, head_dim, dtype=cache_dtype or dtype),
+            block_table=torch.empty(batch, columns, dtype=index_dtype),
+            cache_seqlens=torch.empty(batch, dtype=index_dtype),
+            k_scale_tensor=None,
+            k_scale_value=1.0,
+            softmax_scale=head_dim**-0.5,
+            causal=causal,
+            empty_lse=-math.inf,
+            batch_invariant=batch_invariant,
+            out=torch.empty(batch, s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
+            lse=torch.empty(batch, s_q, heads).transpose(1, 2),
+        ),
         arch=arch,
     )
 

@@ -23,6 +23,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import create_function_from_signature, mangle_type
 
+from flashlatte.runtime.kernel_records import flat_records
+
 # What a program may use of the shared memory of an SM, by compute capability.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
@@ -128,6 +130,7 @@ class Recorder:
 
     def __init__(self, fn: Any) -> None:
         self.fn = jit_function(fn)
+        self._records = getattr(fn, "records", {})
         self.arg_names = [parameter.name for parameter in self.fn.params]
         self.launches: list[Launch] = []
 
@@ -135,7 +138,7 @@ class Recorder:
         return functools.partial(self._record, grid)
 
     def _record(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        arguments = dict(zip(self.arg_names, args, strict=False))
+        arguments = dict(zip(self.arg_names, flat_records(self._records, args), strict=False))
         options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.arg_names}
         self.launches.append(Launch(grid, arguments | kwargs, options))
 
@@ -187,12 +190,14 @@ def _arguments(fn: Any, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]
     constexprs: dict[str, Any] = {}
     for parameter in fn.params:
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
+        # Triton specialises on None, and on 1 where it may.
+        specialised = value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize)
+        if parameter.is_constexpr or specialised:
             constexprs[parameter.name] = value
         elif isinstance(value, (torch.Tensor, tuple)) or hasattr(value, "block_shape"):
             signature[parameter.name] = _type_of(value)
         else:
-            signature[parameter.name] = parameter.annotation_type
+            signature[parameter.name] = parameter.annotation_type or mangle_type(value)
     return signature, constexprs
 
 

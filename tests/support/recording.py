@@ -13,6 +13,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import KernelInterface
 
 from flashlatte.runtime import dispatch, triton_kernel
+from flashlatte.runtime.kernel_records import flat_records
 
 CLASSES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small", None: "other"}
 NUM_SMS = 132
@@ -90,6 +91,6 @@ class Recording:
         kernel = getattr(launched, "jitted", launched)
         _, beside = getattr(launched, "cluster", None) or (1, 0)
         names = [parameter.name for parameter in kernel.params]
-        arguments = dict(zip(names, args, strict=False))
+        arguments = dict(zip(names, flat_records(getattr(launched, "records", {}), args), strict=False))
         options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
         self._found.append(Recorded(kernel, Launch(grid, arguments | kwargs, options), beside))

@@ -14,7 +14,10 @@ def opcheck(module: ModuleType, name: str, call: Callable[[], object], op_name: 
     """torch.library.opcheck on the operation ``module._name``, with the arguments that ``call`` gives it."""
     with mock.patch.object(module, f"_{name}") as operation:
         call()
-    torch.library.opcheck(getattr(torch.ops.flashlatte, op_name or name).default, operation.call_args.args)
+    params, *others = operation.call_args.args
+    # ``dispatched_op`` takes a record; the registered operation takes its fields.
+    arguments = [*params, *others] if hasattr(params, "_fields") else [params, *others]
+    torch.library.opcheck(getattr(torch.ops.flashlatte, op_name or name).default, arguments)
 
 
 def assert_compiles(function: Callable[..., Sequence[torch.Tensor]], *cases: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class, formats_of_width, names_of, plain_format
+from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "dense_decode"
 # A whole row is one tile in shared memory.
@@ -169,54 +170,25 @@ def dense_decode(
     backend = dispatch.select(call, backend)
     if batch == 0 or s_q == 0:
         return out, lse
-    _dense_decode(
-        q,
-        k_cache,
-        block_table,
-        cache_seqlens,
-        k_scale_tensor,
-        k_scale_value,
-        scale,
-        causal,
-        empty_lse,
-        batch_invariant,
-        out,
-        lse,
-        backend,
+    params = DenseDecodeParams(
+        q=q,
+        k_cache=k_cache,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        k_scale_tensor=k_scale_tensor,
+        k_scale_value=k_scale_value,
+        softmax_scale=scale,
+        causal=causal,
+        empty_lse=empty_lse,
+        batch_invariant=batch_invariant,
+        out=out,
+        lse=lse,
     )
+    _dense_decode(params, backend)
     return out, lse
 
 
-@register_op("dense_decode", mutates=("out", "lse"))
-def _dense_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k_scale_tensor: torch.Tensor | None,
-    k_scale_value: float,
-    softmax_scale: float,
-    causal: bool,
-    empty_lse: float,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(
-        q,
-        k_cache,
-        block_table,
-        cache_seqlens,
-        k_scale_tensor,
-        k_scale_value,
-        softmax_scale,
-        causal,
-        empty_lse,
-        batch_invariant,
-        out,
-        lse,
-    )
+_dense_decode = dispatched_op(OPERATION, DenseDecodeParams, mutates=("out", "lse"))
 
 
 def _check_format(k_cache: object, head_dim: int) -> None:

@@ -6,30 +6,20 @@ import torch
 
 from flashlatte.kernels.softmax import attend
 from flashlatte.kv_cache.fp8 import raw_view
+from flashlatte.ops.dense_decode.params import DenseDecodeParams
 
 
 @torch.no_grad()
-def dense_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k_scale_tensor: torch.Tensor | None,
-    k_scale_value: float,
-    softmax_scale: float,
-    causal: bool,
-    empty_lse: float,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def dense_decode(params: DenseDecodeParams) -> None:
+    q, k_cache, out = params.q, params.k_cache, params.out
+    block_table = params.block_table
     num_pages, page_size, h_kv, head_dim = k_cache.shape
     batch, s_q, h_q, head_dim_v = out.shape
-    k_scale = k_scale_value if k_scale_tensor is None else k_scale_tensor
+    k_scale = params.k_scale_value if params.k_scale_tensor is None else params.k_scale_tensor
     query = torch.arange(s_q, device=q.device)
 
     for request in range(batch):
-        length = cache_seqlens[request].long().clamp(0, block_table.shape[1] * page_size)
+        length = params.cache_seqlens[request].long().clamp(0, block_table.shape[1] * page_size)
         pages = block_table[request, : _pages_to_read(length, page_size)].long()
         in_cache = (pages >= 0) & (pages < num_pages)
         key = torch.arange(pages.shape[0] * page_size, device=q.device)
@@ -39,16 +29,16 @@ def dense_decode(
         rows = rows.flatten(0, 1).float() * k_scale  # [keys, h_kv, d]
         rows = torch.where(written[:, None, None], rows, 0.0)
 
-        last_seen = length - s_q + query if causal else length.expand(s_q)
+        last_seen = length - s_q + query if params.causal else length.expand(s_q)
         visible = written & (key <= last_seen[:, None])  # [s_q, keys]
         queries = q[request].float().unflatten(1, (h_kv, h_q // h_kv))  # [s_q, h_kv, group, d]
-        scores = torch.einsum("skgd,nkd->skgn", queries, rows) * softmax_scale
+        scores = torch.einsum("skgd,nkd->skgn", queries, rows) * params.softmax_scale
         p, row_lse = attend(scores, visible[:, None, None, :])
         values = torch.einsum("skgn,nkd->skgd", p, rows[..., :head_dim_v])
 
         out[request] = values.flatten(1, 2).to(out.dtype)
-        row_lse = torch.where(row_lse.isneginf(), empty_lse, row_lse)
-        lse[request] = row_lse.flatten(1, 2).transpose(0, 1)
+        row_lse = torch.where(row_lse.isneginf(), params.empty_lse, row_lse)
+        params.lse[request] = row_lse.flatten(1, 2).transpose(0, 1)
 
 
 def _pages_to_read(length: torch.Tensor, page_size: int) -> int | None:

@@ -29,8 +29,8 @@ COMBINE = combine.combine_ranges_kernel
 @pytest.fixture
 def record(monkeypatch):
     """Calls the launcher; returns the launches of the kernel and of the combine kernel, if any."""
-    kernel, combiner = Recorder(launch.kernel), Recorder(COMBINE)
-    monkeypatch.setattr(launch, "kernel", kernel)
+    kernel, combiner = Recorder(launch.dense_decode_kernel), Recorder(COMBINE)
+    monkeypatch.setattr(launch, "dense_decode_kernel", kernel)
     monkeypatch.setattr(launch, "clear_kernel", Recorder(launch.clear_kernel))
     monkeypatch.setattr(combine, "combine_ranges_kernel", combiner)
     monkeypatch.setattr(common, "combine_kernel", Recorder(common.combine_kernel))
@@ -64,10 +64,10 @@ def record(monkeypatch):
 def test_warps_divide_many_splits(record, call, splits, ctas):
     launched, combined = record(**call)
     assert (combined.arguments["SPLITS"], combined.grid) == (splits, (ctas,))
-    assert combined.arguments["uniform_ranges"] == launched.arguments["num_splits"]
+    assert combined.arguments["uniform_ranges"] == launched.arguments["grid_num_splits"]
     assert combined.arguments["scratch"] is launched.arguments["scratch"]
-    of_each_range = 2 * launched.arguments["num_groups"] * PARTIAL.value
-    assert launched.arguments["scratch"].numel() == launched.arguments["num_splits"] * of_each_range
+    of_each_range = 2 * launched.arguments["grid_num_groups"] * PARTIAL.value
+    assert launched.arguments["scratch"].numel() == launched.arguments["grid_num_splits"] * of_each_range
     assert launched.options["launch_pdl"] is combined.options["launch_pdl"] is True
 
 

@@ -27,7 +27,7 @@ from flashlatte.split_kv import combine, plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
-KERNEL = launch.kernel
+KERNEL = launch.dense_decode_kernel
 
 CALLS: dict[str, dict[str, Any]] = {
     "bf16 576": {},
@@ -51,7 +51,7 @@ FEW_ROWS: dict[str, dict[str, Any]] = {
 def record(monkeypatch):
     """Calls the launcher and returns its launches."""
     recorder, combiner = Recorder(KERNEL), Recorder(combine.combine_kernel)
-    monkeypatch.setattr(launch, "kernel", recorder)
+    monkeypatch.setattr(launch, "dense_decode_kernel", recorder)
     monkeypatch.setattr(launch, "clear_kernel", Recorder(fixup.clear_kernel))
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     monkeypatch.setattr(ranges, "combine_ranges_kernel", Recorder(ranges.combine_ranges_kernel))
@@ -118,7 +118,7 @@ def test_few_rows_do_not_spill(record, name):
 def test_few_rows_selection(record, rows, few):
     call = record(heads=rows, cache_dtype=torch.float8_e4m3fn).arguments
     assert call["CONFIG"].few_rows is few
-    assert call["keys_half"].layout.swizzle_byte_width == (64 if few else 128)
+    assert call["descriptors_half"].layout.swizzle_byte_width == (64 if few else 128)
     assert record(heads=rows).arguments["CONFIG"].few_rows is False
 
 
@@ -144,7 +144,7 @@ def test_stream_k_needs_no_combine(record, monkeypatch):
     (cleared,) = clearer.launches
     assert cleared.options["launch_pdl"] is True
     assert call["CONFIG"].stream_k is True
-    assert cleared.arguments["partials"] == call["num_splits"] * call["num_groups"]
+    assert cleared.arguments["partials"] == call["grid_num_splits"] * call["grid_num_groups"]
     assert call["scratch"].numel() == cleared.arguments["partials"] * fixup.PARTIAL.value
     code = support.compile_launch(fixup.clear_kernel, cleared, 90)
     assert code.spills == 0
@@ -169,8 +169,8 @@ def test_query_boxes(record, heads, h_kv, box):
 def test_a_box_is_within_one_page(record, page_size, box):
     arguments = record(page_size=page_size).arguments
     assert arguments["CONFIG"].box * arguments["CONFIG"].boxes_per_page == page_size
-    assert arguments["keys_half"].block_shape == [1, box, 1, 256]
-    assert arguments["keys_rope"].block_shape == [1, box, 1, 64]
+    assert arguments["descriptors_half"].block_shape == [1, box, 1, 256]
+    assert arguments["descriptors_rope"].block_shape == [1, box, 1, 64]
 
 
 def test_queries_with_stride_0_are_not_copied_by_tma():
@@ -193,14 +193,14 @@ def test_scratch_is_bounded_and_the_gpu_filled(batch, rows, batch_invariant):
 def test_uniform_requests_are_not_split_and_others_fill_the_gpu():
     """128 requests with four row groups: 32 ranges of four requests each, or 33, which use all SMs."""
     made = launch.make_plan(132, 128, 256, 1, 8192, False, one_byte=False)
-    assert (made.uniform.uniform_ranges, made.split.splits) == (32, 33)
+    assert (made.uniform.ranges, made.split.splits) == (32, 33)
     # One row group: using all SMs does not pay, except if keys are cast.
     for rows, one_byte, splits in ((16, False, 128), (64, False, 128), (16, True, 132), (64, True, 132)):
         made = launch.make_plan(132, 128, rows, 1, 4096, False, one_byte)
-        assert (made.uniform.uniform_ranges, made.split.splits) == (128, splits)
+        assert (made.uniform.ranges, made.split.splits) == (128, splits)
     # Splits of a request are combined in powers of two.
     made = launch.make_plan(132, 1, 64, 1, 8192, False, one_byte=False)
-    assert made.uniform.uniform_ranges == made.split.splits == 64
+    assert made.uniform.ranges == made.split.splits == 64
 
 
 @pytest.mark.parametrize(

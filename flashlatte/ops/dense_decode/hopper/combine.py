@@ -19,10 +19,9 @@ from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
 from flashlatte.kernels.hopper.ptx import fp24
 from flashlatte.kernels.hopper.softmax import NO_SCORE, inverse, lse2_of
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
-from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.fp24_partials import PARTIAL, add_splits, addresses, sums_address
 from flashlatte.split_kv.gluon_device import UniformRanges, ranges_of_item
 from flashlatte.split_kv.outputs import Outputs, row_pointers, write_lse
@@ -57,27 +56,12 @@ def _layout(SPLITS):
 
 @gluon_kernel(by_element=("lengths", "lse"))
 def combine_ranges_kernel(
+    outputs: Outputs,
+    key_lengths: KeyLengths,
+    uniform: UniformRanges,
+    grid: SplitGrid,
     scratch,
-    num_items: tl.int32,
-    lengths,
-    lengths_stride_request: tl.int64,
-    limit: tl.int32,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    heads: tl.int32,
-    rows: tl.int32,
-    empty_lse: tl.float32,
-    num_groups: tl.int32,
-    groups_per_head: tl.int32,
     row_tiles: tl.int32,
-    uniform_ranges: tl.int32,
-    uniform_free: tl.int32,
     OVERHEAD: tl.constexpr,
     SPLITS: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
@@ -85,7 +69,7 @@ def combine_ranges_kernel(
     """A CTA combines 16 rows and some columns of a request. ``row_tiles``: tiles of 16 rows in use, of a group of 64
     rows.
 
-    Its warps divide SPLITS splits and the columns. There are ``uniform_ranges`` ranges; starting a request costs
+    Its warps divide SPLITS splits and the columns. There are ``uniform.ranges`` ranges; starting a request costs
     OVERHEAD.
     """
     TILES: gl.constexpr = _layout(SPLITS)
@@ -94,38 +78,20 @@ def combine_ranges_kernel(
     ROW: gl.constexpr = gl.SliceLayout(0, SUMS)
     COLS: gl.constexpr = _WARP_COLS * _WARPS // SPLITS
     COL_TILES: gl.constexpr = LATENT // COLS
-    key_lengths = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        None,
-        None,
-        1,
-        heads,
-        rows,
-        empty_lse,
-    )
-    uniform = UniformRanges(uniform_ranges, uniform_free)
     cta = gl.program_id(0)
     first_col = cta % COL_TILES * COLS
     first_row = cta // COL_TILES % row_tiles * _TILE_ROWS
-    group = cta // COL_TILES // row_tiles % num_groups
-    item = cta // COL_TILES // row_tiles // num_groups
+    group = cta // COL_TILES // row_tiles % grid.num_groups
+    item = cta // COL_TILES // row_tiles // grid.num_groups
     # Lengths may be read before ``gdc_wait``: the preceding kernel has waited for their writer before it allowed this
     # launch.
     first_range, count = ranges_of_item(item, uniform, key_lengths, STEP_KEYS, OVERHEAD)
     row = first_row + gl.arange(0, _TILE_ROWS, ROW)
     col = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, SUMS))
-    number = device.partial_of_range(first_range + split, group, num_groups, True)  # [SPLITS]
+    number = device.partial_of_range(first_range + split, group, grid.num_groups, True)  # [SPLITS]
     partial = scratch.to(gl.int64) + number * (PARTIAL * 4)
-    stride = num_groups.to(gl.int64) * (2 * PARTIAL * 4)
+    stride = grid.num_groups.to(gl.int64) * (2 * PARTIAL * 4)
     first, second = addresses(partial[:, None, None], row[None, :, None], col[None, None, :], first_col)
     first, second = fp24.materialize_int64(first), fp24.materialize_int64(second)
     sums = fp24.materialize_int64(sums_address(partial[:, None], row[None, :]))
@@ -166,12 +132,14 @@ def combine_ranges_kernel(
         total = gl.sum(combined * weight[:, :, None], 0)  # [16, COLS]
         total_sum = gl.sum(row_sum * weight, 0)
         factor = gl.convert_layout(inverse(total_sum), gl.SliceLayout(1, RESULT))
-        kv_head = group // groups_per_head
-        group_row = group % groups_per_head * ROWS + first_row
+        kv_head = group // grid.groups_per_head
+        group_row = group % grid.groups_per_head * ROWS + first_row
         out_row = group_row + gl.arange(0, _TILE_ROWS, gl.SliceLayout(1, RESULT))
         out_col = first_col + gl.arange(0, COLS, gl.SliceLayout(0, RESULT))
         pointers = row_pointers(outputs, item, kv_head, out_row, OUT_ALIGN)[:, None] + out_col[None, :]
-        gl.store(pointers, (total * factor[:, None]).to(out.dtype.element_ty), mask=(out_row < rows)[:, None])
+        gl.store(
+            pointers, (total * factor[:, None]).to(outputs.out.dtype.element_ty), mask=(out_row < outputs.rows)[:, None]
+        )
         if first_col == 0:
             write_lse(outputs, item, kv_head, group_row + gl.arange(0, _TILE_ROWS, ROW), lse2_of(total_max, total_sum))
 
@@ -192,16 +160,12 @@ def launch_combine_ranges(
         splits *= 2
     col_tiles = LATENT.value * splits // (_WARP_COLS.value * _WARPS.value)
     combine_ranges_kernel[(lengths.num_items * split.groups * row_tiles * col_tiles,)](
-        *by_name(
-            combine_ranges_kernel,
-            outputs,
-            lengths,
-            uniform,
-            scratch=scratch,
-            num_groups=split.groups,
-            groups_per_head=split.groups_per_head,
-            row_tiles=row_tiles,
-        ),
+        outputs,
+        lengths,
+        uniform,
+        split.grid(0),
+        scratch=scratch,
+        row_tiles=row_tiles,
         OVERHEAD=split.overhead,
         SPLITS=splits,
         OUT_ALIGN=out_align,

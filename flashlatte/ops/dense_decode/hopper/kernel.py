@@ -21,7 +21,7 @@ from flashlatte.ops.dense_decode.hopper.few_rows.caster import cast
 from flashlatte.ops.dense_decode.hopper.few_rows.consumer import consume
 from flashlatte.ops.dense_decode.hopper.few_rows.loader import load
 from flashlatte.runtime.triton_kernel import gluon_kernel
-from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.gluon_device import UniformRanges
 from flashlatte.split_kv.outputs import Outputs
 
@@ -35,46 +35,19 @@ _CASTER_REGISTERS = gl.constexpr(168)
 _LOADER_REGISTERS = gl.constexpr(40)
 
 
+@gluon_kernel(by_element=["k_scale_tensor"])
 def dense_decode_kernel(
-    keys_half,
-    keys_rope,
-    query_half,
-    query_rope,
-    q,
-    q_stride_request: tl.int64,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    pages,
-    pages_stride: tl.int64,
-    num_pages: tl.int32,
-    num_items: tl.int32,
-    lengths,
-    lengths_stride_request: tl.int64,
-    limit: tl.int32,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    heads: tl.int32,
-    rows: tl.int32,
-    empty_lse: tl.float32,
+    descriptors: producer.KeyDescriptors,
+    query: producer.DenseDecodeQuery,
+    table: schedule.DecodeBlockTable,
+    key_lengths: KeyLengths,
+    outputs: Outputs,
+    grid: SplitGrid,
+    uniform: UniformRanges,
+    one_byte_keys: one_byte_producer.OneByteKeys,
     scratch,
     causal_offset: tl.int32,
     scale: tl.float32,
-    groups_per_head: tl.int32,
-    num_groups: tl.int32,
-    num_splits: tl.int32,
-    uniform_ranges: tl.int32,
-    uniform_free: tl.int32,
-    first_item: tl.int32,
-    k_cache,
-    k_stride_page: tl.int64,
-    k_stride_token: tl.int64,
-    k_stride_head: tl.int64,
     k_scale_tensor,
     k_scale: tl.float32,
     CONFIG: tl.constexpr,
@@ -84,44 +57,18 @@ def dense_decode_kernel(
 
     Arguments as in ``launch``.
     """
-    key_lengths = KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
-    table = schedule.DecodeBlockTable(pages, pages_stride, num_pages)
-    uniform = UniformRanges(uniform_ranges, uniform_free)
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        None,
-        None,
-        1,
-        heads,
-        rows,
-        empty_lse,
-    )
-    query = producer.DenseDecodeQuery(
-        query_half, query_rope, q, q_stride_request, q_stride_token, q_stride_head, heads, rows
-    )
-    if CONFIG.one_byte and not CONFIG.few_rows:
-        words = k_cache.to(gl.pointer_type(gl.int32), bitcast=True)
-        keys = one_byte_producer.OneByteKeys(words, k_stride_page, k_stride_token, k_stride_head)
-    else:
-        keys = producer.KeyDescriptors(keys_half, keys_rope)
+    keys = one_byte_producer.in_words(one_byte_keys) if CONFIG.one_byte and not CONFIG.few_rows else descriptors
     if CONFIG.few_rows:
         shared = few_rows_tiles.allocate()
         full = None
     else:
-        shared = tiles.allocate(q.dtype.element_ty, CONFIG)
+        shared = tiles.allocate(query.q.dtype.element_ty, CONFIG)
         full = allocate_full_barriers(1, 1)
-    group = schedule.find_group(groups_per_head, num_groups)
+    group = schedule.find_group(grid)
     query_origin = producer.find_query_origin(query, group)
     # The preceding kernel in the stream may still run.
     gdc_wait()
-    work = schedule.find_work(group, key_lengths, num_splits, uniform, first_item, CONFIG)
+    work = schedule.find_work(group, key_lengths, grid, uniform, CONFIG)
     if CONFIG.one_byte:
         if k_scale_tensor is not None:
             k_scale *= gl.load(k_scale_tensor)
@@ -150,6 +97,3 @@ def dense_decode_kernel(
             [4, 4],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
         )
-
-
-kernel = gluon_kernel(dense_decode_kernel, by_element=["pages", "lengths", "lse", "k_scale_tensor"])

@@ -15,13 +15,13 @@ from flashlatte.ops.dense_decode.hopper import fixup, schedule
 from flashlatte.ops.dense_decode.hopper.combine import launch_combine_ranges
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
-from flashlatte.ops.dense_decode.hopper.kernel import kernel
+from flashlatte.ops.dense_decode.hopper.kernel import dense_decode_kernel
 from flashlatte.ops.dense_decode.hopper.one_byte_producer import OneByteKeys
 from flashlatte.ops.dense_decode.hopper.producer import DenseDecodeQuery, KeyDescriptors
 from flashlatte.ops.dense_decode.hopper.schedule import DecodeBlockTable
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
+from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.runtime import machine
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.split_kv import plan
@@ -67,20 +67,8 @@ class DenseDecodeLaunchPlan:
     fp24_partials: bool = False
 
 
-def dense_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k_scale_tensor: torch.Tensor | None,
-    k_scale_value: float,
-    softmax_scale: float,
-    causal: bool,
-    empty_lse: float,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def dense_decode(params: DenseDecodeParams) -> None:
+    q, k_cache, block_table, out = params.q, params.k_cache, params.block_table, params.out
     batch, s_q, h_q, head_dim = q.shape
     num_pages, page_size, h_kv, _ = k_cache.shape
     max_pages = block_table.shape[1]
@@ -90,7 +78,7 @@ def dense_decode(
     box = math.gcd(page_size, KEYS.value)
     one_byte = k_cache.dtype.itemsize == 1
     launch_plan = make_plan(
-        machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, batch_invariant, one_byte
+        machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, params.batch_invariant, one_byte
     )
     few_rows = launch_plan.few_rows
     if row_align(q, _ALIGN) == 1:
@@ -101,11 +89,13 @@ def dense_decode(
     # The kernel for few rows loads its queries through registers.
     q_tiles = (None, None) if few_rows else _query_descriptors(q, q_strides, heads)
     query = DenseDecodeQuery(*q_tiles, q, *q_units, heads, rows)
-    keys = _keys(k_cache, box, few_rows)
+    descriptors, one_byte_keys = _keys(k_cache, box, few_rows)
     table = DecodeBlockTable(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)
-    lengths = key_lengths(batch, 1, cache_seqlens, limit)
-    outputs = outputs_of(out, lse, None, tokens=1, heads=heads, rows=rows, empty_lse=empty_lse, row_align=out_align)
+    lengths = key_lengths(batch, 1, params.cache_seqlens, limit)
+    outputs = outputs_of(
+        out, params.lse, None, tokens=1, heads=heads, rows=rows, empty_lse=params.empty_lse, row_align=out_align
+    )
     split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
@@ -120,25 +110,20 @@ def dense_decode(
             launch_pdl=True,
         )
     for first, count in split.launches:
-        kernel[(split.ctas(count),)](
-            *by_name(
-                kernel,
-                query,
-                *keys,
-                table,
-                lengths,
-                outputs,
-                launch_plan.uniform,
-                k_scale_tensor=k_scale_tensor,
-                k_scale=k_scale_value,
-                scratch=scratch,
-                causal_offset=s_q - 1 if causal else 0,
-                scale=softmax_scale * _LOG2_E,
-                groups_per_head=split.groups_per_head,
-                num_groups=split.groups,
-                num_splits=split.splits,
-                first_item=first,
-            ),
+        dense_decode_kernel[(split.ctas(count),)](
+            descriptors,
+            query,
+            table,
+            lengths,
+            outputs,
+            split.grid(first),
+            launch_plan.uniform,
+            one_byte_keys,
+            scratch=scratch,
+            causal_offset=s_q - 1 if params.causal else 0,
+            scale=params.softmax_scale * _LOG2_E,
+            k_scale_tensor=params.k_scale_tensor,
+            k_scale=params.k_scale_value,
             CONFIG=schedule.DenseDecodeConfig(
                 one_byte=one_byte,
                 few_rows=few_rows,

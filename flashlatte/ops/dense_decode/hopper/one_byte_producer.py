@@ -37,6 +37,7 @@ from flashlatte.ops.dense_decode.hopper.producer import (
     signal_queries,
 )
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
+from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.split_kv import device
 
 # PTX name of the kernel's first parameter, the descriptor for prefetches, in two-byte elements.
@@ -50,12 +51,12 @@ _TOKENS = gl.constexpr(gl.SliceLayout(1, _HALF_LAYOUT))
 
 
 class OneByteKeys(NamedTuple):
-    """The cache [pages, page_size, h_kv, d], in the kernel as int32, and its strides in units of 16 bytes."""
+    """The cache [pages, page_size, h_kv, d] (after ``in_words`` as int32) and its strides in units of 16 bytes."""
 
-    k_cache: Any
-    k_stride_page: Any
-    k_stride_token: Any
-    k_stride_head: Any
+    k_cache: Pointer
+    stride_page: Int64
+    stride_token: Int64
+    stride_head: Int64
 
 
 class OneByteRows(NamedTuple):
@@ -63,6 +64,13 @@ class OneByteRows(NamedTuple):
 
     words: Any
     valid: Any
+
+
+@gluon.jit
+def in_words(keys):
+    """The same cache as int32."""
+    words = keys.k_cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    return OneByteKeys(words, keys.stride_page, keys.stride_token, keys.stride_head)
 
 
 class OneByteHalf(NamedTuple):
@@ -82,14 +90,14 @@ def _rows_of(args, words, split, page, block, CONFIG: gl.constexpr):
     valid = block * KEYS + token < split.length
     if CONFIG.box == KEYS:
         valid = valid & (page >= 0)
-        first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
-        first += (block % CONFIG.boxes_per_page * KEYS).to(gl.int64) * keys.k_stride_token
+        first = gl.maximum(page, 0).to(gl.int64) * keys.stride_page
+        first += (block % CONFIG.boxes_per_page * KEYS).to(gl.int64) * keys.stride_token
     else:
         page = shuffle_from_lanes(page, token // CONFIG.box)
         valid = valid & (page >= 0)
-        first = gl.maximum(page, 0).to(gl.int64) * keys.k_stride_page
+        first = gl.maximum(page, 0).to(gl.int64) * keys.stride_page
         token = (block * KEYS % PAGE_SIZE + token) % PAGE_SIZE
-    return OneByteRows(words + (first + token.to(gl.int64) * keys.k_stride_token) * 4, valid)
+    return OneByteRows(words + (first + token.to(gl.int64) * keys.stride_token) * 4, valid)
 
 
 @gluon.jit
@@ -160,7 +168,7 @@ def produce(args, CONFIG: gl.constexpr):
     table, k0, k1, full = args.table, args.tiles.k0, args.tiles.k1, args.full
     HAS_ROPE: gl.constexpr = CONFIG.has_rope
     DTYPE: gl.constexpr = k0.left.dtype
-    words = args.keys.k_cache + args.work.group.kv_head * args.keys.k_stride_head * 4
+    words = args.keys.k_cache + args.work.group.kv_head * args.keys.stride_head * 4
     cta_range = args.work.range
     cost = cta_range.first_cost
     length = device.key_count(cta_range.first, args.key_lengths)

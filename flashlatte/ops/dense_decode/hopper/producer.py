@@ -27,6 +27,7 @@ from flashlatte.kernels.hopper.ptx.threads import shuffle_from_lane
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
+from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.split_kv import device
 
 
@@ -34,18 +35,18 @@ class DenseDecodeQuery(NamedTuple):
     """The queries, with strides in units of 8 elements (16 bytes). ``heads``: rows per token; ``rows``: rows per kv
     head.
 
-    ``query_half`` and ``query_rope`` are descriptors of q for boxes of tokens and heads with 64 rows; None if there are
+    ``half`` and ``rope`` are descriptors of q for boxes of tokens and heads with 64 rows; None if there are
     no such boxes.
     """
 
-    query_half: Any
-    query_rope: Any
-    q: Any
-    q_stride_request: Any
-    q_stride_token: Any
-    q_stride_head: Any
-    heads: Any
-    rows: Any
+    half: Pointer
+    rope: Pointer
+    q: Pointer
+    stride_request: Int64
+    stride_token: Int64
+    stride_head: Int64
+    heads: Int32
+    rows: Int32
 
 
 class QueryTileOrigin(NamedTuple):
@@ -68,10 +69,10 @@ def find_query_origin(query, group):
 def load_queries(args, request, CONFIG: gl.constexpr):
     """Start loading the queries of a request, without their rope."""
     query, query_origin, q, full = args.query, args.query_origin, args.tiles.q, args.full.q
-    if query.query_half is not None:
+    if query.half is not None:
         mbarrier.expect(full, ROWS * (LATENT + (ROPE if CONFIG.has_rope else 0)) * 2)
-        tma_load(query.query_half, [request, query_origin.token, query_origin.head, 0], full, q.left.index(0))
-        tma_load(query.query_half, [request, query_origin.token, query_origin.head, HALF], full, q.right.index(0))
+        tma_load(query.half, [request, query_origin.token, query_origin.head, 0], full, q.left.index(0))
+        tma_load(query.half, [request, query_origin.token, query_origin.head, HALF], full, q.right.index(0))
     else:
         _copy(q.left, query, request, args.work, 0, HALF)
         _copy(q.right, query, request, args.work, HALF, HALF)
@@ -82,10 +83,8 @@ def load_query_ropes(args, request, CONFIG: gl.constexpr):
     """Start loading the rope of the queries, if any."""
     query, query_origin, rope = args.query, args.query_origin, args.tiles.q.rope
     if CONFIG.has_rope:
-        if query.query_half is not None:
-            tma_load(
-                query.query_rope, [request, query_origin.token, query_origin.head, LATENT], args.full.q, rope.index(0)
-            )
+        if query.half is not None:
+            tma_load(query.rope, [request, query_origin.token, query_origin.head, LATENT], args.full.q, rope.index(0))
         else:
             _copy(rope, query, request, args.work, LATENT, ROPE)
 
@@ -93,7 +92,7 @@ def load_query_ropes(args, request, CONFIG: gl.constexpr):
 @gluon.jit
 def signal_queries(args):
     """Signal that the queries have arrived, if they are not loaded by TMA."""
-    if args.query.query_half is None:
+    if args.query.half is None:
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
@@ -113,9 +112,9 @@ def query_pointers(query, request, group, ROW_COUNT: gl.constexpr, FIRST_COL: gl
     row = group.first_row + gl.arange(0, ROW_COUNT, gl.SliceLayout(1, COPY))
     head = group.kv_head * query.heads + row % query.heads
     offset = (
-        request.to(gl.int64) * query.q_stride_request
-        + (row // query.heads).to(gl.int64) * query.q_stride_token
-        + head.to(gl.int64) * query.q_stride_head
+        request.to(gl.int64) * query.stride_request
+        + (row // query.heads).to(gl.int64) * query.stride_token
+        + head.to(gl.int64) * query.stride_head
     )
     col = FIRST_COL + gl.arange(0, COLS, gl.SliceLayout(0, COPY))
     return query.q + (offset * 8)[:, None] + col[None, :], (row < query.rows)[:, None]
@@ -125,8 +124,8 @@ class KeyDescriptors(NamedTuple):
     """TMA descriptors of the cache [pages, page_size, h_kv, d]: of boxes of 256 columns, and of the rope (None without
     rope)."""
 
-    keys_half: Any
-    keys_rope: Any
+    half: Pointer
+    rope: Pointer
 
 
 @gluon.jit
@@ -151,18 +150,18 @@ def load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr, 
 @gluon.jit
 def _load_left(args, k, full, page, block, CONFIG: gl.constexpr):
     mbarrier.expect(full.left, KEYS * HALF * 2)
-    load_boxes(args.keys.keys_half, k.left.index(0), full.left, page, block, args.work.group.kv_head, 0, CONFIG)
+    load_boxes(args.keys.half, k.left.index(0), full.left, page, block, args.work.group.kv_head, 0, CONFIG)
 
 
 @gluon.jit
 def _load_right(args, k, full, page, block, CONFIG: gl.constexpr):
     keys, kv_head = args.keys, args.work.group.kv_head
-    if keys.keys_rope is not None:
+    if keys.rope is not None:
         mbarrier.expect(full.right, KEYS * (HALF + ROPE) * 2)
-        load_boxes(keys.keys_rope, k.rope.index(0), full.right, page, block, kv_head, LATENT, CONFIG)
+        load_boxes(keys.rope, k.rope.index(0), full.right, page, block, kv_head, LATENT, CONFIG)
     else:
         mbarrier.expect(full.right, KEYS * HALF * 2)
-    load_boxes(keys.keys_half, k.right.index(0), full.right, page, block, kv_head, HALF, CONFIG)
+    load_boxes(keys.half, k.right.index(0), full.right, page, block, kv_head, HALF, CONFIG)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.ptx.threads import lane_id
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 from flashlatte.split_kv import device
 from flashlatte.split_kv.gluon_device import PARTIAL, find_range
 
@@ -101,48 +102,48 @@ class DenseDecodeSplit(NamedTuple):
 
 
 class DecodeBlockTable(NamedTuple):
-    """The block table: ``pages`` at [request · pages_stride], with page ids below ``num_pages``."""
+    """The block table: ``pages`` at [request · stride], with page ids below ``num_pages``."""
 
-    pages: Any
-    pages_stride: Any
-    num_pages: Any
+    pages: ElementPointer
+    stride: Int64
+    num_pages: Int32
 
 
 @gluon.jit
-def find_group(groups_per_head, num_groups):
+def find_group(grid):
     """The row group of this CTA. CTAs of the same range have adjacent program ids, so that they read the same keys at
     the same time.
 
     Opaque: the compiler would otherwise recompute the divisions of the program id in each partition.
     """
     cta = gl.program_id(0)
-    group = cta % num_groups
-    kv_head = group // groups_per_head
-    first_row = (group % groups_per_head) * ROWS
-    return RowGroup(opaque(group), num_groups, opaque(kv_head), opaque(first_row), opaque(cta // num_groups))
+    group = cta % grid.num_groups
+    kv_head = group // grid.groups_per_head
+    first_row = (group % grid.groups_per_head) * ROWS
+    return RowGroup(opaque(group), grid.num_groups, opaque(kv_head), opaque(first_row), opaque(cta // grid.num_groups))
 
 
 @gluon.jit
-def find_work(group, key_lengths, num_splits, uniform, first_item, CONFIG: gl.constexpr):
+def find_work(group, key_lengths, grid, uniform, CONFIG: gl.constexpr):
     """The work of this CTA."""
     number = group.cta
     if CONFIG.split_steps is None:
         # Reversed: a CTA that waits for a later range (``fixup``) launches after it; and the first ranges, which may
         # have no work, launch last: b 128, 16 heads 1.009 times as fast.
-        number = num_splits - 1 - number
+        number = grid.num_splits - 1 - number
         cta_range = find_range(
             number,
-            num_splits,
+            grid.num_splits,
             key_lengths,
             STEP_KEYS,
             CONFIG.overhead,
             # Without overhead, uniform lengths use all ranges as well.
             uniform=uniform if CONFIG.overhead else None,
         )
-        return DenseDecodeWork(cta_range, number, num_splits, 1, group)
+        return DenseDecodeWork(cta_range, number, grid.num_splits, 1, group)
     else:
-        item = first_item + number // num_splits
-        split = number % num_splits
+        item = grid.first_item + number // grid.num_splits
+        split = number % grid.num_splits
         steps = device.item_blocks(item, key_lengths, STEP_KEYS)
         size, splits = device.fixed_splits(steps, CONFIG.split_steps, CONFIG.max_splits)
         begin = split * size
@@ -150,7 +151,7 @@ def find_work(group, key_lengths, num_splits, uniform, first_item, CONFIG: gl.co
         # A range with a single request.
         stop = gl.where(split < splits, item + 1, item)
         cta_range = device.Range(begin, end, item, stop, 0)
-        return DenseDecodeWork(cta_range, number, num_splits, splits, group)
+        return DenseDecodeWork(cta_range, number, grid.num_splits, splits, group)
 
 
 @gluon.jit
@@ -199,7 +200,7 @@ def page_of(table, split, block, CONFIG: gl.constexpr):
     if BOXES > 1:
         box = block * BOXES + gl.minimum(lane_id(), BOXES - 1)
     column = gl.maximum(gl.minimum(box, split.boxes - 1), 0) // CONFIG.boxes_per_page
-    page = gl.load(table.pages + split.item.to(gl.int64) * table.pages_stride + column)
+    page = gl.load(table.pages + split.item.to(gl.int64) * table.stride + column)
     inside = (page >= 0) & (page < table.num_pages)
     if BOXES > 1:
         inside = inside & (box < split.boxes)

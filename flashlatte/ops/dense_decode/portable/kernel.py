@@ -6,7 +6,7 @@ share a kv head are rows of one matrix, so a key is multiplied by all of them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,8 +20,10 @@ from flashlatte.kernels.triton.online_softmax import (
     normalize,
     online_softmax_step,
 )
+from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
+from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
@@ -33,24 +35,24 @@ class DenseCache(NamedTuple):
             loaded by row addresses.
     """
 
-    k_cache: Any
-    latent_boxes: Any
-    rope_boxes: Any
-    k_stride_page: Any
-    k_stride_token: Any
-    k_stride_head: Any
-    num_pages: Any
-    block_table: Any
-    stride_table: Any
+    k_cache: Pointer
+    latent_boxes: Pointer
+    rope_boxes: Pointer
+    stride_page: Int64
+    stride_token: Int64
+    stride_head: Int64
+    num_pages: Int32
+    block_table: Pointer
+    table_stride: Int64
 
 
 class DenseQuery(NamedTuple):
     """q [b, s_q, h_q, d], strides in units of Q_ALIGN elements."""
 
-    q: Any
-    q_stride_request: Any
-    q_stride_token: Any
-    q_stride_head: Any
+    q: Pointer
+    stride_request: Int64
+    stride_token: Int64
+    stride_head: Int64
 
 
 @triton.jit
@@ -70,7 +72,7 @@ def _as_operand(x, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, step: tl.const
 @triton.jit
 def _load_pages(cache, item, keys, length, PAGE_SIZE: tl.constexpr):
     """The pages of ``keys`` (a scalar or a vector) from the block table; -1 for keys beyond the length."""
-    entry = cache.block_table + item * cache.stride_table + keys // PAGE_SIZE
+    entry = cache.block_table + item * cache.table_stride + keys // PAGE_SIZE
     return tl.load(entry, mask=keys < length, other=-1)
 
 
@@ -124,8 +126,8 @@ def _attend(
         if cache.latent_boxes is None:
             exists = in_cache & (keys < length)
             token = start % PAGE_SIZE + in_block if PAGE_PER_BLOCK else keys % PAGE_SIZE
-            rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.k_stride_page + kv_head * cache.k_stride_head
-            rows += token * (cache.k_stride_token if TOKEN_STRIDE is None else TOKEN_STRIDE)
+            rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.stride_page + kv_head * cache.stride_head
+            rows += token * (cache.stride_token if TOKEN_STRIDE is None else TOKEN_STRIDE)
             tile = load_tile(cache.k_cache, rows * K_ALIGN, exists, step)
         else:
             # The last box of a request is shifted to end with the last key, because later rows of the page may be NaN.
@@ -149,43 +151,16 @@ def _attend(
 
 @kernel
 def dense_decode_kernel(
-    q,
-    q_stride_request: tl.int64,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    k_cache,
-    latent_boxes,
-    rope_boxes,
-    k_stride_page: tl.int64,
-    k_stride_token: tl.int64,
-    k_stride_head: tl.int64,
-    num_pages: tl.int32,
-    block_table,
-    stride_table: tl.int64,
-    lengths,
-    lengths_stride_request: tl.int64,
-    limit: tl.int32,
+    query: DenseQuery,
+    cache: DenseCache,
+    key_lengths: KeyLengths,
+    outputs: Outputs,
+    grid: SplitGrid,
+    scratch,
     k_scale,
     k_scale_value: tl.float32,
     softmax_scale: tl.float32,
     causal: tl.int32,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    empty_lse: tl.float32,
-    scratch,
-    num_items: tl.int32,
-    heads: tl.int32,
-    rows: tl.int32,
-    num_groups: tl.int32,
-    groups_per_head: tl.int32,
-    num_splits: tl.int32,
-    first_item: tl.int32,
     STEP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -205,43 +180,15 @@ def dense_decode_kernel(
     """
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
-    cache = DenseCache(
-        k_cache,
-        latent_boxes,
-        rope_boxes,
-        k_stride_page,
-        k_stride_token,
-        k_stride_head,
-        num_pages,
-        block_table,
-        stride_table,
-    )
-    key_lengths = device.KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        None,
-        0,
-        1,
-        heads,
-        rows,
-        empty_lse,
-    )
     cta = tl.program_id(0)
-    group = cta % num_groups
-    number = cta // num_groups
-    kv_head = group // groups_per_head
-    first_row = (group % groups_per_head) * BLOCK_H
+    group = cta % grid.num_groups
+    number = cta // grid.num_groups
+    kv_head = group // grid.groups_per_head
+    first_row = (group % grid.groups_per_head) * BLOCK_H
     row = first_row + tl.arange(0, BLOCK_H)
-    token = row // heads
-    q_row = token * q_stride_token + (kv_head * heads + row % heads) * q_stride_head
-    in_rows = row < rows
+    token = row // outputs.heads
+    q_row = token * query.stride_token + (kv_head * outputs.heads + row % outputs.heads) * query.stride_head
+    in_rows = row < outputs.rows
 
     if k_scale is not None:
         k_scale_value = tl.load(k_scale)
@@ -249,15 +196,15 @@ def dense_decode_kernel(
 
     PARTIAL: tl.constexpr = BLOCK_H * (STEP.latent_dim + 1)
     if SPLIT_BLOCKS is None:
-        cta_range = device.find_range(number, num_splits, key_lengths, BLOCK_N, OVERHEAD)
+        cta_range = device.find_range(number, grid.num_splits, key_lengths, BLOCK_N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
         continued = device.continued_item(cta_range, OVERHEAD)
     else:
-        local_item = number // num_splits
-        split = number % num_splits
-        first_item += local_item
+        local_item = number // grid.num_splits
+        split = number % grid.num_splits
+        first_item = grid.first_item + local_item
         stop_item = first_item + 1
     for item in range(first_item, stop_item):
         blocks = device.item_blocks(item, key_lengths, BLOCK_N)
@@ -269,12 +216,12 @@ def dense_decode_kernel(
             first_block = split * split_size
             stop_block = tl.minimum(first_block + split_size, blocks)
             if scratch is not None:
-                items = tl.num_programs(0) // num_groups // num_splits
-                metadata = device.item_metadata(scratch, items, num_groups, num_splits, PARTIAL)
-                tl.store(metadata + local_item, splits.to(tl.float32), mask=(num_splits > 1) & (split == 0))
+                items = tl.num_programs(0) // grid.num_groups // grid.num_splits
+                metadata = device.item_metadata(scratch, items, grid.num_groups, grid.num_splits, PARTIAL)
+                tl.store(metadata + local_item, splits.to(tl.float32), mask=(grid.num_splits > 1) & (split == 0))
         if first_block < stop_block:
-            q_offset = (item * q_stride_request + q_row) * Q_ALIGN
-            q_tile = load_tile(q, q_offset, in_rows, STEP)
+            q_offset = (item * query.stride_request + q_row) * Q_ALIGN
+            q_tile = load_tile(query.q, q_offset, in_rows, STEP)
             length = device.key_count(item, key_lengths)
             values, lse2 = _attend(
                 q_tile,
@@ -284,7 +231,7 @@ def dense_decode_kernel(
                 first_block,
                 stop_block,
                 length,
-                length - causal * (rows // heads - 1 - token),
+                length - causal * (outputs.rows // outputs.heads - 1 - token),
                 scale,
                 STEP,
                 K_ALIGN,
@@ -299,10 +246,12 @@ def dense_decode_kernel(
                 write_lse(outputs, item, kv_head, row, lse2)
             elif scratch is not None:
                 if SPLIT_BLOCKS is None:
-                    partial = device.partial_of_range(number, group, num_groups, first_block > 0)
+                    partial = device.partial_of_range(number, group, grid.num_groups, first_block > 0)
                 else:
-                    partial = device.partial_of_split(local_item, split, group, num_groups, num_splits)
-                combine.write_partial(scratch, partial, rows - first_row, values, lse2, cols, BLOCK_H, STEP.latent_dim)
+                    partial = device.partial_of_split(local_item, split, group, grid.num_groups, grid.num_splits)
+                combine.write_partial(
+                    scratch, partial, outputs.rows - first_row, values, lse2, cols, BLOCK_H, STEP.latent_dim
+                )
     if SPLIT_BLOCKS is None:
-        metadata = device.range_metadata(scratch, num_splits, num_groups, PARTIAL)
+        metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, PARTIAL)
         tl.store(metadata + number, continued.to(tl.float32))

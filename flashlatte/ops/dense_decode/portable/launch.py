@@ -12,10 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import DenseCache, DenseQuery, dense_decode_kernel
 from flashlatte.runtime import machine
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
@@ -45,20 +45,8 @@ class PortableDenseDecodePlan:
     constants: dict[str, Any]
 
 
-def dense_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k_scale_tensor: torch.Tensor | None,
-    k_scale_value: float,
-    softmax_scale: float,
-    causal: bool,
-    empty_lse: float,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def dense_decode(params: DenseDecodeParams) -> None:
+    q, k_cache, block_table, out = params.q, params.k_cache, params.block_table, params.out
     batch, s_q, h_q, head_dim = q.shape
     num_pages, page_size, h_kv, _ = k_cache.shape
     head_dim_v = out.shape[3]
@@ -76,7 +64,7 @@ def dense_decode(
         page_size,
         max_pages,
         is_fp8,
-        batch_invariant,
+        params.batch_invariant,
     )
     if is_fp8:
         k_cache = k_cache.view(torch.uint8)
@@ -87,31 +75,25 @@ def dense_decode(
     boxes = _boxes(k_cache, k_align, launch_plan.constants["STEP"], launch_plan.config)
     cache = DenseCache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
-    lengths = key_lengths(batch, 1, cache_seqlens, limit)
+    lengths = key_lengths(batch, 1, params.cache_seqlens, limit)
     outputs = outputs_of(
-        out, lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=empty_lse, row_align=out_align
+        out, params.lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=params.empty_lse, row_align=out_align
     )
     split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     for first, count in split.launches:
         dense_decode_kernel[(split.ctas(count),)](
-            *by_name(
-                dense_decode_kernel,
-                query,
-                cache,
-                lengths,
-                outputs,
-                k_scale=k_scale_tensor,
-                k_scale_value=k_scale_value,
-                softmax_scale=softmax_scale,
-                causal=int(causal),
-                scratch=scratch,
-                num_groups=split.groups,
-                groups_per_head=split.groups_per_head,
-                num_splits=split.splits,
-                first_item=first,
-            ),
+            query,
+            cache,
+            lengths,
+            outputs,
+            split.grid(first),
+            scratch=scratch,
+            k_scale=params.k_scale_tensor,
+            k_scale_value=params.k_scale_value,
+            softmax_scale=params.softmax_scale,
+            causal=int(params.causal),
             TOKEN_STRIDE=k_token if k_token * k_align == h_kv * head_dim else None,
             Q_ALIGN=q_align,
             K_ALIGN=k_align,

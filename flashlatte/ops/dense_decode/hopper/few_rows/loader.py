@@ -25,8 +25,8 @@ def _load_half(args, half, page, block, COL: gl.constexpr, HAS_ROPE: gl.constexp
     # The descriptors have elements of two bytes.
     if HAS_ROPE:
         rope = tiles.ring_ropes.index(half // 2 % 2)
-        load_boxes(keys.keys_rope, rope, full, page, block, kv_head, LATENT // 2, CONFIG)
-    load_boxes(keys.keys_half, tiles.ring.index(slot), full, page, block, kv_head, COL // 2, CONFIG)
+        load_boxes(keys.rope, rope, full, page, block, kv_head, LATENT // 2, CONFIG)
+    load_boxes(keys.half, tiles.ring.index(slot), full, page, block, kv_head, COL // 2, CONFIG)
 
 
 @gluon.jit
