@@ -27,12 +27,12 @@ ElementPointer: TypeAlias = Any
 Int32: TypeAlias = Any
 Int64: TypeAlias = Any
 Float32: TypeAlias = Any
-# A compile-time value if it is 1 or None, a run-time value otherwise.
-OneOrInt32: TypeAlias = Any
+# A compile-time value if it is None, a run-time value below 2^31 otherwise.
+OptionalInt32: TypeAlias = Any
 Constant: TypeAlias = Any
 
 _SCALARS = {"Int32": "int32", "Int64": "int64", "Float32": "float32"}
-_POINTERS = ("Pointer", "ElementPointer", "OneOrInt32")
+_POINTERS = ("Pointer", "ElementPointer", "OptionalInt32")
 # By which the generated function refers to Triton's types and to the kernel's body.
 _LANGUAGE, _BODY = "tl", "body"
 

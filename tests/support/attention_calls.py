@@ -13,6 +13,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 
 BF16 = torch.bfloat16
 UNLIMITED = 2**31 - 1
@@ -134,7 +135,7 @@ def paged_attention(
 
 
 def sparse_decode(
-    record: Recording,
+    record: Callable[..., list[Recorded]],
     backend: str,
     form: str = "v32",
     batch: int = 3,
@@ -165,20 +166,22 @@ def sparse_decode(
     return record(
         "sparse_decode",
         backend,
-        torch.empty(batch, s_q, heads, layout.head_dim + q_pad, dtype=dtype)[..., : layout.head_dim],
-        cache,
-        torch.empty(batch, s_q, topk, dtype=index_dtype),
-        layout,
-        length,
-        torch.empty(heads) if sink else None,
-        cache if extra_topk else None,
-        torch.empty(batch, s_q, extra_topk, dtype=index_dtype) if extra_topk else None,
-        length if extra_topk else None,
-        layout.head_dim**-0.5,
-        -math.inf,
-        batch_invariant,
-        torch.empty(batch, s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
-        torch.empty(batch, s_q, heads).transpose(1, 2),
+        SparseDecodeParams(
+            q=torch.empty(batch, s_q, heads, layout.head_dim + q_pad, dtype=dtype)[..., : layout.head_dim],
+            k_cache=cache,
+            indices=torch.empty(batch, s_q, topk, dtype=index_dtype),
+            cache_format=layout.name,
+            topk_length=length,
+            attn_sink=torch.empty(heads) if sink else None,
+            extra_k_cache=cache if extra_topk else None,
+            extra_indices=torch.empty(batch, s_q, extra_topk, dtype=index_dtype) if extra_topk else None,
+            extra_topk_length=length if extra_topk else None,
+            softmax_scale=layout.head_dim**-0.5,
+            empty_lse=-math.inf,
+            batch_invariant=batch_invariant,
+            out=torch.empty(batch, s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
+            lse=torch.empty(batch, s_q, heads).transpose(1, 2),
+        ),
         arch=arch,
     )
 

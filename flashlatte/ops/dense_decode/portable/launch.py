@@ -75,9 +75,16 @@ def dense_decode(params: DenseDecodeParams) -> None:
     boxes = _boxes(k_cache, k_align, launch_plan.constants["STEP"], launch_plan.config)
     cache = DenseCache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
-    lengths = key_lengths(batch, 1, params.cache_seqlens, limit)
+    lengths = key_lengths(batch, None, params.cache_seqlens, limit)
     outputs = outputs_of(
-        out, params.lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=params.empty_lse, row_align=out_align
+        out,
+        params.lse,
+        None,
+        tokens=None,
+        heads=heads,
+        rows=s_q * heads,
+        empty_lse=params.empty_lse,
+        row_align=out_align,
     )
     split = launch_plan.split
 
