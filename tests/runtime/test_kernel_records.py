@@ -115,3 +115,14 @@ def test_refuses_what_is_no_record(arguments: list[Any], message: str) -> None:
 
 def test_a_kernel_without_records_takes_any_arguments() -> None:
     assert flat_records({}, [1, (2, 3)]) == (1, (2, 3))
+
+
+def test_refuses_a_field_of_no_kind() -> None:
+    class Untyped(NamedTuple):
+        start: Any
+
+    def untyped_kernel(vector: Any) -> None: ...
+
+    untyped_kernel.__annotations__["vector"] = Untyped
+    with pytest.raises(TypeError, match="vector_start of untyped_kernel must be a record, a scalar"):
+        kernel(untyped_kernel)

@@ -14,6 +14,7 @@ from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 
 BF16 = torch.bfloat16
 UNLIMITED = 2**31 - 1
@@ -187,7 +188,7 @@ def sparse_decode(
 
 
 def sparse_prefill(
-    record: Recording,
+    record: Callable[..., list[Recorded]],
     backend: str,
     s_q: int = 8,
     heads: int = 128,
@@ -206,16 +207,18 @@ def sparse_prefill(
     return record(
         "sparse_prefill",
         backend,
-        torch.empty(s_q, heads, head_dim, dtype=dtype),
-        torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
-        torch.empty(s_q, 1, topk, dtype=index_dtype),
-        torch.empty(s_q, dtype=index_dtype) if lengths else None,
-        torch.empty(heads) if sinks else None,
-        head_dim**-0.5,
-        -math.inf,
-        torch.empty(s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
-        torch.empty(s_q, heads),
-        torch.empty(s_q, heads),
+        SparsePrefillParams(
+            q=torch.empty(s_q, heads, head_dim, dtype=dtype),
+            kv=torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
+            indices=torch.empty(s_q, 1, topk, dtype=index_dtype),
+            topk_length=torch.empty(s_q, dtype=index_dtype) if lengths else None,
+            attn_sink=torch.empty(heads) if sinks else None,
+            softmax_scale=head_dim**-0.5,
+            empty_lse=-math.inf,
+            out=torch.empty(s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
+            max_logits=torch.empty(s_q, heads),
+            lse=torch.empty(s_q, heads),
+        ),
         arch=arch,
     )
 

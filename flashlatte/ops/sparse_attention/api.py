@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
@@ -224,7 +225,17 @@ def _sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _fake_forward(q, kv, indices, topk_length, attn_sink, softmax_scale, d_v)
     if q.shape[0]:
-        dispatch.implementation(FORWARD, backend)(
-            q, kv, indices, topk_length, attn_sink, softmax_scale, -math.inf, out, torch.empty_like(lse), lse
+        params = SparsePrefillParams(
+            q=q,
+            kv=kv,
+            indices=indices,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            softmax_scale=softmax_scale,
+            empty_lse=-math.inf,
+            out=out,
+            max_logits=torch.empty_like(lse),
+            lse=lse,
         )
+        dispatch.implementation(FORWARD, backend)(params)
     return out, lse
