@@ -171,4 +171,6 @@ def _kind(annotation: Any) -> str:
 
 def _text(annotation: Any) -> str:
     """The text of an annotation. A named tuple keeps those of its fields as ``ForwardRef``."""
+    if isinstance(annotation, type):
+        return annotation.__name__
     return str(getattr(annotation, "__forward_arg__", annotation))
