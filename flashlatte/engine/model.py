@@ -17,25 +17,12 @@ from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, 
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
 from flashlatte.engine.loading import load
+from flashlatte.engine.model_types import MODEL_TYPES
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
-from flashlatte.layers.forward import check_weights, hidden_projections
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
-
-# Models whose decoder layers are norm, MLA, norm, MLP, with a residual around each pair.
-MODEL_TYPES = (
-    "axk1",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "kimi_k2",
-    "mistral4",
-    "sarvam_mla",
-    "youtu",
-)
+from flashlatte.layers.parts import check_weights, hidden_projections
 
 
 class Model(PagedModel):

@@ -63,6 +63,11 @@ LONGCAT = {
 # Many index heads, so that no two scores are both zero for want of a positive product.
 INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 16}
 GLM5 = INDEXED | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "n_group": 1}
+HY4 = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "n_group": 1, "hc_mult": 2}
+# A layer of linear attention before and after one of MLA.
+HYBRID = {name: value for name, value in EXPERTS.items() if name not in ("n_routed_experts", "first_k_dense_replace")}
+HYBRID |= {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+HYBRID |= {"num_local_experts": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}
 # DeepseekV32 and GlmMoeDsa do not look at rope_interleave; for the others null is false.
 SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": ("DeepseekV2", EXPERTS),
@@ -72,10 +77,14 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "v32-yarn": ("DeepseekV32", EXPERTS | INDEXED | {"rope_parameters": YARN}),
     "glm5": ("GlmMoeDsa", EXPERTS | GLM5),
     "glm4": ("Glm4MoeLite", EXPERTS | {"n_group": 1}),
+    "axk2": ("AXK2", EXPERTS | INDEXED | {"n_group": None, "topk_group": None}),
+    "hy4": ("HYV4", EXPERTS | INDEXED | HY4),
     "youtu": ("Youtu", {}),
     "youtu-half": ("Youtu", {"rope_interleave": None}),
     "axk1": ("AXK1", EXPERTS),
     "longcat": ("LongcatFlash", LONGCAT),
+    "ling3": ("BailingHybrid", HYBRID | {"head_dim": 16, "num_local_experts": 4}),
+    "kimi-linear": ("KimiLinear", HYBRID | {"q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 2}),
     "minicpm3": ("MiniCPM3", {"scale_emb": 1, "dim_model_base": 64}),
 }
 
@@ -88,6 +97,9 @@ def _stock(name: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for parameter, weight in model.named_parameters():
+        if parameter.endswith("sinks"):
+            weight.data.normal_()
     if "index_topk" in options:
         # Of the padding token's zeros every index score would be zero, and the choice anybody's.
         model.get_input_embeddings().weight.data[0].normal_(0.0, 0.3)
@@ -177,7 +189,8 @@ def test_continuous_batching_is_refused_with_the_reason(stock):
 def caches_each_head(stock):
     """As DeepseekV32 and GlmMoeDsa did in transformers 5.17."""
     with torch.no_grad():
-        return stock(torch.ones(1, 2, dtype=torch.int64), use_cache=True).past_key_values.layers[0].keys.shape[1] > 1
+        layers = stock(torch.ones(1, 2, dtype=torch.int64), use_cache=True).past_key_values.layers
+    return any(layer.keys.shape[1] > 1 for layer in layers if hasattr(layer, "keys"))
 
 
 def test_stock_attention_goes_on_with_a_paged_cache(stock, prompts):
@@ -222,6 +235,44 @@ def test_the_language_model_inside_kimi_k25(prompts):
     assert torch.equal(out.sequences, generate(stock, inputs))
 
 
+@torch.no_grad()
+def test_the_language_model_inside_hy4_vl(prompts):
+    """Its positions have three axes, which an image moves apart."""
+    if not hasattr(transformers, "HYV4VLConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no HYV4VL")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    text = SIZES | EXPERTS | INDEXED | HY4 | {"rope_parameters": rope, "rms_norm_eps": 1e-3}
+    vision = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    config = transformers.HYV4VLConfig(
+        text_config=text, vision_config=vision | {"out_hidden_size": 64}, image_token_id=62, video_token_id=63
+    )
+    stock = transformers.HYV4VLForConditionalGeneration(config).eval()
+    stock.get_input_embeddings().weight.data[0].normal_(0.0, 0.3)
+    enabled = enable(copy.deepcopy(stock))
+    inputs = prompts((5, 0), length=30)
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=61)
+    out = generate(enabled, inputs, return_dict_in_generate=True)
+    assert type(out.past_key_values).__name__ == "PagedLatentCache"
+    assert torch.equal(out.sequences, generate(stock, inputs))
+    positions = torch.randint(0, 40, (3, 2, 30), generator=torch.Generator().manual_seed(0)).sort(dim=-1).values
+    got, wanted = (model(**inputs, position_ids=positions, use_cache=True).logits for model in (enabled, stock))
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-4, atol=2e-4)
+
+    ids = inputs["input_ids"][1:]
+    enabled.model.rope_deltas = stock.model.rope_deltas = None
+    cache = enabled(ids[:, :25], use_cache=True).past_key_values
+    got = disable(enabled)(ids[:, 25:], **{CACHE: cache}).logits
+    torch.testing.assert_close(got, stock(ids).logits[:, 25:], rtol=1e-4, atol=2e-4)
+
+
+def test_attention_with_parts_of_its_own_is_refused():
+    model = copy.deepcopy(_stock("v3"))
+    model.model.layers[1].self_attn.v_norm = torch.nn.RMSNorm(12)
+    with pytest.raises(TypeError, match=r"^DeepseekV3Attention must have no other parts than MLA's, got v_norm$"):
+        enable(model)
+
+
 @pytest.mark.full
 def test_every_mla_model_of_this_transformers_is_served_or_refused_by_name():
     """A new release's MLA model is neither: it has to be looked at."""
@@ -236,7 +287,6 @@ def test_every_mla_model_of_this_transformers_is_served_or_refused_by_name():
 
 
 REFUSED = {
-    "KimiLinear": "most of its layers are linear attention",
     "MistralLarge4": "its attention has an indexer, shares caches between layers and scales queries by their position",
 }
 

@@ -13,8 +13,10 @@ from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.integrations.transformers.families import Family, cosines_and_sines
 from flashlatte.integrations.transformers.padded import PagedLatents
-from flashlatte.layers.forward import forward, project, rotate_query, softmax_scale
+from flashlatte.layers.forward import forward, project, rotate_query
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.parts import project_output, sinks, softmax_scale
+from flashlatte.layers.rope import unrotated_table
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import gradients
 
@@ -33,11 +35,11 @@ class PagedLatentAttention:
             stock: Any = super()
             return stock.forward(hidden_states, *args, **kwargs)
         module: Any = self
-        embeddings, mask = kwargs.pop("position_embeddings"), kwargs.pop("attention_mask", None)
+        embeddings, mask = kwargs.pop("position_embeddings", None), kwargs.pop("attention_mask", None)
         latents = kwargs.pop(CACHE).store
         metadata = latents.metadata(hidden_states.device)
         # Prefill uses the attention implementation that the user configured.
-        has_custom_implementation = module.config._attn_implementation != "sdpa"
+        has_custom_implementation = module.config._attn_implementation != module.family.default_implementation
         gradients.warn_if_dropped(f"{self.family.attention_class.__name__} of an enabled model", hidden_states)
         with torch.no_grad():
             if metadata is None or (has_custom_implementation and metadata.prefill is not None):
@@ -85,13 +87,13 @@ def flat_attention(
         flat = flat[tokens.to(flat.device)]
         factors = None if factors is None else factors[tokens.to(factors.device)]
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
-    rotary = _rotary(module, latents, embeddings)
+    rotary = _rotary(module, latents, embeddings, metadata.positions)
     indexer = stock_indexer.step_indexer(module, latents, rotary, flat.device)
     out = forward(
         module, flat, cache, metadata, rotary, indexer=indexer, query_factors=factors, backend=latents.backend
     )
     if tokens is not None:
-        empty_row = module.o_proj(flat.new_zeros(1, module.o_proj.in_features))
+        empty_row = module.o_proj(out.new_zeros(1, module.o_proj.in_features))
         out = empty_row.repeat(hidden_states.shape[:2].numel(), 1).index_copy(0, tokens.to(out.device), out)
     return out.view(hidden_states.shape)
 
@@ -114,25 +116,27 @@ def masked_attention(
     flat = hidden_states.flatten(0, 1)
     cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
     history = latents.read_history(module.layer_idx) if latents.columns else None
-    rotary = _rotary(module, latents, embeddings, padded=True)
     slots, factors = latents.step.slots.flatten().to(flat.device), _query_factors(module, hidden_states, kwargs)
-    query, rows, q_latent = project(module, flat, rotary, cache, slots, factors)
+    rotary = _rotary(module, latents, embeddings, slots, padded=True)
+    query, gate, rows, q_latent = project(module, flat, rotary, cache, slots, factors)
     rotate_query(module, query, rotary)
     query, rows = (x.unflatten(0, hidden_states.shape[:2]) for x in (query, rows))
     if history is not None:
         rows = torch.cat((history, rows), dim=1)
     selected = None
     if latents.indexer is not None and attention_mask is not None and q_latent is not None:
-        q_latent = q_latent.unflatten(0, hidden_states.shape[:2])
+        normalised = q_latent.normalised.unflatten(0, hidden_states.shape[:2])
         selected = stock_indexer.select_under_mask(
-            module, hidden_states, q_latent, embeddings, attention_mask, latents, prev_topk_indices
+            module, hidden_states, normalised, embeddings, attention_mask, latents, prev_topk_indices
         )
         if module.config._attn_implementation in ("eager", "sdpa"):
             attention_mask = stock_indexer.mask_unselected(attention_mask, selected)
         else:
             kwargs["indices"] = selected
+    if sinks(module) is not None:
+        kwargs["s_aux"] = module.sinks
     out = multi_head_attention(module, query, rows, attention_mask, **kwargs)
-    return module.o_proj(out.flatten(2)), selected
+    return project_output(module, out, None if gate is None else gate.unflatten(0, hidden_states.shape[:2])), selected
 
 
 def _query_factors(module: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -143,7 +147,12 @@ def _query_factors(module: Any, hidden_states: torch.Tensor, kwargs: dict[str, A
     return scaling.factors(kwargs["position_ids"]).expand(hidden_states.shape[:2]).flatten()
 
 
-def _rotary(module: Any, latents: PagedLatents, embeddings: Any, *, padded: bool = False) -> Rotary:
+def _rotary(
+    module: Any, latents: PagedLatents, embeddings: Any, positions: torch.Tensor, *, padded: bool = False
+) -> Rotary:
+    if not module.family.rotates(module.config):
+        # Operations clamp positions to the table's one row.
+        return Rotary(unrotated_table(module.qk_rope_head_dim, positions.device), positions, interleaved=False)
     interleaved = module.family.interleaved(module.config)
     return latents.rotary(embeddings, cosines_and_sines, interleaved, padded=padded)
 

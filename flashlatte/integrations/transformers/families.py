@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers import models
-from flashlatte.layers.config import QueryScaling
+from flashlatte.layers.rope_config import QueryScaling
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,20 @@ class Family:
     Attributes:
         model_type: name of the package, and of the family in ``flashlatte.layers.models``.
         prefix: prefix of the class names.
-        attention: name of the attention class after the prefix.
+        attention, decoder: names of the attention and decoder classes after the prefix.
+        linear: name of the class, after the prefix, of other layers' linear attention, which transformers computes;
+            None: all layers are MLA.
+        keeps_pairs: whether a stock cache stores the two rope dims of a pair next to each other, if they are so in the
+            projection. Others store the first dims of all pairs before the second ones.
         returns_selection: whether attention returns the indexer's selection, for layers that share it, as third result.
     """
 
     model_type: str
     prefix: str
     attention: str = "Attention"
+    decoder: str = "Model"
+    linear: str | None = None
+    keeps_pairs: bool = False
     returns_selection: bool = False
 
     @property
@@ -41,16 +48,31 @@ class Family:
 
     @property
     def decoder_class(self) -> type[nn.Module]:
-        return getattr(self.host, f"{self.prefix}Model")
+        return getattr(self.host, f"{self.prefix}{self.decoder}")
 
     @property
     def attention_class(self) -> type[nn.Module]:
         return getattr(self.host, f"{self.prefix}{self.attention}")
 
+    def is_linear(self, module: nn.Module) -> bool:
+        """Whether a layer's attention is linear attention, with states instead of a history."""
+        return self.linear is not None and type(module) is getattr(self.host, f"{self.prefix}{self.linear}")
+
+    @property
+    def default_implementation(self) -> str:
+        """The attention implementation that transformers chooses if none is given."""
+        return "sdpa" if getattr(self.decoder_class, "_supports_sdpa", True) else "eager"
+
     def interleaved(self, config: Any) -> bool:
         """Whether rope dims 2i and 2i + 1 form a pair."""
-        layout = models.SUPPORTED[self.model_type].layout(getattr(config, "rope_interleave", True))
-        return layout == models.INTERLEAVED
+        return self._layout(config) == models.INTERLEAVED
+
+    def rotates(self, config: Any) -> bool:
+        """Whether queries and keys are rotated."""
+        return self._layout(config) != models.UNROTATED
+
+    def _layout(self, config: Any) -> str:
+        return models.SUPPORTED[self.model_type].layout(getattr(config, "rope_interleave", True))
 
     def query_scaling(self, config: Any) -> QueryScaling | None:
         """Position-dependent factor of queries; None: none."""
@@ -59,20 +81,22 @@ class Family:
         return QueryScaling.from_rope_parameters(config.rope_parameters)
 
     def splits_pairs(self, config: Any) -> bool:
-        """Whether a stock cache stores the first rope dims of all pairs before the second ones.
-
-        Stock models with interleaved rope do so, except DeepseekV2, which rotates complex numbers.
-        """
-        return self.interleaved(config) and self.model_type != "deepseek_v2"
+        """Whether a stock cache stores the first rope dims of all pairs before the second ones."""
+        return self.interleaved(config) and not self.keeps_pairs
 
 
 FAMILIES = (
     Family("axk1", "AXK1"),
-    Family("deepseek_v2", "DeepseekV2"),
+    Family("axk2", "AXK2"),
+    Family("bailing_hybrid", "BailingHybrid", linear="DeltaAttention"),
+    Family("deepseek_v2", "DeepseekV2", keeps_pairs=True),
     Family("deepseek_v3", "DeepseekV3"),
     Family("deepseek_v32", "DeepseekV32"),
     Family("glm4_moe_lite", "Glm4MoeLite"),
     Family("glm_moe_dsa", "GlmMoeDsa", returns_selection=True),
+    Family("hy_v4", "HYV4", returns_selection=True),
+    Family("hy_v4_vl", "HYV4VL", decoder="TextModel", keeps_pairs=True, returns_selection=True),
+    Family("kimi_linear", "KimiLinear", linear="DeltaAttention"),
     Family("longcat_flash", "LongcatFlash", "MLA"),
     Family("minicpm3", "MiniCPM3"),
     Family("mistral4", "Mistral4"),
@@ -115,13 +139,18 @@ def _model_types(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def attentions(decoder: Any) -> list[tuple[int, Any]]:
-    """The attention modules of a decoder with their layer index; a layer may have several."""
+def attentions(decoder: Any, family: Family) -> list[tuple[int, Any]]:
+    """The attention modules of a decoder with their layer index, except linear attention; a layer may have several."""
     found = []
     for index, layer in enumerate(decoder.layers):
         inner = layer.self_attn
         found += [(index, module) for module in (inner if isinstance(inner, nn.ModuleList) else (inner,))]
-    return found
+    return [(index, module) for index, module in found if not family.is_linear(module)]
+
+
+def linear_layers(decoder: Any, family: Family) -> list[int]:
+    """Indices of the layers with linear attention."""
+    return [index for index, layer in enumerate(decoder.layers) if family.is_linear(layer.self_attn)]
 
 
 def cosines_and_sines(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:

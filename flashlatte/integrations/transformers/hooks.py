@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from flashlatte.integrations.transformers import indexer as stock_indexer
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
-from flashlatte.integrations.transformers.families import Family, attentions
+from flashlatte.integrations.transformers.families import Family, attentions, linear_layers
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.kv_cache.registry import format_of_rows
@@ -74,13 +74,20 @@ class BeginForward:
                 cache.release()
             return None
         if isinstance(cache, PagedLatentCache):
-            _check_model(cache, model)
+            _check_model(cache, model, self.family)
             return cache
         cache = cache_to_adopt(model, call)
         if cache is None:
             return None
         latents, config = new_latents(model, self.settings), model.config
-        return PagedLatentCache.adopt(cache, latents, _num_layers(model), self.family.splits_pairs(config), config)
+        paged = PagedLatentCache.adopt(
+            cache, latents, _num_layers(model, self.family), self.family.splits_pairs(config), config
+        )
+        if linear := linear_layers(model, self.family):
+            layers = DynamicCache(config=config).layers
+            for index in linear:
+                paged.layers[index] = layers[index]
+        return paged
 
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -131,7 +138,7 @@ def new_latents(model: Any, settings: Settings) -> PagedLatents:
 
 def _indexer(config: Any) -> IndexerConfig | None:
     """The indexer's config, None for models without one, whose config may not be an ``MLAConfig`` at all."""
-    served = models.SUPPORTED.get(config.model_type)
+    served = models.supported(config.model_type)
     if served is None or not served.has_indexer:
         return None
     # Drop rope parameters: the model computes its own rotation, which MLAConfig may not support.
@@ -158,7 +165,7 @@ def check_backend(model: Any, latents: PagedLatents) -> None:
     dispatch.select(call, latents.backend)
 
 
-def _check_model(cache: PagedLatentCache, model: Any) -> None:
+def _check_model(cache: PagedLatentCache, model: Any, family: Family) -> None:
     """Raise ValueError for a cache that a model with other sizes, layers or another indexer filled."""
     config, latents = model.config, cache.store
     # The identity check is faster than reading a config, and torch.compile cannot trace the comparison of fields.
@@ -171,19 +178,20 @@ def _check_model(cache: PagedLatentCache, model: Any) -> None:
             f"the cache has rows of kv_lora_rank {cached[0]} and qk_rope_head_dim {cached[1]}, and the model's are "
             f"{wanted[0]} and {wanted[1]}: it was filled by another model"
         )
-    if len(cache.layers) != _num_layers(model):
+    if len(cache.layers) != (num_layers := _num_layers(model, family)):
         raise ValueError(
-            f"the cache has {len(cache.layers)} layers, and the model {_num_layers(model)}: it was filled by another "
-            "model"
+            f"the cache has {len(cache.layers)} layers, and the model {num_layers}: it was filled by another model"
         )
+    if [index for index, _ in cache.linear_layers] != linear_layers(model, family):
+        raise ValueError("the cache has states of other layers than the model's: it was filled by another model")
     if latents.indexer != _indexer(config):
         raise ValueError("the cache holds index keys of another indexer, or none: it was filled by another model")
     cache.filled_for = config
 
 
-def _num_layers(model: Any) -> int:
+def _num_layers(model: Any, family: Family) -> int:
     """Number of cache layers: one for each attention module of the decoder."""
-    return 1 + max(module.layer_idx for _, module in attentions(model))
+    return 1 + max([module.layer_idx for _, module in attentions(model, family)] + linear_layers(model, family))
 
 
 def cache_to_adopt(model: Any, call: dict[str, Any]) -> DynamicCache | None:

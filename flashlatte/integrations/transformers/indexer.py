@@ -45,36 +45,46 @@ def step_indexer(module: Any, latents: PagedLatents, rotary: Rotary, device: tor
 
 
 class StockIndexKeys:
-    """Cache argument of the stock indexer, which selects under a mask; it stores keys in pages and reads them back."""
+    """Cache argument of the stock indexer, which selects under a mask; it stores keys in pages and reads them back.
 
-    def __init__(self, latents: PagedLatents) -> None:
-        self.latents = latents
+    Args:
+        splits_pairs: as in ``PagedLatentCache``.
+    """
+
+    def __init__(self, latents: PagedLatents, splits_pairs: bool) -> None:
+        self.latents, self.splits_pairs = latents, splits_pairs
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
         """Store new keys [b, queries, head_dim]; returns the keys of all columns, the new ones unrounded."""
         latents = self.latents
-        history = stock_history(latents, layer, keys.dtype) if latents.columns else None
-        latents.write_index_keys(layer, _paired(keys, latents))
+        history = stock_history(latents, layer, keys.dtype, self.splits_pairs) if latents.columns else None
+        latents.write_index_keys(layer, _paired(keys, latents, self.splits_pairs))
         return keys if history is None else torch.cat((history, keys), dim=1)
 
 
-def stock_history(latents: PagedLatents, layer: int, dtype: torch.dtype) -> torch.Tensor:
+def stock_history(latents: PagedLatents, layer: int, dtype: torch.dtype, splits_pairs: bool) -> torch.Tensor:
     """A layer's index keys [b, columns, head_dim] in the layout of a stock cache."""
+    indexer, rope_dim = _layout(latents)
     keys = latents.read_index_history(layer).to(dtype)
-    return _reorder_rope(keys, latents, lambda rope: rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+    if splits_pairs and indexer.rope_layout == models.INTERLEAVED:
+        rope = keys[..., :rope_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        keys = torch.cat((rope, keys[..., rope_dim:]), dim=-1)
+    return keys.roll(-rope_dim, dims=-1) if indexer.rope_last else keys
 
 
-def _paired(keys: torch.Tensor, latents: PagedLatents) -> torch.Tensor:
-    return _reorder_rope(keys, latents, lambda rope: rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
-
-
-def _reorder_rope(keys: torch.Tensor, latents: PagedLatents, order: Any) -> torch.Tensor:
-    """Reorder the rope dims: stock models with interleaved rope store the first dims of all pairs, then the second."""
-    assert latents.indexer is not None
-    if latents.indexer.rope_layout != models.INTERLEAVED:
+def _paired(keys: torch.Tensor, latents: PagedLatents, splits_pairs: bool) -> torch.Tensor:
+    """Keys [b, queries, head_dim] of a stock cache's layout in that of pages, the inverse of ``stock_history``."""
+    indexer, rope_dim = _layout(latents)
+    keys = keys.roll(rope_dim, dims=-1) if indexer.rope_last else keys
+    if not splits_pairs or indexer.rope_layout != models.INTERLEAVED:
         return keys
-    rope_dim = latents.layout.head_dim - latents.latent_dim
-    return torch.cat((order(keys[..., :rope_dim]), keys[..., rope_dim:]), dim=-1)
+    rope = keys[..., :rope_dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return torch.cat((rope, keys[..., rope_dim:]), dim=-1)
+
+
+def _layout(latents: PagedLatents) -> tuple[IndexerConfig, int]:
+    assert latents.indexer is not None
+    return latents.indexer, latents.layout.head_dim - latents.latent_dim
 
 
 def select_under_mask(
@@ -91,7 +101,7 @@ def select_under_mask(
         if shared is None:
             raise ValueError(f"layer {module.layer_idx} needs the selection of the layer before it, got None")
         return shared
-    keys = StockIndexKeys(latents)
+    keys = StockIndexKeys(latents, module.family.splits_pairs(module.config))
     return module.indexer(hidden, q_latent, embeddings, attention_mask[:, 0], None, **{CACHE: keys})
 
 

@@ -1,0 +1,33 @@
+"""The MLA families that the engine supports, and why it does not support the others."""
+
+from __future__ import annotations
+
+# Models whose decoder layers are norm, MLA, norm, MLP, with a residual around each pair.
+MODEL_TYPES = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "mistral4",
+    "sarvam_mla",
+    "youtu",
+)
+
+_LINEAR = "most of its layers are linear attention, and the engine has no pool of their states"
+REFUSED = {
+    "axk2": "gates follow the norms of its decoder layers",
+    "bailing_hybrid": _LINEAR,
+    "hy_v4": "its decoder layers have several residual streams",
+    "hy_v4_vl": "its decoder layers have several residual streams",
+    "kimi_linear": _LINEAR,
+    "longcat_flash": "its decoder layers have two attentions and a shortcut around the experts",
+    "minicpm3": "its decoder scales embeddings, residuals and logits",
+}
+
+
+def refusal(model_type: str) -> str | None:
+    """Why the engine does not support a family that the layer supports; None if it does, or for unknown families."""
+    return REFUSED.get(model_type.removesuffix("_text"))
