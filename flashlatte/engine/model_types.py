@@ -20,11 +20,14 @@ _LINEAR = "most of its layers are linear attention, and the engine has no pool o
 REFUSED = {
     "axk2": "gates follow the norms of its decoder layers",
     "bailing_hybrid": _LINEAR,
+    "dots3_note": "its layers have different sizes and windows",
+    "glm5_next": _LINEAR,
     "hy_v4": "its decoder layers have several residual streams",
     "hy_v4_vl": "its decoder layers have several residual streams",
     "kimi_linear": _LINEAR,
     "longcat_flash": "its decoder layers have two attentions and a shortcut around the experts",
     "minicpm3": "its decoder scales embeddings, residuals and logits",
+    "mistral_large4": "its layers share latents, and the frequencies of its rotation are learned",
 }
 
 

@@ -155,9 +155,8 @@ def config_of(model: Any) -> Any:
 
 def check_type(config: Any, known: Sequence[str]) -> None:
     """Raise ValueError for a model of another type, with the reason if there is one."""
-    models.check_not_refused(config.model_type)
     if config.model_type not in known:
-        reason = refusal(config.model_type)
+        reason = refusal(config.model_type) or models.refusal(config.model_type)
         raise ValueError(
             f"model must be of a type that the engine supports ({', '.join(known)}), got {config.model_type!r}"
             + ("" if reason is None else f": {reason}")

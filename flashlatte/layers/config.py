@@ -204,7 +204,7 @@ class MLAConfig:
             query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
             latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
             query_scaling=QueryScaling.from_rope_parameters(rope) if traits.scales_queries else None,
-            indexer=_indexer(fields, traits) if traits.has_indexer else None,
+            indexer=indexer_config(fields, traits) if traits.has_indexer else None,
             output_gate=traits.output_gate,
             attn_sink=traits.attn_sink,
             key_rope_norm=traits.key_rope_norm,
@@ -220,7 +220,12 @@ def _latent_factor(fields: Mapping[str, Any], rank: str) -> float:
     return (fields["hidden_size"] / fields[rank]) ** 0.5 if fields.get(rank) else 1.0
 
 
-def _indexer(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
+def indexer_config(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
+    """The indexer of a family that has one.
+
+    Raises:
+        ValueError: a missing or unsupported size.
+    """
     names = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
     missing = [name for name in names.values() if fields.get(name) is None]
     if missing:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from flashlatte import kv_cache
 from flashlatte.layers.absorbed import (
     attend_pages,
     attend_selected_rows,
@@ -26,9 +27,11 @@ from flashlatte.layers.parts import (
     Projections,
     QueryLatent,
     eps_of,
+    has_query_latent,
     hidden_projections,
     key_rope_norm,
     latent_factor,
+    owns_latents,
     project_output,
     project_query,
     sinks,
@@ -62,7 +65,7 @@ def forward(
             selection, or every token of its request up to its own.
         indexer: stores the index keys and fills the metadata's selection; None for a module that reuses another's
             selection, or attends to every token.
-        query_factors: float32 [T], factors of each token's queries; None: none.
+        query_factors: [T] or [T, h], factors of each token's queries; None: none.
         backend: backend of the operations that read the cache.
         batch_invariant: passed to the decode operation.
     """
@@ -76,24 +79,27 @@ def forward(
     rows, q_latent = store_latents(module, hidden, rotary, cache, metadata.slot_mapping)
     sink = sinks(module)
     if overlapped is not None:
-        overlapped.select(None if q_latent is None else q_latent.normalised)
+        overlapped.select(hidden if q_latent is None else q_latent.normalised)
     query, gate = project_query(module, hidden, q_latent, query_factors)
     tokens, heads = query.shape[:2]
     out = query.new_empty(tokens, heads, module.v_head_dim)
     absorbed = tokens if indices is not None else metadata.num_decode_tokens
     if absorbed:
+        parts = (slice(0, absorbed),) if indices is None else query_slices(0, absorbed, query)
         if indices is None and selection is not None and selection.slots is not None:
             indices = selection.slots[:absorbed]
 
-        def attend(folded: torch.Tensor) -> torch.Tensor:
+        def attend(folded: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
             if overlapped is not None:
                 overlapped.join()
             return attend_pages(
-                folded, cache, metadata.decode, indices, softmax_scale(module), backend, batch_invariant, sink
+                folded, cache, metadata.decode, chosen, softmax_scale(module), backend, batch_invariant, sink
             )
 
-        rotation = rotary.part(0, absorbed)
-        _attend_absorbed(module, kv_b, query[:absorbed], cache, rotation, backend, attend, out[:absorbed])
+        for part in parts:
+            attend_part = functools.partial(attend, chosen=None if indices is None else indices[part])
+            rotation = rotary.part(part.start, part.stop)
+            _attend_absorbed(module, kv_b, query[part], cache, rotation, backend, attend_part, out[part])
     if absorbed == tokens:
         return project_output(module, out, gate)
     if selection is not None and selection.chunks is not None:
@@ -109,6 +115,8 @@ def forward(
             module.v_head_dim,
         )
         part, scale = metadata.prefill, softmax_scale(module)
+        if rows is None:
+            rows = read_rows(cache, metadata.slot_mapping, query.dtype)
         attend_heads(query, rows[absorbed:], cache, part, expand, scale, out[absorbed:], sink)
     return project_output(module, out, gate)
 
@@ -123,16 +131,20 @@ def project(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, QueryLatent | None]:
     """``store_latents`` and ``project_query``: queries, the gate's logits, rows and the query's latent."""
     rows, q_latent = store_latents(module, hidden, rotary, cache, slot_mapping)
+    if rows is None:
+        rows = read_rows(cache, slot_mapping, hidden.dtype)
     return *project_query(module, hidden, q_latent, query_factors), rows, q_latent
 
 
 def store_latents(
     module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
-) -> tuple[torch.Tensor, QueryLatent | None]:
+) -> tuple[torch.Tensor | None, QueryLatent | None]:
     """Project the tokens' rows [T, latent + rope] and store them; also return the query's latent.
 
-    The query's latent is None if the module projects queries directly.
+    The rows are None if an earlier layer has stored them, the query's latent if the module projects queries directly.
     """
+    if not owns_latents(module):
+        return None, _query_latent(module, hidden)
     query_latent: dict[str, Any] = {}
     *q_a, kv_a = fused_linear(hidden, *hidden_projections(module))
     if q_a:
@@ -152,6 +164,19 @@ def store_latents(
     if cache.is_quantised or not module.qk_rope_head_dim:
         cache.write(slot_mapping, rows)
     return rows, None if normalised is None else QueryLatent(q_a[0], normalised)
+
+
+def _query_latent(module: Projections, hidden: torch.Tensor) -> QueryLatent | None:
+    """The query's latent of a module without latents of its own."""
+    if not has_query_latent(module):
+        return None
+    projected = module.q_a_proj(hidden)
+    return QueryLatent(projected, module.q_a_layernorm(projected))
+
+
+def read_rows(cache: LatentCache, slot_mapping: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tokens' rows [T, latent + rope], which an earlier layer has stored in the cache."""
+    return kv_cache.read(cache.pages, slot_mapping, cache_format=cache.layout, scale=cache.scale, dtype=dtype)
 
 
 def _unrotated_rows(

@@ -18,6 +18,8 @@ class Traits:
 
     Attributes:
         names: models of the family, for the table of the guide.
+        also: other differences, which ``MLAConfig`` does not have, for the same table.
+        layer_refusal: why ``MLAConfig`` cannot describe the family, which ``enable`` supports; None if it can.
         runs_as: family whose transformers classes the models have; None: this one.
         rope_layout: layout of the rope dims, whatever the config says. None: by the config's ``rope_interleave``,
             which defaults to true; null counts as false.
@@ -37,6 +39,8 @@ class Traits:
 
     names: str = ""
     runs_as: str | None = None
+    also: str = ""
+    layer_refusal: str | None = None
     rope_layout: str | None = None
     rope_theta: float = 10000.0
     max_position: int = 4096
@@ -78,7 +82,30 @@ SUPPORTED: dict[str, Traits] = {
     "deepseek_v2": Traits("DeepSeek-V2, V2-Lite", rope_layout=INTERLEAVED, max_position=2048),
     "deepseek_v3": Traits("DeepSeek-V3, V3.1, R1"),
     "deepseek_v32": Traits("DeepSeek-V3.2", rope_layout=INTERLEAVED, max_position=163840, has_indexer=True),
+    "dots3_note": Traits(
+        "dots3-note",
+        also="layers with windows and other sizes between",
+        layer_refusal="its layers have different sizes and kinds, and an MLAConfig describes one layer",
+        rope_layout=INTERLEAVED,
+        rope_theta=8e7,
+        max_position=524288,
+        scales_latents=True,
+        has_indexer=True,
+        index_rope_layout=INTERLEAVED,
+        model_eps=True,
+        output_gate="head",
+        key_rope_norm=True,
+    ),
     "glm4_moe_lite": Traits("GLM-4.7-Flash", max_position=202752),
+    "glm5_next": Traits(
+        "GLM-5.3-Flash",
+        also="the selected tokens are pools",
+        layer_refusal="its indexer selects pools of tokens",
+        rope_layout=UNROTATED,
+        max_position=1048576,
+        has_indexer=True,
+        model_eps=True,
+    ),
     "glm_moe_dsa": Traits(
         "GLM-5", rope_layout=INTERLEAVED, max_position=202752, has_indexer=True, index_rope_layout=INTERLEAVED
     ),
@@ -93,16 +120,23 @@ SUPPORTED: dict[str, Traits] = {
         "LongCat-Flash", rope_layout=INTERLEAVED, rope_theta=1e7, max_position=131072, scales_latents=True
     ),
     "minicpm3": Traits("MiniCPM3", rope_layout=HALF, max_position=32768),
+    "mistral_large4": Traits(
+        "Mistral Large 4",
+        also="learned factors of queries by head and position; some layers are not rotated; latents are shared",
+        layer_refusal="the frequencies of its rotation are learned, and no config has them",
+        rope_layout=INTERLEAVED,
+        max_position=1048576,
+        has_indexer=True,
+        index_rope_layout=INTERLEAVED,
+        model_eps=True,
+    ),
     "mistral4": Traits("Mistral 4, also in a vision model", max_position=1048576, scales_queries=True),
     "sarvam_mla": Traits("Sarvam-105B", runs_as="deepseek_v3"),
     "youtu": Traits("Youtu-LLM", max_position=131072),
 }
 
-REFUSED: dict[str, str] = {
-    "dots3_note": "it normalises the rope part of its keys, gates its attention's output, and has an indexer",
-    "glm5_next": "its attention has an indexer whose selection several layers share, and no rotary embedding",
-    "mistral_large4": "its attention has an indexer, shares caches between layers and scales queries by their position",
-}
+# Families with latents whose attention is another, and the reason. None of transformers 5.24's is.
+REFUSED: dict[str, str] = {}
 
 
 def traits(model_type: str | None) -> Traits:
@@ -131,14 +165,16 @@ def supported(model_type: str) -> Traits | None:
 
 
 def refusal(model_type: object) -> str | None:
-    """Why a family, or the language model of one, is not supported (``REFUSED``); else None."""
+    """Why a family, or the language model of one, is not supported at all (``REFUSED``); else None."""
     return REFUSED.get(model_type.removesuffix("_text")) if isinstance(model_type, str) else None
 
 
 def check_not_refused(*model_types: object) -> None:
-    """Raise ValueError with the reason if one of the types is refused."""
+    """Raise ValueError with the reason if no ``MLAConfig`` describes one of the types."""
     for model_type in model_types:
-        if (reason := refusal(model_type)) is not None:
+        found = supported(model_type) if isinstance(model_type, str) else None
+        reason = refusal(model_type) if found is None else found.layer_refusal
+        if reason is not None:
             raise ValueError(f"model_type {model_type!r} is not supported: {reason}")
 
 

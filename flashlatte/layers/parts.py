@@ -21,6 +21,9 @@ class Projections(Protocol):
     Parts that only some models have, described in ``MLAConfig``: the output's gate ``g_proj``, ``gate_proj`` or
     ``q_gate_proj`` (which replaces ``q_b_proj``), ``sinks``, ``k_rope_only_layernorm``; and factors of queries
     (``mla_scale_q_lora``, ``q_lora_scale``) and of normalised latents (``mla_scale_kv_lora``, ``kv_lora_scale``).
+
+    Mistral-Large-4 has learned factors of queries, ``softmax_scaling`` (``head_factors``), and layers without
+    ``kv_a_proj_with_mqa``: they attend to latents that an earlier layer has stored.
     """
 
     q_lora_rank: int | None
@@ -43,6 +46,7 @@ _NAMES = frozenset(
     (
         *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
         *("o_proj", "indexer", "g_proj", "gate_proj", "q_gate_proj", "sinks", "k_rope_only_layernorm"),
+        "softmax_scaling",
     )
 )
 
@@ -57,7 +61,18 @@ class QueryLatent:
 
 def hidden_projections(module: Projections) -> list[Any]:
     """The projections of hidden states, which ``fused_projections`` may compute as one product."""
-    return ([] if module.q_lora_rank is None else [module.q_a_proj]) + [module.kv_a_proj_with_mqa]
+    query = [module.q_a_proj] if has_query_latent(module) else []
+    return [*query, module.kv_a_proj_with_mqa] if owns_latents(module) else query
+
+
+def has_query_latent(module: Any) -> bool:
+    """Whether queries are projected from a latent."""
+    return getattr(module, "q_lora_rank", None) is not None
+
+
+def owns_latents(module: Any) -> bool:
+    """Whether the module computes and stores latents; else it reads those of an earlier layer."""
+    return module.kv_a_proj_with_mqa is not None
 
 
 def check_parts(module: Any) -> None:
@@ -70,8 +85,9 @@ def check_parts(module: Any) -> None:
 def check_weights(module: Projections, dtype: torch.dtype) -> None:
     """Raise TypeError for a projection or norm whose weight cannot replace a call of the module, in ``dtype``."""
     linear_weight(module, "kv_b_proj", dtype)
-    norm_weight(module, "kv_a_layernorm")
-    if module.q_lora_rank is not None:
+    if owns_latents(module):
+        norm_weight(module, "kv_a_layernorm")
+    if has_query_latent(module):
         norm_weight(module, "q_a_layernorm")
     if key_rope_norm(module) is not None:
         norm_weight(module, "k_rope_only_layernorm")
@@ -103,13 +119,24 @@ def softmax_scale(module: Any) -> float:
     return module.scaling * getattr(module, "mla_scale_q_lora", getattr(module, "q_lora_scale", 1.0))
 
 
+def head_factors(scaling: Any, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Learned factors [T, h] of queries at positions [T]: scale[i] · ln(p + 1) + bias[i] for head i (Mistral-Large-4).
+
+    Args:
+        scaling: a module with parameters ``scale`` and ``bias`` [h].
+        dtype: dtype of the queries, in which transformers computes the factors.
+    """
+    logarithms = (positions + 1).float().log().to(dtype)
+    return logarithms[:, None] * scaling.scale.to(dtype) + scaling.bias.to(dtype)
+
+
 def project_query(
     module: Any,
     hidden: torch.Tensor,
     latent: QueryLatent | None,
     factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Unrotated queries [T, h, nope + rope] times ``factors`` [T]; and the logits of the output's gate [T, h, 1 or v].
+    """Unrotated queries [T, h, nope + rope] times ``factors`` [T] or [T, h]; and logits [T, h, 1 or v] of the gate.
 
     The gate is None if the model has none.
     """
@@ -125,7 +152,9 @@ def project_query(
             -1, (-1, query_dim)
         )
         gate = _gate_of_hidden(module, hidden)
-    return query if factors is None else query * factors.to(query.dtype)[:, None, None], gate
+    if factors is not None:
+        query = query * (factors[:, None] if factors.dim() == 1 else factors).to(query.dtype)[..., None]
+    return query, gate
 
 
 def _gate_of_hidden(module: Any, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -45,8 +45,9 @@ def enable(
     """Patch a transformers model in place to use FlashLatte's paged cache and attention.
 
     Supported families: AXK1, AXK2, BailingHybrid (Ling 3.0), DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32,
-    DeepseekV4, Glm4MoeLite, GlmMoeDsa (GLM-5), HYV4 and HYV4VL (Hy4), KimiLinear, LongcatFlash, MiniCPM3, Mistral4 and
-    Youtu, and models with one of them as their language model, such as Kimi-K2.5.
+    DeepseekV4, Dots3Note, Glm4MoeLite, Glm5Next (GLM-5.3-Flash), GlmMoeDsa (GLM-5), HYV4 and HYV4VL (Hy4), KimiLinear,
+    LongcatFlash, MiniCPM3, Mistral4, MistralLarge4 and Youtu, and models with one of them as their language model, such
+    as Kimi-K2.5.
 
     A forward pass with a cache then runs FlashLatte's MLA layer (``flashlatte.layers``) with the model's own
     projections, and stores latents in a paged cache. Prefill attends in multi-head form (``dense_prefill``), decode in
@@ -63,8 +64,10 @@ def enable(
     padding on the left, or if the implementation is not the one that transformers chooses (PyTorch's SDPA; "eager" for
     Hy4).
 
-    Layers of linear attention (BailingHybrid, KimiLinear) run as transformers' modules. Their states stay in the cache
-    as transformers' layers, and cannot be cropped.
+    Layers of linear attention (BailingHybrid, Glm5Next, KimiLinear) run as transformers' modules. Their states stay in
+    the cache as transformers' layers, and cannot be cropped. Glm5Next's indexer, which selects pools of tokens, is
+    transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
+    all tokens.
 
     Stock attention computes passes in training mode, passes that record gradients, passes with
     ``output_attentions=True``, without a cache, under autocast to another dtype than the model's, and passes that
@@ -87,8 +90,8 @@ def enable(
         backend: "hopper", "portable" or "reference" for the decode operation; None chooses. It must support the model
             on its current device.
         k_scale: the scale of format ``fp8``; 1 if None.
-        index_format: format of the index keys of DeepseekV32 and GlmMoeDsa: "index_fp8", "index_bf16", "index_fp32" or
-            "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.
+        index_format: format of the index keys of models with an indexer, except Glm5Next: "index_fp8", "index_bf16",
+            "index_fp32" or "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.
 
     Returns:
         ``model``.
@@ -130,8 +133,8 @@ def enable(
     decoder, family = find_decoder(model)
     check_cache_argument(decoder)
     warn_of_missing(decoder, getattr(model, "lm_head", None))
-    hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
+    hooks.check_backend(decoder, hooks.new_latents(decoder, settings, family), family)
     for module in modules:
         check_parts(module)
         check_weights(module, decoder.dtype)
@@ -220,7 +223,7 @@ def check_transformers() -> None:
 def _attentions(decoder: Any, family: Family) -> list[Any]:
     """The decoder's attention modules. Raise TypeError unless each has the family's class, or FlashLatte's."""
     from flashlatte.integrations.transformers.attention import paged
-    from flashlatte.integrations.transformers.families import attentions
+    from flashlatte.integrations.transformers.families import attentions, check_selections, check_sources
     from flashlatte.integrations.transformers.patching import check_forward
 
     stock, modules = family.attention_class, []
@@ -229,4 +232,6 @@ def _attentions(decoder: Any, family: Family) -> list[Any]:
             raise TypeError(f"layer {index}'s attention must be a {stock.__name__}, got {type(module).__name__}")
         check_forward(module, index)
         modules.append(module)
+    check_sources(modules, family)
+    check_selections(modules, family)
     return modules

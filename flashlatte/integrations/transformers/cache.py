@@ -83,15 +83,17 @@ class PagedLatentCache(PagedCache):
 
 def _dynamic_layer(latents: PagedLatents, index: int, splits_pairs: bool) -> DynamicLayer:
     layer: Any = DynamicLayer()
-    if latents.indexer is not None:
+    if latents.indexer is not None or latents.holds_column_states(index):
         from transformers.cache_utils import DynamicIndexedLayer
 
         layer = DynamicIndexedLayer()
         if latents.holds_index_keys(index):
             layer.update_indexer(stock_history(latents, index, latents.dtype, splits_pairs))
+        if latents.holds_column_states(index):
+            layer.update_indexer(latents.column_states(index))
     if latents.holds(index):
         rows = latents.read_history(index).unsqueeze(1)
-        latent, rope = rows[..., : latents.latent_dim], rows[..., latents.latent_dim :]
+        latent, rope = rows.split(latents.widths(index), dim=-1)
         if splits_pairs:
             rope = rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         layer.update(latent, rope)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers import models
+from flashlatte.layers.parts import owns_latents
 from flashlatte.layers.rope_config import QueryScaling
 
 
@@ -24,6 +25,7 @@ class Family:
         attention, decoder: names of the attention and decoder classes after the prefix.
         linear: name of the class, after the prefix, of other layers' linear attention, which transformers computes;
             None: all layers are MLA.
+        selects_columns: whether the model's own indexer selects columns, which are translated to slots.
         keeps_pairs: whether a stock cache stores the two rope dims of a pair next to each other, if they are so in the
             projection. Others store the first dims of all pairs before the second ones.
         returns_selection: whether attention returns the indexer's selection, for layers that share it, as third result.
@@ -34,6 +36,7 @@ class Family:
     attention: str = "Attention"
     decoder: str = "Model"
     linear: str | None = None
+    selects_columns: bool = False
     keeps_pairs: bool = False
     returns_selection: bool = False
 
@@ -63,13 +66,18 @@ class Family:
         """The attention implementation that transformers chooses if none is given."""
         return "sdpa" if getattr(self.decoder_class, "_supports_sdpa", True) else "eager"
 
+    def source_layer(self, module: Any) -> int:
+        """The layer whose latents a layer's attention reads: itself, or an earlier one that it has none without."""
+        layer = module.layer_idx
+        return layer if owns_latents(module) else module.config.kv_source_layers[layer]
+
     def interleaved(self, config: Any) -> bool:
         """Whether rope dims 2i and 2i + 1 form a pair."""
         return self._layout(config) == models.INTERLEAVED
 
-    def rotates(self, config: Any) -> bool:
-        """Whether queries and keys are rotated."""
-        return self._layout(config) != models.UNROTATED
+    def rotates(self, module: Any) -> bool:
+        """Whether a layer's queries and keys are rotated."""
+        return module.qk_rope_head_dim > 0 and self._layout(module.config) != models.UNROTATED
 
     def _layout(self, config: Any) -> str:
         return models.SUPPORTED[self.model_type].layout(getattr(config, "rope_interleave", True))
@@ -92,6 +100,12 @@ FAMILIES = (
     Family("deepseek_v2", "DeepseekV2", keeps_pairs=True),
     Family("deepseek_v3", "DeepseekV3"),
     Family("deepseek_v32", "DeepseekV32"),
+    Family("dots3_note", "Dots3Note", "TextAttention", "TextModel"),
+    Family(
+        *("glm5_next", "Glm5Next", "TextAttention", "TextModel", "TextLinearAttention"),
+        selects_columns=True,
+        returns_selection=True,
+    ),
     Family("glm4_moe_lite", "Glm4MoeLite"),
     Family("glm_moe_dsa", "GlmMoeDsa", returns_selection=True),
     Family("hy_v4", "HYV4", returns_selection=True),
@@ -99,6 +113,7 @@ FAMILIES = (
     Family("kimi_linear", "KimiLinear", linear="DeltaAttention"),
     Family("longcat_flash", "LongcatFlash", "MLA"),
     Family("minicpm3", "MiniCPM3"),
+    Family("mistral_large4", "MistralLarge4", "TextAttention", "TextModel", returns_selection=True),
     Family("mistral4", "Mistral4"),
     Family("youtu", "Youtu"),
 )
@@ -151,6 +166,37 @@ def attentions(decoder: Any, family: Family) -> list[tuple[int, Any]]:
 def linear_layers(decoder: Any, family: Family) -> list[int]:
     """Indices of the layers with linear attention."""
     return [index for index, layer in enumerate(decoder.layers) if family.is_linear(layer.self_attn)]
+
+
+def check_selections(modules: list[Any], family: Family) -> None:
+    """Raise ValueError for layers that attend to every token in a model whose other layers select tokens.
+
+    A step is planned for one of the two; layers with a window use neither.
+    """
+    kinds = {
+        getattr(module, "indexer", None) is not None
+        for module in modules
+        if getattr(module, "sliding_window", None) is None
+    }
+    if len(kinds) > 1 and not family.returns_selection:
+        raise ValueError("layer_types must not have both indexed_attention and full_attention, got both")
+
+
+def check_sources(modules: list[Any], family: Family) -> None:
+    """Raise ValueError if ``kv_source_layers`` names other latents than those that transformers reads.
+
+    transformers gives a layer without latents those of the last layer before it that shares some and is rotated alike.
+    """
+    shared: dict[bool, int] = {}
+    for module in modules:
+        if owns_latents(module):
+            if getattr(module, "store_full_length_kv", False):
+                shared[family.rotates(module)] = module.layer_idx
+        elif family.source_layer(module) != shared.get(family.rotates(module)):
+            raise ValueError(
+                f"kv_source_layers must name the last layer before {module.layer_idx} that shares latents and is "
+                f"rotated like it, which transformers reads, got {family.source_layer(module)}"
+            )
 
 
 def cosines_and_sines(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,7 +46,8 @@ def rows() -> Iterator[FamilyRow]:
             raise ValueError(f"enable must support every family that the layer supports, got {name}")
         engine = _YES if name in model_types.MODEL_TYPES else model_types.REFUSED[name]
         linear = any(family.linear for family in FAMILIES if family.model_type == name)
-        yield FamilyRow(traits.names, name, _attention(traits, linear=linear), _YES, _YES, engine)
+        layer = traits.layer_refusal or _YES
+        yield FamilyRow(traits.names, name, _attention(traits, linear=linear), layer, _YES, engine)
     attention = "512 numbers a token; window and compressed tokens in one softmax, sinks"
     yield FamilyRow("DeepSeek-V4", V4_MODEL_TYPE, attention, "`V4Attention`", _YES, _YES)
     for name, reason in models.REFUSED.items():
@@ -65,6 +66,7 @@ def _attention(traits: models.Traits, *, linear: bool) -> str:
         "queries are scaled by position": traits.scales_queries,
         "keys' rope dims are normalized": traits.key_rope_norm,
         "layers of linear attention between": linear,
+        traits.also: bool(traits.also),
     }
     return "; ".join(text for text, applies in found.items() if applies)
 
