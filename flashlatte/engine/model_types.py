@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-# Models whose decoder layers are norm, MLA, norm, MLP, with a residual around each pair.
+# Models whose decoder layers are norm, MLA, norm, MLP, with residual streams around each pair.
 MODEL_TYPES = (
     "axk1",
+    "axk2",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
     "glm4_moe_lite",
     "glm_moe_dsa",
+    "hy_v4",
     "kimi_k2",
     "mistral4",
     "sarvam_mla",
@@ -18,12 +20,10 @@ MODEL_TYPES = (
 
 _LINEAR = "most of its layers are linear attention, and the engine has no pool of their states"
 REFUSED = {
-    "axk2": "gates follow the norms of its decoder layers",
     "bailing_hybrid": _LINEAR,
     "dots3_note": "its layers have different sizes and windows",
     "glm5_next": _LINEAR,
-    "hy_v4": "its decoder layers have several residual streams",
-    "hy_v4_vl": "its decoder layers have several residual streams",
+    "hy_v4_vl": "it is a vision model, and the engine takes tokens",
     "kimi_linear": _LINEAR,
     "longcat_flash": "its decoder layers have two attentions and a shortcut around the experts",
     "minicpm3": "its decoder scales embeddings, residuals and logits",

@@ -36,6 +36,7 @@ SIZES = {
 }
 # Many index heads, so that no two scores are both zero for want of a positive product.
 INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 8}
+FOUR_LAYERS = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
 # Queries grow every 16 positions.
 MISTRAL = {
     "rope_type": "yarn",
@@ -50,7 +51,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Mistral4": {"rope_parameters": MISTRAL},
     "SarvamMLA": {"q_lora_rank": None},
     "DeepseekV32": INDEXED,
-    "GlmMoeDsa": INDEXED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    "AXK2": INDEXED | {"n_group": None, "topk_group": None},
+    "HYV4": INDEXED | FOUR_LAYERS | {"hc_mult": 3, "swiglu_limit": 2.0},
+    "GlmMoeDsa": INDEXED | FOUR_LAYERS,
 }
 # Whose model is of another family than its config.
 CLASSES = {"SarvamMLA": "DeepseekV3"}
@@ -115,6 +118,8 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in made.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_(generator=generator)
             if weight.dim() > 1:
                 gain = 4.0 if "q_b_proj" in name or "o_proj" in name else 1.0
                 weight.normal_(0.0, gain / weight.shape[-1] ** 0.5, generator=generator)
