@@ -76,7 +76,13 @@ class Model(PagedModel):
         if ranks is not None:
             check_divisible(model)
             model = model if of_checkpoint else copied(model)
-        self.config = MLAConfig.from_transformers(model.config)
+        self.layers = MLAConfig.layers(model.config)
+        self.config = self.layers[0]
+        if ranks is not None and len(set(self.layers)) > 1:
+            raise ValueError(
+                f"tensor_parallel must be 1 for a {config.model_type}, whose layers have different heads, "
+                f"got {ranks.size}"
+            )
         if ranks is not None and ranks.kv_ranks > 1 and self.config.attn_sink:
             raise ValueError(
                 f"context_parallel must be 1 for a {config.model_type}: attention sinks need the whole cache on each "
@@ -105,17 +111,16 @@ class Model(PagedModel):
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[kv_cache.CacheFormat, int]]:
         """Every layer's latents, then index keys of each layer with an indexer."""
-        layout = latent_format(self.config, cache_format)
-        caches = [layout] * len(self.attention)
-        indexer = self.config.indexer
-        if indexer is not None:
-            keys = kv_cache.get_format(index_format_beside(layout), indexer.head_dim)
-            caches += [keys for layer in self.attention if layer.indexer is not None]
+        caches = [latent_format(config, cache_format) for config in self.layers]
+        for layer, layout in zip(self.attention, tuple(caches), strict=True):
+            if layer.indexer is not None:
+                caches.append(kv_cache.get_format(index_format_beside(layout), layer.indexer.config.head_dim))
         return [(cache, page_size) for cache in caches]
 
     def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
         # A page of the scheduler is one page on each rank that stores some of the keys.
         page_size = limits.page_size * self.ranks.kv_ranks
+        indexers = [layer.indexer for layer in self.attention if layer.indexer is not None]
         builder = MLAMetadataBuilder(
             page_size,
             limits.max_num_seqs,
@@ -124,7 +129,8 @@ class Model(PagedModel):
             self.device,
             cache_format=cache_format,
             num_pages=limits.num_pages,
-            topk=None if self.config.indexer is None else self.config.indexer.topk,
+            topk=indexers[0].config.topk if indexers else None,
+            windows=sorted({config.window for config in self.layers if config.window is not None}),
         )
 
         def plan(batch: StepBatch, pad_to: int | None) -> MLAMetadata:
@@ -162,16 +168,16 @@ class Model(PagedModel):
 
     def _adopt(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> MLAAttention:
         """An attention layer that shares the weights of a decoder layer's module, or this rank's part of them."""
-        heads = None
+        heads, config = None, self.layers[number]
         if ranks is not None:
-            heads = keep_heads(self.config, layer.self_attn, ranks)
+            heads = keep_heads(config, layer.self_attn, ranks)
             divide_mlp(layer.mlp, ranks)
         attention = MLAAttention(
-            self.config,
+            config,
             heads=heads,
             backend=backend,
             batch_invariant=self.batch_invariant,
-            shares_selection=self.config.indexer is not None and number in self.config.indexer.shared_layers,
+            shares_selection=config.indexer is not None and number in config.indexer.shared_layers,
             device="meta",
         )
         _share_parts(attention, layer.self_attn)

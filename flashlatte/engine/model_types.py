@@ -9,6 +9,7 @@ MODEL_TYPES = (
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
+    "dots3_note_text",
     "glm4_moe_lite",
     "glm_moe_dsa",
     "hy_v4",
@@ -21,7 +22,7 @@ MODEL_TYPES = (
 _LINEAR = "most of its layers are linear attention, and the engine has no pool of their states"
 REFUSED = {
     "bailing_hybrid": _LINEAR,
-    "dots3_note": "its layers have different sizes and windows",
+    "dots3_note": "it has vision and audio, and the engine takes tokens",
     "glm5_next": _LINEAR,
     "hy_v4_vl": "it is a vision model, and the engine takes tokens",
     "kimi_linear": _LINEAR,
@@ -32,5 +33,5 @@ REFUSED = {
 
 
 def refusal(model_type: str) -> str | None:
-    """Why the engine does not support a family that the layer supports; None if it does, or for unknown families."""
-    return REFUSED.get(model_type.removesuffix("_text"))
+    """Why the engine does not support a family that ``enable`` supports; None if it does, or for unknown families."""
+    return None if model_type in MODEL_TYPES else REFUSED.get(model_type.removesuffix("_text"))

@@ -234,7 +234,9 @@ class MLAAttention(nn.Module):
                 f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "
                 f"{config.rope.max_position}"
             )
-        if indices is not None:
+        if config.window is not None:
+            indices = self._window(metadata, indices)
+        elif indices is not None:
             checks.tensor("indices", indices, (metadata.num_tokens, "topk"), checks.INDEX_DTYPES, device)
         if metadata.num_tokens == 0:
             return torch.empty_like(hidden)
@@ -269,8 +271,24 @@ class MLAAttention(nn.Module):
             return None
         return make_step_indexer(self.indexer, config, index_cache, pages, rotary, self.backend)
 
+    def _window(self, metadata: MLAMetadata, indices: torch.Tensor | None) -> torch.Tensor:
+        """The slots that a layer with a window attends to."""
+        if indices is not None:
+            raise ValueError("indices must be None for a layer with a window")
+        if metadata.sharding is not None:
+            raise ValueError(f"a layer with a window needs a whole cache, got metadata for {metadata.sharding}")
+        slots = metadata.windows.get(self.config.window or 0)
+        if slots is None:
+            raise ValueError(
+                f"metadata must be built with the layer's window {self.config.window}: MLAMetadataBuilder(windows=…), "
+                f"got {sorted(metadata.windows)}"
+            )
+        return slots
+
     def _check_selection(self, metadata: MLAMetadata, layout: CacheFormat, indices: torch.Tensor | None) -> None:
         """Check that the step was built for this selection; otherwise kernels would silently attend to other tokens."""
+        if self.config.window is not None:
+            return
         selection, config = metadata.selection, self.config.indexer
         topk = None if selection is None else selection.topk
         if indices is None and topk != (None if config is None else config.topk):

@@ -9,7 +9,7 @@ from typing import Any
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.layers import models
-from flashlatte.layers.config_fields import check_fields
+from flashlatte.layers.config_fields import check_fields, of_layer
 from flashlatte.layers.rope_config import QueryScaling, Rope
 from flashlatte.ops.topk.api import MAX_K
 from flashlatte.runtime import checks
@@ -101,6 +101,7 @@ class MLAConfig:
             σ(gate_proj(x)) (Hy4). "query": o · σ(g), where (q, g) = q_gate_proj((norm(c), c)) replaces q_b_proj, with
             the query's latent c = q_a_proj(x) and nope + rope + v dims for each head (A.X-K2).
         attn_sink: whether head i has a learned logit ``sinks[i]`` in its softmax's denominator, e^lse + e^sink (Hy4).
+        window: a query at position p attends to positions p - window + 1 to p (dots3-note); None: to all up to p.
         key_rope_norm: whether an RMSNorm, ``k_rope_only_layernorm``, precedes the rotation of keys' rope dims
             (dots3-note).
     """
@@ -122,6 +123,7 @@ class MLAConfig:
     output_gate: str | None = None
     attn_sink: bool = False
     key_rope_norm: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -143,6 +145,10 @@ class MLAConfig:
         checks.flag("attn_sink", self.attn_sink)
         if checks.flag("key_rope_norm", self.key_rope_norm) and self.qk_rope_head_dim == 0:
             raise ValueError("key_rope_norm needs rope dims, got qk_rope_head_dim 0")
+        if self.window is not None:
+            checks.positive_int("window", self.window)
+            if self.indexer is not None:
+                raise ValueError(f"window must be None in a config with an indexer, got {self.window}")
         checks.epsilon("norm_eps", self.norm_eps)
         for name in ("query_factor", "latent_factor"):
             checks.positive_number(name, getattr(self, name))
@@ -171,12 +177,28 @@ class MLAConfig:
         return scale if self.rope.yarn is None else scale * self.rope.yarn.softmax_factor
 
     @staticmethod
-    def from_transformers(config: Any) -> MLAConfig:
+    def layers(config: Any) -> tuple[MLAConfig, ...]:
+        """``from_transformers`` for every layer of a model; layers of other kinds have the config of those of MLA.
+
+        Raises:
+            TypeError, ValueError: as ``from_transformers``; no ``num_hidden_layers``.
+        """
+        fields = models.text_config(models.config_fields(config))
+        count = checks.positive_int("num_hidden_layers", fields.get("num_hidden_layers"))
+        if fields.get("model_type") is not None and models.traits(fields["model_type"]).has_layers:
+            return tuple(MLAConfig.from_transformers(config, layer) for layer in range(count))
+        return (MLAConfig.from_transformers(config),) * count
+
+    @staticmethod
+    def from_transformers(config: Any, layer: int | None = None) -> MLAConfig:
         """Read the config of a transformers model, or the content of a checkpoint's ``config.json`` as a mapping.
 
         For a model with other layers between those of MLA (Ling 3.0, Kimi Linear), it describes its MLA layers.
 
         The rotary embedding is read as transformers reads it (``standardize_rope_params``).
+
+        Args:
+            layer: index of the layer, for a family whose layers differ (dots3-note).
 
         Raises:
             TypeError: a field of another type, such as a ``max_position_embeddings`` of None.
@@ -189,6 +211,7 @@ class MLAConfig:
         if fields.get("kv_lora_rank") is None:
             raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
         traits = models.traits(fields.get("model_type"))
+        fields = of_layer(fields, layer) if traits.has_layers else fields
         missing = [name for name in _SIZES if fields.get(name) is None]
         if missing:
             raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
@@ -204,15 +227,21 @@ class MLAConfig:
             query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
             latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
             query_scaling=QueryScaling.from_rope_parameters(rope) if traits.scales_queries else None,
-            indexer=indexer_config(fields, traits) if traits.has_indexer else None,
+            indexer=indexer_config(fields, traits) if _has_indexer(fields, traits) else None,
             output_gate=traits.output_gate,
             attn_sink=traits.attn_sink,
             key_rope_norm=traits.key_rope_norm,
+            window=fields["sliding_window"] if traits.has_layers else None,
         )
 
 
 def _model_type(fields: Mapping[str, Any]) -> Any:
     return fields.get("model_type", "(none)")
+
+
+def _has_indexer(fields: Mapping[str, Any], traits: models.Traits) -> bool:
+    # In a family whose layers differ, ``of_layer`` has left the layer's own type.
+    return traits.has_indexer and not (traits.has_layers and "indexed_attention" not in fields["layer_types"])
 
 
 def _latent_factor(fields: Mapping[str, Any], rank: str) -> float:

@@ -34,12 +34,36 @@ _ROPE = _words(
 _LAYER_TYPES = ("full_attention", "indexed_attention", "linear_attention")
 
 
+def of_layer(fields: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
+    """The fields of one layer of a family whose layers differ, with ``layer_types`` and ``sliding_window`` of its own.
+
+    Raises:
+        ValueError: no layer, or one that the model does not have; ``layer_types`` with full and indexed attention.
+    """
+    kinds, types = set(fields["layer_types"]), fields["layer_types"]
+    if layer is None:
+        raise ValueError(f"layer must be given for a {fields.get('model_type')}, whose layers differ, got None")
+    if not 0 <= layer < len(types):
+        raise ValueError(f"layer must be from 0 to {len(types) - 1}, got {layer}")
+    if {"full_attention", "indexed_attention"} <= kinds:
+        raise ValueError("layer_types must not have both indexed_attention and full_attention, got both")
+    kind, changed = types[layer], fields.get("per_layer_config") or {}
+    own = dict(fields) | dict(changed.get(str(layer), changed.get(layer, {})))
+    own.pop("per_layer_config", None)
+    rope = models.rope_parameters(fields)
+    window = fields.get("sliding_window") if kind == "sliding_attention" else None
+    if kind == "sliding_attention" and window is None:
+        raise ValueError("config must have sliding_window for layers of sliding_attention, got None")
+    return own | {"rope_parameters": rope.get(kind, rope), "layer_types": [kind], "sliding_window": window}
+
+
 def check_fields(fields: Mapping[str, Any], traits: models.Traits) -> None:
     """Raise ValueError for fields about attention that are unknown, or contradict the family.
 
     An unknown field that is null, false, 0 or empty is accepted: it switches something off.
     """
-    unknown = [name for name, value in fields.items() if _is_unknown(name) and _is_set(value)]
+    known = {"sliding_window"} if traits.has_layers else set()
+    unknown = [name for name, value in fields.items() if _is_unknown(name) and name not in known and _is_set(value)]
     rope = models.rope_parameters(fields)
     unknown += [f"rope_parameters.{name}" for name, value in rope.items() if name not in _ROPE and _is_set(value)]
     if unknown:
@@ -62,9 +86,10 @@ def check_fields(fields: Mapping[str, Any], traits: models.Traits) -> None:
             f"rope_parameters of a {fields.get('model_type')} must have no llama_4_scaling_beta, "
             f"got {rope['llama_4_scaling_beta']}"
         )
+    types = (*_LAYER_TYPES, "sliding_attention") if traits.has_layers else _LAYER_TYPES
     for kind in fields.get("layer_types") or ():
-        if kind not in _LAYER_TYPES:
-            raise ValueError(f"layer_types must be {', '.join(_LAYER_TYPES)}, got {kind!r}")
+        if kind not in types:
+            raise ValueError(f"layer_types must be {', '.join(types)}, got {kind!r}")
 
 
 def _is_unknown(name: str) -> bool:

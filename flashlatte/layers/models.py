@@ -18,6 +18,7 @@ class Traits:
 
     Attributes:
         names: models of the family, for the table of the guide.
+        has_layers: whether layers differ in sizes and kinds, so that a config describes one of them.
         also: other differences, which ``MLAConfig`` does not have, for the same table.
         layer_refusal: why ``MLAConfig`` cannot describe the family, which ``enable`` supports; None if it can.
         runs_as: family whose transformers classes the models have; None: this one.
@@ -39,6 +40,7 @@ class Traits:
 
     names: str = ""
     runs_as: str | None = None
+    has_layers: bool = False
     also: str = ""
     layer_refusal: str | None = None
     rope_layout: str | None = None
@@ -85,7 +87,7 @@ SUPPORTED: dict[str, Traits] = {
     "dots3_note": Traits(
         "dots3-note",
         also="layers with windows and other sizes between",
-        layer_refusal="its layers have different sizes and kinds, and an MLAConfig describes one layer",
+        has_layers=True,
         rope_layout=INTERLEAVED,
         rope_theta=8e7,
         max_position=524288,

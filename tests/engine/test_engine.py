@@ -24,6 +24,7 @@ FAMILIES = (
     "GlmMoeDsa",
     "AXK2",
     "HYV4",
+    "Dots3Note",
     "Mistral4",
     "SarvamMLA",
 )
@@ -45,7 +46,9 @@ def check(engine: Engine, family: str = "DeepseekV3", new: int = 9) -> list[Any]
     return outputs
 
 
-@pytest.mark.parametrize("family", mostly_full(FAMILIES, "DeepseekV3", "Glm4MoeLite", "GlmMoeDsa", "AXK2", "HYV4"))
+@pytest.mark.parametrize(
+    "family", mostly_full(FAMILIES, "DeepseekV3", "Glm4MoeLite", "GlmMoeDsa", "AXK2", "HYV4", "Dots3Note")
+)
 def test_mixed_lengths(family):
     check(engine(family), family)
 
@@ -65,6 +68,7 @@ def test_every_chunk_size(max_num_batched_tokens):
         pytest.param("GlmMoeDsa", 0, marks=pytest.mark.full),
         ("GlmMoeDsa", 12),
         ("HYV4", 0),
+        ("Dots3Note", 12),
         pytest.param("AXK2", 0, marks=pytest.mark.full),
     ],
 )
@@ -77,7 +81,12 @@ def test_a_pool_so_small_that_requests_give_way(family, swap_space):
 
 @pytest.mark.parametrize(
     ("family", "num_speculative_tokens"),
-    [("DeepseekV3", 4), pytest.param("DeepseekV3", 1, marks=pytest.mark.full), ("DeepseekV32", 3)],
+    [
+        ("DeepseekV3", 4),
+        pytest.param("DeepseekV3", 1, marks=pytest.mark.full),
+        ("DeepseekV32", 3),
+        pytest.param("Dots3Note", 3, marks=pytest.mark.full),
+    ],
 )
 def test_drafts_change_no_token(family, num_speculative_tokens):
     speculating = engine(family, num_speculative_tokens=num_speculative_tokens)
@@ -90,7 +99,7 @@ def test_drafts_change_no_token(family, num_speculative_tokens):
     check(speculating, family)
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa", "HYV4", "AXK2"])
+@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa", "HYV4", "AXK2", "Dots3Note"])
 def test_a_prefix_is_computed_once(family):
     shared = prompt(40)
     served = engine(family)

@@ -92,7 +92,7 @@ def test_a_checkpoint_that_says_little_of_rotation_is_read_as_transformers_does(
     assert rope.layout == ("half" if honours and said else "interleaved")
 
 
-@pytest.mark.parametrize("family", ["dots3_note", "glm5_next", "mistral_large4"])
+@pytest.mark.parametrize("family", ["glm5_next", "mistral_large4"])
 def test_a_family_that_is_refused_has_its_reason(family):
     transformers = pytest.importorskip("transformers")
     if family not in transformers.CONFIG_MAPPING:
@@ -123,7 +123,6 @@ def test_what_is_no_config_is_refused(read, config):
         ({"kv_lora_rank": None}, "config must be an MLA model's, with kv_lora_rank, got model_type deepseek_v3"),
         ({"v_head_dim": None, "hidden_size": None}, "config must have hidden_size, v_head_dim"),
         ({"model_type": "deepseek_v9"}, "model_type must be one of .*deepseek_v2.*, got 'deepseek_v9'"),
-        ({"model_type": "dots3_note_text"}, "'dots3_note_text' is not supported: its layers have different sizes"),
         (
             {"model_type": "glm5_next", "text_config": V3_JSON},
             "'glm5_next' is not supported: its indexer selects pools",
@@ -303,14 +302,58 @@ def test_fields_that_switch_nothing_on_or_are_of_other_parts_are_accepted():
     assert MLAConfig.from_transformers(V3_JSON | harmless) == MLAConfig.from_transformers(V3_JSON)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, traits in models.SUPPORTED.items() if traits.layer_refusal is None] + ["hy_v4_vl_text"]
-)
+ONE_CONFIG = [name for name, traits in models.SUPPORTED.items() if not (traits.layer_refusal or traits.has_layers)]
+
+
+@pytest.mark.parametrize("name", [*ONE_CONFIG, "hy_v4_vl_text"])
 def test_every_field_of_transformers_configs_is_known(name):
     transformers = pytest.importorskip("transformers")
     if name not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     MLAConfig.from_transformers(transformers.CONFIG_MAPPING[name]())
+
+
+DOTS3_JSON = V3_JSON | {
+    "model_type": "dots3_note_text",
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 3,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 512,
+    "rope_scaling": None,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        "indexed_attention": {"rope_type": "default", "rope_theta": 8e7},
+    },
+    "per_layer_config": {"1": {"kv_lora_rank": 1024, "num_attention_heads": 64}},
+}
+
+
+def test_layers_that_differ():
+    first, second, third = MLAConfig.layers(DOTS3_JSON)
+    assert first == third
+    assert (first.kv_lora_rank, first.window, first.rope.theta, first.latent_factor) == (512, None, 8e7, 14**0.5)
+    assert first.indexer == IndexerConfig(16, rope_layout="interleaved")
+    assert (second.kv_lora_rank, second.window, second.rope.theta, second.latent_factor) == (1024, 512, 5e4, 7**0.5)
+    assert (second.num_attention_heads, second.indexer, second.output_gate) == (64, None, "head")
+    assert MLAConfig.layers(V3_JSON | {"num_hidden_layers": 2}) == (MLAConfig.from_transformers(V3_JSON),) * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer", "message"),
+    [
+        ({}, None, "layer must be given for a dots3_note_text, whose layers differ, got None"),
+        ({}, 3, "layer must be from 0 to 2, got 3"),
+        ({"sliding_window": None}, 1, "config must have sliding_window for layers of sliding_attention, got None"),
+        ({"layer_types": ["full_attention", "indexed_attention"]}, 0, "must not have both indexed_attention and full"),
+        ({"swa_kv_lora_rank": 1024}, 0, "unknown here, got swa_kv_lora_rank"),
+    ],
+)
+def test_layers_that_cannot_be_read(changes, layer, message):
+    with pytest.raises(ValueError, match=message):
+        MLAConfig.from_transformers(DOTS3_JSON | changes, layer)
 
 
 def test_what_the_new_families_are():

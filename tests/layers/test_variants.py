@@ -8,7 +8,8 @@ import pytest
 import torch
 from layers.stock import Engine, assert_within, hidden_states
 
-from flashlatte.layers import MLAAttention, MLAConfig, Rope
+from flashlatte import kv_cache
+from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, MLAMetadataBuilder, Rope
 
 SIZES = MLAConfig(
     hidden_size=32,
@@ -27,6 +28,8 @@ VARIANTS = {
     "sinks": {"attn_sink": True},
     "sinks and gate": {"attn_sink": True, "output_gate": "head", "q_lora_rank": None},
     "norm of keys' rope": {"key_rope_norm": True, "norm_eps": 1e-2},
+    "window": {"window": 5},
+    "window longer than requests": {"window": 64, "output_gate": "head"},
     "no rotation": {"rope": Rope(layout="none", max_position=128)},
     "no rope dims": {"qk_rope_head_dim": 0},
     "no rope dims, no query latent": {"qk_rope_head_dim": 0, "q_lora_rank": None, "latent_factor": 2.0},
@@ -83,7 +86,8 @@ def expected(layer: MLAAttention, hidden: torch.Tensor) -> torch.Tensor:
     scores = torch.einsum("qhd,khd->hqk", q_nope, k_nope)
     scores += torch.einsum("qhd,kd->hqk", rotated(q_rope, config.rope), rotated(k_rope, config.rope))
     scores = scores * config.qk_head_dim**-0.5
-    scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+    visible = torch.ones(len(x), len(x)).tril().triu(-len(x) if config.window is None else 1 - config.window)
+    scores = scores.masked_fill(~visible.bool(), -torch.inf)
     if config.attn_sink:
         column = weights["sinks"][:, None, None].expand(-1, len(x), 1)
         scores = torch.cat((scores, column), -1)
@@ -104,7 +108,11 @@ def made(changes: dict[str, object], **options: object) -> MLAAttention:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_prefill_and_decode(name, cache_format):
     layer = made(VARIANTS[name])
-    engine = Engine(layer, hidden_states((30, 9, 21), width=32), cache_format, workspace_tokens=8, max_decode_queries=2)
+    window = layer.config.window
+    if window is not None and cache_format == "fp8":
+        pytest.skip("sparse_decode does not read fp8")
+    options = {"workspace_tokens": 8, "max_decode_queries": 2, "windows": () if window is None else (window,)}
+    engine = Engine(layer, hidden_states((30, 9, 21), width=32), cache_format, **options)
     engine.step({0: 11, 2: 5})
     engine.step({0: 1, 2: 2, 1: 9})
     engine.step({0: 18, 2: 14})
@@ -121,7 +129,8 @@ def test_shards_sum_to_the_layer(name):
     for heads in ((0, 1), (1, 3)):
         shard = MLAAttention(whole.config, heads=heads, dtype=torch.float32)
         shard.load_weights(dict(whole.named_parameters()))
-        total += Engine(shard, hidden).step({0: 17})
+        window = shard.config.window
+        total += Engine(shard, hidden, windows=() if window is None else (window,)).step({0: 17})
     assert_within(total.double(), expected(whole, hidden[0]))
 
 
@@ -141,3 +150,26 @@ def test_no_rope_dims_over_a_quantised_cache():
     engine.step({0: 11})
     engine.step({0: 1})
     assert_within(engine.results()[0].double(), expected(layer, engine.sequences[0]), 0.15)
+
+
+def test_a_window_needs_its_slots():
+    layer = made({"window": 5})
+    engine = Engine(layer, hidden_states((9,), width=32), windows=(4,))
+    with pytest.raises(ValueError, match=r"window 5: MLAMetadataBuilder\(windows=…\), got \[4\]$"):
+        engine.step({0: 9})
+    with pytest.raises(ValueError, match="window must be None in a config with an indexer, got 5"):
+        dataclasses.replace(SIZES, window=5, indexer=IndexerConfig(num_heads=2, head_dim=32))
+
+
+def test_a_window_in_a_padded_decode_step():
+    """Added requests have no slots. The buffers are those of the step before."""
+    layer = made({"window": 3})
+    hidden = hidden_states((8,), width=32)[0]
+    builder = MLAMetadataBuilder(4, 3, 16, 16, "cpu", cache_format="fp32", windows=(3,))
+    cache = kv_cache.allocate("fp32", 4, 4, head_dim=layer.config.head_dim)
+    table = torch.tensor([[2, 1]])
+    layer(hidden[:7], cache, builder.build([0, 7], [7], table))
+    metadata = builder.build([0, 1], [8], table, pad_requests_to=3)
+    assert metadata.windows[3].tolist() == [[1 * 4 + 1, 1 * 4 + 2, 1 * 4 + 3], [-1] * 3, [-1] * 3]
+    out = layer(torch.cat((hidden[7:], torch.zeros(2, 32))), cache, metadata)
+    assert_within(out[:1].double(), expected(layer, hidden)[7:])

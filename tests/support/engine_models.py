@@ -53,6 +53,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DeepseekV32": INDEXED,
     "AXK2": INDEXED | {"n_group": None, "topk_group": None},
     "HYV4": INDEXED | FOUR_LAYERS | {"hc_mult": 3, "swiglu_limit": 2.0},
+    # Two layers with windows of 9 tokens, and other heads and rows.
+    "Dots3Note": INDEXED
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "use_dsa": True,
+        "sliding_window": 9,
+        "shared_experts_intermediate_size": 32,
+        "head_dim": 24,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 20,
+        "swa_kv_lora_rank": 40,
+        "swa_head_dim": 20,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 14,
+    },
     "GlmMoeDsa": INDEXED | FOUR_LAYERS,
 }
 # Whose model is of another family than its config.
@@ -113,7 +130,7 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     sizes = (V4_SIZES if family == "DeepseekV4" else SIZES | OPTIONS.get(family, {})) | changes
-    config = getattr(transformers, f"{family}Config")(**sizes)
+    config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
     made = getattr(transformers, f"{CLASSES.get(family, family)}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
