@@ -15,7 +15,7 @@ from flashlatte.layers import models
 from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.fused_projections import fused_linear, linear, plain_weight
 from flashlatte.layers.metadata import DecodePart, MLAMetadata
-from flashlatte.layers.parts import head_factors
+from flashlatte.layers.parts import head_factors, part
 from flashlatte.layers.selection import IndexSelection, SelectionChunk
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
@@ -122,7 +122,7 @@ class StepIndexer:
             weights: [T, H], ``head_weights`` of the same tokens.
         """
         config = self.config
-        norm, scaling = getattr(self.module, "q_input_norm", None), getattr(self.module, "softmax_scaling", None)
+        norm, scaling = part(self.module, "q_input_norm"), part(self.module, "softmax_scaling")
         q = self.module.wq_b(q_input if norm is None else norm(q_input))
         q = self._rope_first(q.unflatten(-1, (-1, config.head_dim)))
         if scaling is not None and self.positions is not None:
@@ -273,7 +273,7 @@ def make_step_indexer(
     rotary = dataclasses.replace(rotary, interleaved=config.rope_layout == models.INTERLEAVED)
     # Not all of the indexer's operations have a "hopper" backend.
     index_backend = backend if backend in ("portable", "reference") else None
-    if positions is None and hasattr(module, "softmax_scaling"):
+    if positions is None and part(module, "softmax_scaling") is not None:
         raise ValueError("positions must be given for an indexer whose queries are scaled by them, got None")
     return StepIndexer(module, config, index_pages, layout, rotary, index_backend, positions)
 

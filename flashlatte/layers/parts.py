@@ -59,6 +59,14 @@ class QueryLatent:
     normalised: torch.Tensor
 
 
+def part(module: Any, name: str) -> Any:
+    """A module's part or attribute that only some models have, or None.
+
+    For a missing attribute of a module, ``getattr`` raises an error and catches it, which takes 20 times as long.
+    """
+    return module._modules.get(name) or module.__dict__.get(name)
+
+
 def hidden_projections(module: Projections) -> list[Any]:
     """The projections of hidden states, which ``fused_projections`` may compute as one product."""
     query = [module.q_a_proj] if has_query_latent(module) else []
@@ -100,23 +108,24 @@ def eps_of(norm: Any) -> float:
 
 def key_rope_norm(module: Any) -> Any:
     """The norm of keys' rope dims, or None."""
-    return getattr(module, "k_rope_only_layernorm", None)
+    return part(module, "k_rope_only_layernorm")
 
 
 def sinks(module: Any) -> torch.Tensor | None:
     """float32 [h], the logit of each head's sink; None if the model has none."""
-    found = getattr(module, "sinks", None)
+    # A DataParallel replica keeps its parameters as attributes.
+    found = module._parameters.get("sinks", module.__dict__.get("sinks"))
     return None if found is None else found.float()
 
 
 def latent_factor(module: Any) -> float:
     """The factor of normalised latents."""
-    return getattr(module, "mla_scale_kv_lora", getattr(module, "kv_lora_scale", 1.0))
+    return part(module, "mla_scale_kv_lora") or part(module, "kv_lora_scale") or 1.0
 
 
 def softmax_scale(module: Any) -> float:
     """The softmax scale, including the factor of queries."""
-    return module.scaling * getattr(module, "mla_scale_q_lora", getattr(module, "q_lora_scale", 1.0))
+    return module.scaling * (part(module, "mla_scale_q_lora") or part(module, "q_lora_scale") or 1.0)
 
 
 def head_factors(scaling: Any, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -141,7 +150,7 @@ def project_query(
     The gate is None if the model has none.
     """
     query_dim = module.qk_nope_head_dim + module.qk_rope_head_dim
-    joint = getattr(module, "q_gate_proj", None)
+    joint = part(module, "q_gate_proj")
     if joint is not None and latent is not None:
         both = joint(torch.cat((latent.normalised, latent.projected), dim=-1))
         query, gate = both.unflatten(-1, (-1, query_dim + module.v_head_dim)).split((query_dim, module.v_head_dim), -1)
@@ -159,7 +168,7 @@ def project_query(
 
 def _gate_of_hidden(module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
     for name, width in (("g_proj", 1), ("gate_proj", module.v_head_dim)):
-        projection = getattr(module, name, None)
+        projection = part(module, name)
         if projection is not None:
             return fused_linear(hidden, projection)[0].unflatten(-1, (-1, width))
     return None

@@ -16,7 +16,7 @@ from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.integrations.transformers.pooled_indexer import select_columns
 from flashlatte.layers.forward import forward, project, rotate_query
 from flashlatte.layers.metadata import MLAMetadata
-from flashlatte.layers.parts import head_factors, project_output, sinks, softmax_scale
+from flashlatte.layers.parts import head_factors, part, project_output, sinks, softmax_scale
 from flashlatte.layers.rope import unrotated_table
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import gradients
@@ -102,7 +102,7 @@ def flat_attention(
     cache = latents.cache(module.family.source_layer(module), flat.device, flat.dtype)
     rotary = _rotary(module, latents, embeddings, metadata.positions)
     indexer = stock_indexer.step_indexer(module, latents, rotary, flat.device, positions)
-    window = getattr(module, "sliding_window", None)
+    window = part(module, "sliding_window")
     indices = None if columns is None else latents.slots_of(columns)
     if window is not None:
         indices = latents.window_slots(window, flat.device)
@@ -174,7 +174,7 @@ def masked_attention(
         attention_mask = module.build_attention_mask_from_topk(columns, query, rows.shape[1])
     if sinks(module) is not None:
         kwargs["s_aux"] = module.sinks
-    if getattr(module, "sliding_window", None) is not None:
+    if part(module, "sliding_window") is not None:
         kwargs["sliding_window"] = module.sliding_window
     out = multi_head_attention(module, query, rows, attention_mask, **kwargs)
     return project_output(module, out, None if gate is None else gate.unflatten(0, hidden_states.shape[:2])), selected
@@ -182,7 +182,7 @@ def masked_attention(
 
 def _flat_positions(module: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor | None:
     """[b · s], the positions of all tokens; None for models that do not scale queries by position."""
-    if module.family.query_scaling(module.config) is None and not hasattr(module, "softmax_scaling"):
+    if module.family.query_scaling(module.config) is None and part(module, "softmax_scaling") is None:
         return None
     if position_ids is None:
         raise ValueError("position_ids must be given to a layer that scales queries by position, got None")
