@@ -153,7 +153,7 @@ def _stock(name: str) -> Any:
     return model
 
 
-LONG = ("v32-yarn",)
+LONG = ("v32-yarn", "dots3-dense")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in SUPPORTED])

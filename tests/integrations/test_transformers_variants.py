@@ -73,7 +73,9 @@ def test_other_sizes(stock, prompts):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_beams": 2, "max_new_tokens": 6}, {"prefill_chunk_size": 11}], ids=["beams", "chunked prefill"]
+    "options",
+    [{"num_beams": 2, "max_new_tokens": 6}, pytest.param({"prefill_chunk_size": 11}, marks=pytest.mark.full)],
+    ids=["beams", "chunked prefill"],
 )
 def test_generate(stock, prompts, options):
     inputs = prompts((0,) if "prefill_chunk_size" in options else (5, 0), length=30)
