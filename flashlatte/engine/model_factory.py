@@ -9,7 +9,8 @@ from typing import Any
 from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.rendezvous import Rendezvous
 from flashlatte.engine.formats import check_cache_format
-from flashlatte.engine.model import MODEL_TYPES, Model
+from flashlatte.engine.model import Model
+from flashlatte.engine.model_types import MODEL_TYPES
 from flashlatte.engine.paged import PagedModel, check_type, config_of
 from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE

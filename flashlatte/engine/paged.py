@@ -13,6 +13,7 @@ from torch import nn
 from flashlatte import kv_cache
 from flashlatte.distributed.model.single_process import SingleProcess
 from flashlatte.engine.batch import EngineLimits, StepBatch
+from flashlatte.engine.model_types import refusal
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers import models
 from flashlatte.layers.missing_weights import warn_of_missing
@@ -154,10 +155,11 @@ def config_of(model: Any) -> Any:
 
 def check_type(config: Any, known: Sequence[str]) -> None:
     """Raise ValueError for a model of another type, with the reason if there is one."""
-    models.check_not_refused(config.model_type)
     if config.model_type not in known:
+        reason = refusal(config.model_type) or models.refusal(config.model_type)
         raise ValueError(
             f"model must be of a type that the engine supports ({', '.join(known)}), got {config.model_type!r}"
+            + ("" if reason is None else f": {reason}")
         )
 
 

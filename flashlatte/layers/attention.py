@@ -15,10 +15,11 @@ from flashlatte.layers import checkpoint
 from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
-from flashlatte.layers.forward import forward, hidden_projections
+from flashlatte.layers.forward import forward
 from flashlatte.layers.fused_projections import fuse_weights, linear
 from flashlatte.layers.indexer import Indexer, StepIndexer, make_step_indexer
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.parts import hidden_projections
 from flashlatte.layers.rope import rotary_table, table_id
 from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.norm_rope.rotary import Rotary
@@ -100,12 +101,26 @@ class MLAAttention(nn.Module):
         else:
             self.q_a_proj = linear(hidden, config.q_lora_rank, dtype, device, bias=bias)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.norm_eps, dtype=dtype, device=device)
-            self.q_b_proj = linear(config.q_lora_rank, count * config.qk_head_dim, dtype, device)
+            if config.output_gate == "query":
+                width = count * (config.qk_head_dim + config.v_head_dim)
+                self.q_gate_proj = linear(2 * config.q_lora_rank, width, dtype, device)
+            else:
+                self.q_b_proj = linear(config.q_lora_rank, count * config.qk_head_dim, dtype, device)
         self.kv_a_proj_with_mqa = linear(hidden, config.head_dim, dtype, device, bias=bias)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.norm_eps, dtype=dtype, device=device)
         self.kv_b_proj = linear(
             config.kv_lora_rank, count * (config.qk_nope_head_dim + config.v_head_dim), dtype, device
         )
+        if config.key_rope_norm:
+            self.k_rope_only_layernorm = nn.RMSNorm(
+                config.qk_rope_head_dim, config.norm_eps, dtype=dtype, device=device
+            )
+        if config.output_gate == "head":
+            self.g_proj = linear(hidden, count, dtype, device)
+        elif config.output_gate == "channel":
+            self.gate_proj = linear(hidden, count * config.v_head_dim, dtype, device)
+        if config.attn_sink:
+            self.sinks = nn.Parameter(torch.empty(count, dtype=torch.float32, device=device))
         # The shards' outputs are summed, so only the first shard adds the bias.
         self.o_proj = linear(count * config.v_head_dim, hidden, dtype, device, bias=bias and first == 0)
         self.indexer = None
@@ -219,7 +234,9 @@ class MLAAttention(nn.Module):
                 f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "
                 f"{config.rope.max_position}"
             )
-        if indices is not None:
+        if config.window is not None:
+            indices = self._window(metadata, indices)
+        elif indices is not None:
             checks.tensor("indices", indices, (metadata.num_tokens, "topk"), checks.INDEX_DTYPES, device)
         if metadata.num_tokens == 0:
             return torch.empty_like(hidden)
@@ -254,8 +271,24 @@ class MLAAttention(nn.Module):
             return None
         return make_step_indexer(self.indexer, config, index_cache, pages, rotary, self.backend)
 
+    def _window(self, metadata: MLAMetadata, indices: torch.Tensor | None) -> torch.Tensor:
+        """The slots that a layer with a window attends to."""
+        if indices is not None:
+            raise ValueError("indices must be None for a layer with a window")
+        if metadata.sharding is not None:
+            raise ValueError(f"a layer with a window needs a whole cache, got metadata for {metadata.sharding}")
+        slots = metadata.windows.get(self.config.window or 0)
+        if slots is None:
+            raise ValueError(
+                f"metadata must be built with the layer's window {self.config.window}: MLAMetadataBuilder(windows=…), "
+                f"got {sorted(metadata.windows)}"
+            )
+        return slots
+
     def _check_selection(self, metadata: MLAMetadata, layout: CacheFormat, indices: torch.Tensor | None) -> None:
         """Check that the step was built for this selection; otherwise kernels would silently attend to other tokens."""
+        if self.config.window is not None:
+            return
         selection, config = metadata.selection, self.config.indexer
         topk = None if selection is None else selection.topk
         if indices is None and topk != (None if config is None else config.topk):
