@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from layers.stock import INDEXED_MODELS, Stock, assert_within, hidden_states, layer_like, stock
+from support.training_calls import relative_errors
 from torch.utils.checkpoint import checkpoint
 
-from flashlatte.layers import MLAAttention, QueryScaling
+from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, QueryScaling
 from flashlatte.layers.training import TrainingBatch
 
 LENGTHS = (5, 1, 20)
@@ -201,6 +202,18 @@ def test_autocast_is_close_to_float32(name):
     with torch.autocast("cpu", torch.bfloat16):
         result = layer.forward_training(*call)
     assert all(gradient.isfinite().all() for gradient in gradients(layer, hidden, result.out.float().sum()).values())
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_kernels_in_bf16_are_close_to_float32(dense):
+    indexer = IndexerConfig(4, 32, topk=16)
+    sizes: dict[str, Any] = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    config = MLAConfig(hidden_size=64, num_attention_heads=4, q_lora_rank=32, **sizes, indexer=indexer)
+    errors = relative_errors(config, (25, 15), dense=dense)
+    assert len(errors) == 15
+    assert max(errors.values()) < 0.02, errors
 
 
 def test_tokens_outside_the_boundaries_belong_to_no_sequence():

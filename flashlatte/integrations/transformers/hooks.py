@@ -51,7 +51,7 @@ class BeginForward:
         tokens = tokens_of(call)
         if tokens is None:
             return None
-        if (step := training.plan(model, self.family, call, _indexer)) is not None:
+        if (step := training.plan(model, self.family, call, lambda: _indexer(model.config))) is not None:
             return (), call | {training.STEP: step, "use_cache": False}
         cache = self._cache_for(model, call)
         if cache is None:

@@ -10,7 +10,7 @@ import torch
 from transformers.utils.generic import ModelOutput
 
 from flashlatte.integrations.transformers.calls import CACHE, tokens_of
-from flashlatte.integrations.transformers.families import Family, attentions, cosines_and_sines
+from flashlatte.integrations.transformers.families import Family, cosines_and_sines
 from flashlatte.layers import training
 from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.training import Rotation, TrainingBatch
@@ -93,12 +93,12 @@ class LossHooks:
 
 
 def plan(
-    model: Any, family: Family, call: dict[str, Any], indexer_of: Callable[[Any], IndexerConfig | None]
+    model: Any, family: Family, call: dict[str, Any], find_indexer: Callable[[], IndexerConfig | None]
 ) -> TrainingStep | None:
     """The training step of a decoder's call; None if stock attention computes it.
 
     Args:
-        indexer_of: the indexer of a model's config.
+        find_indexer: returns the model's indexer. It takes time.
 
     Raises:
         ValueError: an indexer would learn, and only stock attention, which does not train it, can compute the call.
@@ -106,7 +106,7 @@ def plan(
     tokens = tokens_of(call)
     if not (model.training and torch.is_grad_enabled()) or family.model_type not in TRAINED or tokens is None:
         return None
-    indexer = indexer_of(model.config)
+    indexer = find_indexer()
     reason = _refusal(model, indexer, tokens, call)
     if reason is None:
         requests, length = tokens.shape[:2]
@@ -174,8 +174,7 @@ def _refusal(model: Any, indexer: IndexerConfig | None, tokens: torch.Tensor, ca
 
 
 def _learns(model: Any) -> bool:
-    indexers = [getattr(module, "indexer", None) for _, module in attentions(model)]
-    return any(p.requires_grad for indexer in indexers if indexer is not None for p in indexer.parameters())
+    return any(weight.requires_grad for name, weight in model.named_parameters() if ".indexer." in name)
 
 
 def _is_padding(mask: torch.Tensor) -> bool:
