@@ -78,6 +78,13 @@ def test_a_few_tokens_at_once(monkeypatch, dense, rows):
     check(arguments(TOY, dense))
 
 
+@on_both_stages
+def test_targets_in_splits(monkeypatch, dense):
+    """Of more heads than a program takes at once."""
+    monkeypatch.setattr(launch, "_SPLIT", 32)
+    check(arguments(replace(TOY, h_q=37, s_kv=100, topk=70, empty_rows=0.2), dense))
+
+
 def test_groups_of_tokens_that_see_ranges(monkeypatch):
     monkeypatch.setattr(launch, "_GROUP", 4)
     check(arguments(replace(TOY, s_q=9, s_kv=100), True))

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 from flashlatte.kernels.triton.config import AttentionConfig, Table
 
-# lse: a program holds block_h rows of q, a step loads block_n keys.
-LSE: Table = {
+# lse and target: a program holds block_h rows of q, a step loads block_n keys.
+ATTENTION: Table = {
     "hopper": (
         AttentionConfig(16, 64, num_warps=4, num_stages=3),
         AttentionConfig(32, 64, num_warps=8, num_stages=3),
         AttentionConfig(64, 64, num_warps=8, num_stages=3),
+        AttentionConfig(128, 32, num_warps=8, num_stages=3),
     ),
-    "blackwell": (AttentionConfig(16, 64, num_warps=4, num_stages=3), AttentionConfig(32, 64, num_warps=8)),
+    "blackwell": (
+        AttentionConfig(16, 64, num_warps=4, num_stages=3),
+        AttentionConfig(32, 64, num_warps=8, num_stages=3),
+        AttentionConfig(64, 64, num_warps=8, num_stages=3),
+    ),
     "ampere": (
         AttentionConfig(16, 32, num_warps=4, num_stages=3),
         AttentionConfig(32, 32, num_warps=8, num_stages=3),
+        AttentionConfig(64, 32, num_warps=8, num_stages=3),
     ),
-    "small": (AttentionConfig(16, 16, num_warps=4, num_stages=3),),
+    "small": (AttentionConfig(16, 16, num_warps=4, num_stages=3), AttentionConfig(32, 16, num_warps=4, num_stages=3)),
     "other": (AttentionConfig(16, 16, num_warps=4),),
     "interpreter": (AttentionConfig(16, 16, num_warps=1), AttentionConfig(32, 16, num_warps=1)),
-}
-# Target: a program holds block_n keys, a step loads block_h rows of q.
-TARGET: Table = {
-    "hopper": (
-        AttentionConfig(16, 64, num_warps=4, num_stages=3),
-        AttentionConfig(64, 64, num_warps=4, num_stages=2),
-    ),
-    "blackwell": (AttentionConfig(16, 64, num_warps=4, num_stages=2), AttentionConfig(32, 64, num_warps=8)),
-    "ampere": (
-        AttentionConfig(16, 64, num_warps=4, num_stages=3),
-        AttentionConfig(32, 64, num_warps=8, num_stages=2),
-    ),
-    "small": (AttentionConfig(16, 32, num_warps=4, num_stages=2),),
-    "other": (AttentionConfig(16, 16, num_warps=4),),
-    "interpreter": (AttentionConfig(16, 32, num_warps=1),),
 }
 # Index logits and gradients of index keys: a program holds block_n index keys and, in float32, their gradient; a step
 # loads block_h rows of index_q.

@@ -12,7 +12,7 @@ from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.head_dims import tile_widths
 from flashlatte.kernels.triton.key_sums import add_by_key, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
-from flashlatte.ops.indexer_loss.portable.config import INDEX_KEYS, INDEX_QUERIES, LSE, TARGET
+from flashlatte.ops.indexer_loss.portable.config import ATTENTION, INDEX_KEYS, INDEX_QUERIES
 from flashlatte.ops.indexer_loss.portable.gradient_kernels import (
     index_queries_kernel,
     range_keys_kernel,
@@ -27,6 +27,8 @@ SCRATCH_BYTES = 16 * 2**20
 CONTRIBUTION_BYTES = 256 * 2**20
 # Tokens whose contributions to the gradient of a tile of index keys one program sums.
 _GROUP = 128
+# Slots for which one program sums the probabilities of all heads, a multiple of every block_n.
+_SPLIT = 2048
 _LOSS_BLOCK = 1024
 
 
@@ -93,7 +95,7 @@ def loss_and_gradients(
     }
     if lse is None:
         lse = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
-        tile, step = tiles["lse"]
+        tile, step = tiles["attention"]
         grid = (s_q * -(-h_q // tile.block_h),)
         lse_kernel[grid](**attention, lse=lse, STEP=step, num_warps=tile.num_warps)
 
@@ -106,14 +108,15 @@ def loss_and_gradients(
         d_index_k.zero_()
     for first_token, tokens in _chunks(s_q, tokens_at_once):
         chunk = {"first_token": first_token}
-        tile, step = tiles["target"]
-        target_kernel[(tokens * -(-width // tile.block_n),)](
+        tile, step = tiles["attention"]
+        target_kernel[(tokens * -(-width // _SPLIT),)](
             **attention,
             **chunk,
             lse=lse,
             lse_stride_token=lse.stride(0),
             lse_stride_head=lse.stride(1),
             target=target,
+            SPLIT=_SPLIT,
             STEP=step,
             num_warps=tile.num_warps,
         )
@@ -253,14 +256,13 @@ def _tiles(
     first, second = tile_widths(head_dim)
     latent_dim = first if second else head_dim
     found = {
-        "lse": choose(LSE, gpu, h_q, head_dim, latent_dim, in_place=True),
-        "target": choose(TARGET, gpu, h_q, head_dim, latent_dim, in_place=True),
+        "attention": choose(ATTENTION, gpu, h_q, head_dim, latent_dim, in_place=True),
         "index_keys": choose(INDEX_KEYS, gpu, h_i, index_dim, index_dim, in_place=True),
         "index_queries": choose(INDEX_QUERIES, gpu, h_i, index_dim, index_dim, in_place=True),
     }
     if not selected:
         # Of the stages of a loop over keys, one is that of their indices.
-        for name in ("lse", "index_queries"):
+        for name in ("attention", "index_queries"):
             tile, step = found[name]
             found[name] = tile, step._replace(num_stages=min(step.num_stages, 2))
     return found

@@ -90,33 +90,36 @@ def target_kernel(
     lse_stride_head: tl.int64,
     first_token: tl.int64,
     target,
+    SPLIT: tl.constexpr,
     ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The probabilities of a token's tile of keys, summed over heads; 0 for a key that it does not see."""
-    tiles = tl.cdiv(width, STEP.block_n)
-    row = (tl.program_id(0) // tiles).to(tl.int64)
+    """The probabilities of SPLIT of a token's slots, summed over heads; 0 for a key that the token does not see."""
+    splits = tl.cdiv(width, SPLIT)
+    row = (tl.program_id(0) // splits).to(tl.int64)
     token = first_token + row
-    slot = (tl.program_id(0) % tiles) * STEP.block_n + tl.arange(0, STEP.block_n)
     begin, end = slot_range(ranges, s_q, token)
-    key, seen = keys_at(slot, begin, end, indices, token * indices_stride, width, s_kv)
-    keys = load_tile(kv, key * kv_stride * ALIGN, seen, STEP)
+    first = tl.maximum((tl.program_id(0) % splits) * SPLIT, begin // STEP.block_n * STEP.block_n)
+    last = tl.minimum((tl.program_id(0) % splits + 1) * SPLIT, end)
 
     scale = softmax_scale * LOG2_E
-    BLOCK_H: tl.constexpr = STEP.block_h
-    BLOCK_N: tl.constexpr = STEP.block_n
-    total = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
-    heads = tl.where(tl.max(seen.to(tl.int32), axis=0) > 0, h_q, 0)
-    for start in tl.range(0, heads, STEP.block_h, num_stages=STEP.num_stages):
-        head = start + tl.arange(0, STEP.block_h)
+    for first_head in tl.range(0, tl.where(first < last, h_q, 0), STEP.block_h):
+        # Sums over the heads before may have been stored by other threads.
+        tl.debug_barrier()
+        head = first_head + tl.arange(0, STEP.block_h)
         query = load_tile(q, (token * q_stride_token + head * q_stride_head) * ALIGN, head < h_q, STEP)
         row_lse = tl.load(lse + token * lse_stride_token + head * lse_stride_head, mask=head < h_q, other=float("inf"))
-        scores = tl.dot(keys.latent, tl.trans(query.latent))  # [block_n, block_h]
-        if STEP.rope > 0:
-            scores = tl.dot(keys.rope, tl.trans(query.rope), scores)
-        total += tl.exp2(scores * scale - (row_lse * LOG2_E)[None, :])
-    values = tl.where(seen, tl.sum(total, axis=1), 0.0)
-    tl.store(target + row * width + slot, values, mask=(slot >= begin) & (slot < end))
+        for start in tl.range(first, last, STEP.block_n, num_stages=STEP.num_stages):
+            slot = start + tl.arange(0, STEP.block_n)
+            key, seen = keys_at(slot, begin, last, indices, token * indices_stride, width, s_kv)
+            keys = load_tile(kv, key * kv_stride * ALIGN, seen, STEP)
+            scores = tl.dot(query.latent, tl.trans(keys.latent))  # [block_h, block_n]
+            if STEP.rope > 0:
+                scores = tl.dot(query.rope, tl.trans(keys.rope), scores)
+            of_heads = tl.sum(tl.exp2(scores * scale - (row_lse * LOG2_E)[:, None]), axis=0)
+            in_use = (slot >= begin) & (slot < last)
+            before = tl.load(target + row * width + slot, mask=in_use & (first_head > 0), other=0.0)
+            tl.store(target + row * width + slot, tl.where(seen, before + of_heads, 0.0), mask=in_use)
 
 
 @kernel
