@@ -26,8 +26,8 @@ ATTENTION: Table = {
     "other": (AttentionConfig(16, 16, num_warps=4),),
     "interpreter": (AttentionConfig(16, 16, num_warps=1), AttentionConfig(32, 16, num_warps=1)),
 }
-# Index logits and gradients of index keys: a program holds block_n index keys and, in float32, their gradient; a step
-# loads block_h rows of index_q.
+# Gradients of index keys: a program holds block_n index keys and, in float32, their gradient; a step loads block_h rows
+# of index_q.
 INDEX_KEYS: Table = {
     "hopper": (
         AttentionConfig(16, 128, num_warps=8, num_stages=3),
@@ -45,8 +45,8 @@ INDEX_KEYS: Table = {
     "other": (AttentionConfig(16, 32, num_warps=4),),
     "interpreter": (AttentionConfig(16, 32, num_warps=1),),
 }
-# Gradients of index_q and index_weights: a program holds block_h rows of index_q and, in float32, their gradient; a
-# step loads block_n index keys.
+# Index logits, and gradients of index_q and index_weights: a program holds block_h rows of index_q and, in float32,
+# their gradient; a step loads block_n index keys.
 INDEX_QUERIES: Table = {
     "hopper": (
         AttentionConfig(16, 64, num_warps=4, num_stages=3),

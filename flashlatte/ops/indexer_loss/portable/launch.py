@@ -27,7 +27,7 @@ SCRATCH_BYTES = 16 * 2**20
 CONTRIBUTION_BYTES = 256 * 2**20
 # Tokens whose contributions to the gradient of a tile of index keys one program sums.
 _GROUP = 128
-# Slots for which one program sums the probabilities of all heads, a multiple of every block_n.
+# Slots for which one program sums probabilities or index scores of all heads, a multiple of every block_n.
 _SPLIT = 2048
 _LOSS_BLOCK = 1024
 
@@ -120,9 +120,9 @@ def loss_and_gradients(
             STEP=step,
             num_warps=tile.num_warps,
         )
-        tile, step = tiles["index_keys"]
-        grid = (tokens * -(-width // tile.block_n),)
-        logits_kernel[grid](**indexer, **chunk, logits=logits, STEP=step, num_warps=tile.num_warps)
+        tile, step = tiles["index_queries"]
+        grid = (tokens * -(-width // _SPLIT),)
+        logits_kernel[grid](**indexer, **chunk, logits=logits, SPLIT=_SPLIT, STEP=step, num_warps=tile.num_warps)
         loss_kernel[(tokens,)](
             target=target,
             logits=logits,

@@ -12,6 +12,7 @@ and index_k are in units of ALIGN elements.
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
@@ -99,8 +100,7 @@ def target_kernel(
     row = (tl.program_id(0) // splits).to(tl.int64)
     token = first_token + row
     begin, end = slot_range(ranges, s_q, token)
-    first = tl.maximum((tl.program_id(0) % splits) * SPLIT, begin // STEP.block_n * STEP.block_n)
-    last = tl.minimum((tl.program_id(0) % splits + 1) * SPLIT, end)
+    first, last = _split(tl.program_id(0) % splits, begin, end, SPLIT, STEP)
 
     scale = softmax_scale * LOG2_E
     for first_head in tl.range(0, tl.where(first < last, h_q, 0), STEP.block_h):
@@ -142,33 +142,36 @@ def logits_kernel(
     first_token: tl.int64,
     logits,
     USE_RELU: tl.constexpr,
+    SPLIT: tl.constexpr,
     ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The index logits of a token's tile of keys; -inf for a key that it does not see."""
-    tiles = tl.cdiv(width, STEP.block_n)
-    row = (tl.program_id(0) // tiles).to(tl.int64)
+    """The index logits of SPLIT of a token's slots; -inf for a key that the token does not see."""
+    splits = tl.cdiv(width, SPLIT)
+    row = (tl.program_id(0) // splits).to(tl.int64)
     token = first_token + row
-    slot = (tl.program_id(0) % tiles) * STEP.block_n + tl.arange(0, STEP.block_n)
     begin, end = slot_range(ranges, s_q, token)
-    key, seen = keys_at(slot, begin, end, indices, token * indices_stride, width, s_kv)
-    keys = load_tile(index_k, key * index_k_stride * ALIGN, seen, STEP)
+    first, last = _split(tl.program_id(0) % splits, begin, end, SPLIT, STEP)
 
-    BLOCK_H: tl.constexpr = STEP.block_h
-    BLOCK_N: tl.constexpr = STEP.block_n
-    total = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
-    heads = tl.where(tl.max(seen.to(tl.int32), axis=0) > 0, h_i, 0)
-    for start in tl.range(0, heads, STEP.block_h, num_stages=STEP.num_stages):
-        head = start + tl.arange(0, STEP.block_h)
+    for first_head in tl.range(0, tl.where(first < last, h_i, 0), STEP.block_h):
+        # Sums over the heads before may have been stored by other threads.
+        tl.debug_barrier()
+        head = first_head + tl.arange(0, STEP.block_h)
         offset = (token * index_q_stride_token + head * index_q_stride_head) * ALIGN
         query = load_tile(index_q, offset, head < h_i, STEP)
-        weight = tl.load(index_weights + token * weights_stride + head, mask=head < h_i, other=0)
-        scores = tl.dot(keys.latent, tl.trans(query.latent)) * index_scale  # [block_n, block_h]
-        if USE_RELU:
-            scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        total += to_float32(weight, STEP.interpreted)[None, :] * scores
-    values = tl.where(seen, tl.sum(total, axis=1), float("-inf"))
-    tl.store(logits + row * width + slot, values, mask=(slot >= begin) & (slot < end))
+        loaded = tl.load(index_weights + token * weights_stride + head, mask=head < h_i, other=0)
+        weight = to_float32(loaded, STEP.interpreted)
+        for start in tl.range(first, last, STEP.block_n, num_stages=STEP.num_stages):
+            slot = start + tl.arange(0, STEP.block_n)
+            key, seen = keys_at(slot, begin, last, indices, token * indices_stride, width, s_kv)
+            keys = load_tile(index_k, key * index_k_stride * ALIGN, seen, STEP)
+            scores = tl.dot(query.latent, tl.trans(keys.latent)) * index_scale  # [block_h, block_n]
+            if USE_RELU:
+                scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            of_heads = tl.sum(weight[:, None] * scores, axis=0)
+            in_use = (slot >= begin) & (slot < last)
+            before = tl.load(logits + row * width + slot, mask=in_use & (first_head > 0), other=0.0)
+            tl.store(logits + row * width + slot, tl.where(seen, before + of_heads, float("-inf")), mask=in_use)
 
 
 @kernel
@@ -228,3 +231,10 @@ def loss_kernel(
             tl.store(logits + start + cols, p - t, mask=in_use)
     tl.store(losses + token, tl.sum(divergence, axis=0))
     tl.store(sees_keys + token, tl.max(seen, axis=0).to(tl.int8))
+
+
+@triton.jit
+def _split(number, begin, end, SPLIT: tl.constexpr, STEP: tl.constexpr):
+    """(first, last) of the slots of a split, in steps of ``block_n``; none if first >= last."""
+    first = tl.maximum(number * SPLIT, begin // STEP.block_n * STEP.block_n)
+    return first, tl.minimum((number + 1) * SPLIT, end)
