@@ -152,11 +152,15 @@ def test_keys_beyond_2_31_elements() -> None:
 
 
 def check(given: Arguments, **options: bool) -> None:
+    """The loss within float32's error of the reference, gradients within twice the error of plain bf16."""
     results = with_gradients(indexer_loss, given, backend="portable", **options)
     expected = with_gradients(indexer_loss, given, backend="reference", **options)
+    options.pop("deterministic", None)
+    baseline = with_gradients(oracles.indexer_loss, given, dtype=torch.bfloat16, **options)
     assert results[1] == expected[1]
-    for name, result, wanted in zip(NAMES, results, expected, strict=True):
-        if name != "num_rows":
-            tolerance = compare.INDEXER_LOSS if name == "loss" else compare.INDEXER_LOSS_GRADIENT
-            assert not result.isnan().any(), name
-            compare.assert_close(result, wanted, tolerance, name)
+    for name, result, wanted, plain in zip(NAMES, results, expected, baseline, strict=True):
+        assert not result.isnan().any(), name
+        if name == "loss":
+            compare.assert_close(result, wanted, compare.INDEXER_LOSS, name)
+        elif name != "num_rows":
+            compare.assert_accurate(result, wanted, plain, name)

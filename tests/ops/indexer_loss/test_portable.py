@@ -113,6 +113,15 @@ def test_given_lse(dense):
 
 
 @on_both_stages
+def test_one_key_has_no_gradient(dense):
+    case = SparsePrefillCase(9, 1, 5, 1, head_dim=48, d_v=32, invalid_share=0.0, softmax_scale=3.0)
+    given = arguments(case, dense, h_i=2, index_dim=16)
+    loss, _, *found = with_gradients(indexer_loss, given, backend="portable")
+    assert loss == 0
+    assert all(gradient.eq(0).all() for gradient in found)
+
+
+@on_both_stages
 def test_without_gradients(dense):
     given = arguments(replace(TOY, empty_rows=0.3), dense)
     loss, num_rows = indexer_loss(**given, backend="portable")

@@ -216,13 +216,14 @@ def loss_kernel(
     row_sum = tl.sum(col_sum * tl.exp2((col_max - shift) * LOG2_E), axis=0)
     lse = shift + tl.log2(tl.where(row_sum == 0, 1.0, row_sum)) * LN_2
     total = tl.sum(target_sum, axis=0)
-    inverse = 1.0 / tl.where(total == 0, 1.0, total)
+    total = tl.where(total == 0, 1.0, total)
 
     divergence = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(first, end, BLOCK):
         in_use = (start + cols >= begin) & (start + cols < end)
         logit = tl.load(logits + start + cols, mask=in_use, other=float("-inf"))
-        t = tl.load(target + start + cols, mask=in_use, other=0.0) * inverse
+        # Rounded as PyTorch does: the one key of a token has a target of 1, and no gradient.
+        t = tl.div_rn(tl.load(target + start + cols, mask=in_use, other=0.0), total)
         # Slots that select nothing have a logit of -inf.
         log_p = tl.where(logit == float("-inf"), 0.0, logit - lse)
         divergence += t * (tl.log2(tl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
