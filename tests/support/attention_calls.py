@@ -262,6 +262,58 @@ def sparse_attention_backward(
     )
 
 
+def indexer_loss(
+    record: Recording,
+    backend: str,
+    s_q: int = 8,
+    heads: int = 128,
+    head_dim: int = 576,
+    index_heads: int = 64,
+    index_dim: int = 128,
+    s_kv: int = 64,
+    topk: int | None = 256,
+    dtype: torch.dtype = BF16,
+    weights_dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    lengths: bool = False,
+    with_lse: bool = False,
+    use_relu: bool = True,
+    deterministic: bool = False,
+    with_gradient: bool = True,
+    kv_pad: int = 0,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    """``topk`` None: a range of keys."""
+    in_range = torch.zeros(s_q, dtype=index_dtype) if topk is None else None
+    gradients = (
+        torch.empty(s_q, index_heads, index_dim, dtype=dtype),
+        torch.empty(s_kv, index_dim),
+        torch.empty(s_q, index_heads),
+    )
+    return record(
+        "indexer_loss",
+        backend,
+        torch.empty(s_q, index_heads, index_dim, dtype=dtype),
+        torch.empty(s_kv, index_dim, dtype=dtype),
+        torch.empty(s_q, index_heads, dtype=weights_dtype),
+        torch.empty(s_q, heads, head_dim, dtype=dtype),
+        torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
+        torch.empty(s_q, heads) if with_lse else None,
+        None if topk is None else torch.zeros(s_q, 1, topk, dtype=index_dtype),
+        torch.zeros(s_q, dtype=index_dtype) if lengths else None,
+        in_range,
+        in_range,
+        head_dim**-0.5,
+        index_dim**-0.5,
+        use_relu,
+        deterministic,
+        torch.empty(()),
+        torch.empty((), dtype=torch.int64),
+        *(gradients if with_gradient else (None, None, None)),
+        arch=arch,
+    )
+
+
 def dense_prefill(
     record: Recording,
     backend: str,

@@ -41,6 +41,7 @@ def enable(
     backend: str | None = None,
     k_scale: float | None = None,
     index_format: str | None = None,
+    indexer_loss_coef: float = 1.0,
 ) -> Model:
     """Patch a transformers model in place to use FlashLatte's paged cache and attention.
 
@@ -69,7 +70,12 @@ def enable(
     transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
     all tokens.
 
-    Stock attention computes passes in training mode, passes that record gradients, passes with
+    In training mode (``model.train()``) with gradients, DeepseekV3, DeepseekV32 and GlmMoeDsa attend with
+    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. The
+    output then has ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if
+    the indexers' parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
+
+    Stock attention computes other passes in training mode, passes that record gradients, passes with
     ``output_attentions=True``, without a cache, under autocast to another dtype than the model's, and passes that
     continue with a filled ``DynamicCache``. A paged cache passed to it is converted to a ``DynamicCache`` with the same
     tokens.
@@ -92,6 +98,7 @@ def enable(
         k_scale: the scale of format ``fp8``; 1 if None.
         index_format: format of the index keys of models with an indexer, except Glm5Next: "index_fp8", "index_bf16",
             "index_fp32" or "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.
+        indexer_loss_coef: factor of the indexers' loss in the model's loss.
 
     Returns:
         ``model``.
@@ -107,7 +114,7 @@ def enable(
     """
     check_transformers()
     _check_loaded(model)
-    from flashlatte.integrations.transformers import attention, hooks
+    from flashlatte.integrations.transformers import attention, hooks, training
     from flashlatte.integrations.transformers.calls import check_cache_argument
     from flashlatte.integrations.transformers.families import find_decoder
     from flashlatte.integrations.transformers.patching import change_class, refuse_continuous_batching
@@ -120,6 +127,7 @@ def enable(
         checks.choice("backend", backend, dispatch.backends())
     if k_scale is not None:
         scales.check("k_scale", checks.number("k_scale", k_scale))
+    indexer_loss_coef = checks.number("indexer_loss_coef", indexer_loss_coef)
     settings = hooks.Settings(cache_format, page_size, backend, k_scale, index_format)
     if (v4_decoder := _v4_decoder(model)) is not None:
         from flashlatte.integrations.transformers.v4 import attention as v4
@@ -143,12 +151,16 @@ def enable(
     fuse_weights_on_gpu(map(hidden_projections, modules))
     for module in modules:
         change_class(module, attention.paged(family))
+    loss = training.LossHooks(indexer_loss_coef)
     decoder._flashlatte = _Enabled(
         [
             decoder.register_forward_pre_hook(hooks.BeginForward(family, settings), with_kwargs=True),
             decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
+            decoder.register_forward_hook(loss.end_decoder, with_kwargs=True),
         ]
     )
+    if model is not decoder:
+        decoder._flashlatte.hooks.append(model.register_forward_hook(loss.end_model))
     refuse_continuous_batching(model)
     return model
 

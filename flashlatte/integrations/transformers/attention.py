@@ -9,6 +9,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flashlatte.integrations.transformers import indexer as stock_indexer
+from flashlatte.integrations.transformers import training
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.integrations.transformers.families import Family, cosines_and_sines
@@ -23,7 +24,7 @@ from flashlatte.runtime import gradients
 
 
 class PagedLatentAttention:
-    """Attention over a ``PagedLatentCache``; with another cache, or none, it runs the original forward.
+    """Attention over a ``PagedLatentCache``, or of a training step; else it runs the original forward.
 
     Over a paged cache it runs FlashLatte's MLA layer with the module's own projections. The class adds no state: it is
     set on existing attention modules by changing their class, and removed by changing it back.
@@ -32,6 +33,9 @@ class PagedLatentAttention:
     family: Family
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (step := kwargs.pop(training.STEP, None)) is not None:
+            out, selected = training.attend(self, self.family, hidden_states, step, kwargs)
+            return (out, None, selected) if self.family.returns_selection else (out, None)
         if args or not isinstance(kwargs.get(CACHE), PagedLatentCache):
             stock: Any = super()
             return stock.forward(hidden_states, *args, **kwargs)

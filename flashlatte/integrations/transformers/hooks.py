@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from flashlatte.integrations.transformers import indexer as stock_indexer
+from flashlatte.integrations.transformers import training
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
 from flashlatte.integrations.transformers.families import Family, attentions, linear_layers
@@ -35,7 +36,7 @@ class Settings:
 
 
 class BeginForward:
-    """Pre-hook of the decoder: creates or checks the paged cache of a pass, and plans the step.
+    """Pre-hook of the decoder: plans a training step, or a step of a paged cache, which it creates or checks.
 
     It holds no reference to the model, so that it works in a copied model.
     """
@@ -51,6 +52,8 @@ class BeginForward:
         tokens = tokens_of(call)
         if tokens is None:
             return None
+        if (step := training.plan(model, self.family, call, lambda: _indexer(model, self.family))) is not None:
+            return (), call | {training.STEP: step, "use_cache": False}
         cache = self._cache_for(model, call)
         if cache is None:
             return None

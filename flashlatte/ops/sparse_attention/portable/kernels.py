@@ -198,40 +198,6 @@ def queries_kernel(
         _store(dq, row, head < h_q, d_rope, STEP.latent_dim, STEP.head_dim - STEP.latent_dim, False, STEP)
 
 
-@kernel
-def sum_by_key_kernel(
-    contributions,
-    sorted_keys,
-    order,
-    count: tl.int32,
-    s_kv: tl.int32,
-    dkv,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Add rows ``order`` of ``contributions`` to rows ``sorted_keys`` of ``dkv``, those of a key one after the other.
-
-    The program of a key's first contribution adds all of them. Keys from s_kv on select nothing.
-    """
-    position = tl.program_id(0)
-    key = tl.load(sorted_keys + position)
-    before = tl.load(sorted_keys + tl.maximum(position - 1, 0))
-    if (key >= s_kv) | ((position > 0) & (before == key)):
-        return
-    cols = tl.arange(0, WIDTH)
-    mask = cols < D
-    target = dkv + key.to(tl.int64) * D + cols
-    total = tl.load(target, mask=mask, other=0.0)
-    same = key >= 0
-    while same:
-        row = tl.load(order + position).to(tl.int64)
-        total += tl.load(contributions + row * D + cols, mask=mask, other=0.0)
-        position += 1
-        following = tl.load(sorted_keys + tl.minimum(position, count - 1))
-        same = (position < count) & (following == key)
-    tl.store(target, total, mask=mask)
-
-
 @triton.jit
 def _length(topk_length, offset, topk):
     """How many of a token's ``topk`` indices count."""

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 
 from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.head_dims import padded
+from flashlatte.kernels.triton.key_sums import add_by_key, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.sparse_attention.portable.config import KEYS, QUERIES
-from flashlatte.ops.sparse_attention.portable.kernels import (
-    keys_kernel,
-    queries_kernel,
-    row_sums_kernel,
-    sum_by_key_kernel,
-)
+from flashlatte.ops.sparse_attention.portable.kernels import keys_kernel, queries_kernel, row_sums_kernel
 from flashlatte.runtime.strides import row_align
 
 # Contributions to dkv that exist at once where their sum is deterministic.
 SCRATCH_BYTES = 256 * 2**20
 _ROW_SUMS_BLOCK = 16
-_MAX_GRID = 2**31 - 1
 
 
 def backward(
@@ -94,7 +88,7 @@ def backward(
     if deterministic:
         scratch_rows = min(SCRATCH_BYTES // (4 * head_dim), s_q * topk)
         contributions = torch.empty(scratch_rows, head_dim, dtype=torch.float32, device=q.device)
-    for first_token, tokens, first_slot, slots in _pieces(s_q, topk, keys.block_n, scratch_rows):
+    for first_token, tokens, first_slot, slots in pieces(s_q, topk, keys.block_n, scratch_rows):
         keys_kernel[(tokens * -(-slots // keys.block_n),)](
             **shared,
             first_token=first_token,
@@ -109,45 +103,8 @@ def backward(
             piece = slice(first_token, first_token + tokens)
             counted = indices[piece, 0, first_slot : first_slot + slots]
             lengths = None if topk_length is None else topk_length[piece]
-            sorted_keys, order = _by_key(counted, first_slot, lengths, kv.shape[0])
-            sum_by_key_kernel[(tokens * slots,)](
-                contributions=contributions,
-                sorted_keys=sorted_keys,
-                order=order,
-                count=tokens * slots,
-                s_kv=kv.shape[0],
-                dkv=dkv_sum,
-                D=head_dim,
-                WIDTH=padded(head_dim),
-                num_warps=4,
-            )
+            add_by_key(contributions, counted, first_slot, lengths, dkv_sum)
     dkv.copy_(dkv_sum.unsqueeze(1))
-
-
-def _pieces(s_q: int, topk: int, block_n: int, scratch_rows: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """(first token, tokens, first slot, slots) of the launches of the keys kernel: within the largest grid and, if
-    given, with a contribution for each of at most ``scratch_rows`` slots.
-    """
-    slots_at_once = topk if scratch_rows is None else min(topk, scratch_rows)
-    tokens_at_once = _MAX_GRID // -(-slots_at_once // block_n)
-    if scratch_rows is not None:
-        tokens_at_once = scratch_rows // slots_at_once
-    for first_token in range(0, s_q, tokens_at_once):
-        for first_slot in range(0, topk, slots_at_once):
-            tokens = min(tokens_at_once, s_q - first_token)
-            yield first_token, tokens, first_slot, min(slots_at_once, topk - first_slot)
-
-
-def _by_key(
-    indices: torch.Tensor, first_slot: int, lengths: torch.Tensor | None, s_kv: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys that slots [tokens, slots] select, ascending, s_kv for none; and whose slots they are, ascending too."""
-    valid = (indices >= 0) & (indices < s_kv)
-    if lengths is not None:
-        slot = torch.arange(first_slot, first_slot + indices.shape[1], device=indices.device)
-        valid &= slot < lengths[:, None]
-    keys = torch.where(valid, indices, s_kv).to(torch.int32).flatten()
-    return torch.sort(keys, stable=True)
 
 
 @functools.lru_cache(maxsize=64)
