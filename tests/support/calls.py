@@ -20,6 +20,7 @@ from support.turboquant_calls import turboquant_decode, turboquant_gather, turbo
 
 from flashlatte import kv_cache
 from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.ops.topk.params import TopkParams
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 
@@ -291,7 +292,7 @@ def topk(
     logits = torch.empty(1, 1, dtype=dtype).expand(rows, width)
     indices, values = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k) if with_values else None
     start = ends if with_start else None
-    return record("topk", backend, logits, start, ends, 1, indices, values, arch=arch)
+    return record("topk", backend, TopkParams(logits, start, ends, 1, indices, values), arch=arch)
 
 
 def latent_rows(
