@@ -6,9 +6,10 @@ import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE, HEAD_DIMS, INDEX_FORMATS, as_index_cache
+from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 RAGGED, PAGED = "index_logits", "paged_index_logits"
 QUERY_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -146,25 +147,13 @@ def index_logits(
     if num_rows and num_keys == 0:
         return out.fill_(-torch.inf) if clean else out
     if num_rows:
-        _index_logits(q, k, k_scale, weights, key_start, key_end, out, clean, max_keys is not None, backend)
+        compressed = max_keys is not None
+        params = IndexLogitsParams(q, k, k_scale, weights, key_start, key_end, out, clean, compressed)
+        _index_logits(params, backend)
     return out
 
 
-@register_op("index_logits", mutates=("logits",))
-def _index_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    key_start: torch.Tensor,
-    key_end: torch.Tensor,
-    logits: torch.Tensor,
-    clean: bool,
-    compressed: bool,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(RAGGED, backend)
-    run(q, k, k_scale, weights, key_start, key_end, logits, clean, compressed)
+_index_logits = dispatched_op(RAGGED, IndexLogitsParams, mutates=("logits",))
 
 
 @repeats_launches
@@ -236,23 +225,12 @@ def paged_index_logits(
     )
     backend = dispatch.select(call, backend)
     if batch:
-        _paged_index_logits(q, cache, weights, cache_seqlens, block_table, out, clean, backend)
+        params = PagedIndexLogitsParams(q, cache, weights, cache_seqlens, block_table, out, clean)
+        _paged_index_logits(params, backend)
     return out
 
 
-@register_op("paged_index_logits", mutates=("logits",))
-def _paged_index_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor,
-    logits: torch.Tensor,
-    clean: bool,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(PAGED, backend)
-    run(q, cache, weights, cache_seqlens, block_table, logits, clean)
+_paged_index_logits = dispatched_op(PAGED, PagedIndexLogitsParams, mutates=("logits",))
 
 
 def check_heads(heads: int, head_dim: int) -> None:

@@ -6,9 +6,10 @@ import torch
 
 from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE, as_index_cache
 from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_heads, check_keys, output
+from flashlatte.ops.index_logits.params import SparseIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 SPARSE = "sparse_index_logits"
 
@@ -112,21 +113,9 @@ def sparse_index_logits(
     if num_rows and k.shape[0] == 0:
         return out.fill_(-torch.inf)
     if num_rows:
-        _sparse_index_logits(q, k, k_scale, weights, first_key, num_keys, block_size, out, backend)
+        params = SparseIndexLogitsParams(q, k, k_scale, weights, first_key, num_keys, block_size, out)
+        _sparse_index_logits(params, backend)
     return out
 
 
-@register_op("sparse_index_logits", mutates=("logits",))
-def _sparse_index_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    first_key: torch.Tensor,
-    num_keys: torch.Tensor,
-    block_size: int,
-    logits: torch.Tensor,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(SPARSE, backend)
-    run(q, k, k_scale, weights, first_key, num_keys, block_size, logits)
+_sparse_index_logits = dispatched_op(SPARSE, SparseIndexLogitsParams, mutates=("logits",))

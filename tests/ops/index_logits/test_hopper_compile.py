@@ -22,6 +22,7 @@ from support import compile as support  # noqa: E402
 from flashlatte.ops.index_logits import api  # noqa: E402
 from flashlatte.ops.index_logits.hopper import clean as cleaning  # noqa: E402
 from flashlatte.ops.index_logits.hopper import launch, paged_kernel, ragged_kernel  # noqa: E402
+from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -71,7 +72,7 @@ def ragged(
     compressed: bool = False,
 ) -> None:
     """A call of the implementation with tensors whose contents do not matter."""
-    launch.ragged(
+    params = IndexLogitsParams(
         vectors(queries, heads, head_dim),
         vectors(keys, head_dim, pad=pad),
         torch.empty(keys),
@@ -82,6 +83,7 @@ def ragged(
         clean,
         compressed,
     )
+    launch.ragged(params)
 
 
 def paged(
@@ -96,7 +98,7 @@ def paged(
     index_dtype: torch.dtype = torch.int32,
     clean: bool = False,
 ) -> None:
-    launch.paged(
+    params = PagedIndexLogitsParams(
         vectors(requests, next_n, heads, 128),
         torch.empty(10, page_size, 1, 132, dtype=torch.uint8),
         torch.empty(requests * next_n, heads),
@@ -105,6 +107,7 @@ def paged(
         torch.empty(requests * next_n, columns * page_size + pad, dtype=dtype)[:, : columns * page_size],
         clean,
     )
+    launch.paged(params)
 
 
 RAGGED = {

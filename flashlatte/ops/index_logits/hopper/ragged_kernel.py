@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashlatte.ops.index_logits.hopper.scores import LogitRows, logits_layout, store, sum_over_heads
+from flashlatte.ops.index_logits.hopper.scores import LogitsOutput, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
@@ -21,7 +21,9 @@ from flashlatte.ops.index_logits.hopper.tiles import (
     wait_empty,
     wait_full,
 )
+from flashlatte.ops.index_logits.params import KeyRanges, LogitRows
 from flashlatte.runtime.gluon_compat import tma_load
+from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Slots of the ring of keys, and of the ring of queries.
@@ -36,32 +38,20 @@ class RaggedLogitsWork(NamedTuple):
     """The queries, their ranges of visible keys, the keys per work item (a multiple of 64), and the number of waves of
     work items."""
 
-    key_start: Any
-    start_stride: Any
-    key_end: Any
-    end_stride: Any
-    num_queries: Any
-    num_keys: Any
-    item_keys: Any
-    num_waves: Any
+    ranges: KeyRanges
+    num_queries: Int32
+    num_keys: Int32
+    item_keys: Int32
+    num_waves: Int32
 
 
 class RaggedLogitsInputs(NamedTuple):
     """TMA descriptors: q [M · H, D] and weights [M · H] in boxes of 256, k [N, D] and k_scale [N] in boxes of 64."""
 
-    q: Any
-    weights: Any
-    k: Any
-    k_scale: Any
-
-
-class RaggedLogitsOutput(NamedTuple):
-    """Logits [M, width], the row stride, and whether column 0 of a row is its first visible key (1) or key 0 (0)."""
-
-    logits: Any
-    stride: Any
-    width: Any
-    compressed: Any
+    q: Pointer
+    weights: Pointer
+    k: Pointer
+    k_scale: Pointer
 
 
 class RaggedLogitsShared(NamedTuple):
@@ -91,8 +81,8 @@ def _range(work, query):
     """Begin and end of the visible keys of each query, clamped to the keys; an empty range after the last query."""
     is_query = query < work.num_queries
     row = query.to(gl.int64)
-    start = gl.load(work.key_start + row * work.start_stride, mask=is_query, other=0)
-    end = gl.load(work.key_end + row * work.end_stride, mask=is_query, other=0)
+    start = gl.load(work.ranges.start + row * work.ranges.start_stride, mask=is_query, other=0)
+    end = gl.load(work.ranges.end + row * work.ranges.end_stride, mask=is_query, other=0)
     start = gl.minimum(gl.maximum(start, 0), work.num_keys).to(gl.int32)
     end = gl.minimum(gl.maximum(end, 0), work.num_keys).to(gl.int32)
     return start, end
@@ -204,22 +194,9 @@ def consume(work, shared, output, CONSUMER: gl.constexpr, HEADS: gl.constexpr):
 
 
 def index_logits_ragged_kernel(
-    q,
-    weights,
-    k,
-    k_scale,
-    key_start,
-    start_stride: tl.int64,
-    key_end,
-    end_stride: tl.int64,
-    num_queries: tl.int32,
-    num_keys: tl.int32,
-    item_keys: tl.int32,
-    num_waves: tl.int32,
-    logits,
-    logits_stride: tl.int64,
-    width: tl.int32,
-    compressed: tl.int32,
+    inputs: RaggedLogitsInputs,
+    work: RaggedLogitsWork,
+    output: LogitsOutput,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
@@ -234,9 +211,6 @@ def index_logits_ragged_kernel(
         barriers(SLOTS, 1),
         barriers(SLOTS, 2),
     )
-    work = RaggedLogitsWork(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_waves)
-    inputs = RaggedLogitsInputs(q, weights, k, k_scale)
-    output = RaggedLogitsOutput(logits, logits_stride, width, compressed)
     gl.warp_specialize(
         [
             (consume, (work, shared, output, 0, HEADS)),
@@ -248,4 +222,4 @@ def index_logits_ragged_kernel(
     )
 
 
-kernel = gluon_kernel(index_logits_ragged_kernel, by_element=["key_start", "key_end", "logits"])
+kernel = gluon_kernel(index_logits_ragged_kernel)
