@@ -9,8 +9,19 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlatte.ops.index_logits.hopper import clean as cleaning
-from flashlatte.ops.index_logits.hopper import paged_kernel, ragged_kernel
+from flashlatte.ops.index_logits.hopper.clean import BLOCK, clean_paged_kernel, clean_ragged_kernel, programs_of_row
+from flashlatte.ops.index_logits.hopper.paged_kernel import (
+    MIN_WEIGHTS,
+    IndexCache,
+    PagedLogitsQueries,
+    index_logits_paged_kernel,
+)
+from flashlatte.ops.index_logits.hopper.ragged_kernel import (
+    COLUMNS,
+    RaggedLogitsInputs,
+    RaggedLogitsWork,
+    index_logits_ragged_kernel,
+)
 from flashlatte.ops.index_logits.hopper.scores import LogitsOutput
 from flashlatte.ops.index_logits.hopper.tiles import KEYS, MAX_COLUMNS, scalars_layout, vectors_layout
 from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams, key_ranges, query_lengths
@@ -30,23 +41,23 @@ def ragged(params: IndexLogitsParams) -> None:
     num_queries, heads, head_dim = q.shape
     num_keys, width = k.shape[0], logits.shape[1]
     sms = num_sms(q.device)
-    queries = 2 * ragged_kernel.COLUMNS.value // heads
+    queries = 2 * COLUMNS.value // heads
     item_keys = keys_per_item(num_queries, num_keys, queries, sms)
     items = -(-num_queries // queries) * -(-num_keys // item_keys)
     programs = min(items, sms)
     ranges = key_ranges(params)
     output = LogitsOutput(logits, stride_in_use(logits, 0), width, int(params.compressed))
-    inputs = ragged_kernel.RaggedLogitsInputs(
-        _vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
-        _scalars("weights", params.weights.reshape(-1), ragged_kernel.COLUMNS.value),
+    inputs = RaggedLogitsInputs(
+        _vectors("q", q.reshape(-1, head_dim), COLUMNS.value),
+        _scalars("weights", params.weights.reshape(-1), COLUMNS.value),
         _vectors("k", k, KEYS.value),
         _scalars("k_scale", params.k_scale, KEYS.value),
     )
-    work = ragged_kernel.RaggedLogitsWork(ranges, num_queries, num_keys, item_keys, -(-items // programs))
-    ragged_kernel.kernel[(programs,)](inputs, work, output, HEADS=heads, HEAD_DIM=head_dim, num_warps=4)
+    work = RaggedLogitsWork(ranges, num_queries, num_keys, item_keys, -(-items // programs))
+    index_logits_ragged_kernel[(programs,)](inputs, work, output, HEADS=heads, HEAD_DIM=head_dim, num_warps=4)
     if params.clean:
-        cleaning.clean_ragged_kernel[(num_queries, cleaning.programs_of_row(num_queries, width, sms))](
-            output, ranges, num_keys=num_keys, BLOCK=cleaning.BLOCK, num_warps=4
+        clean_ragged_kernel[(num_queries, programs_of_row(num_queries, width, sms))](
+            output, ranges, num_keys=num_keys, BLOCK=BLOCK, num_warps=4
         )
 
 
@@ -60,11 +71,11 @@ def paged(params: PagedIndexLogitsParams) -> None:
     box = math.gcd(page_size, KEYS.value)
     lengths = query_lengths(params, columns // heads)
     output = LogitsOutput(logits, stride_in_use(logits, 0), logits.shape[1], 0)
-    queries = paged_kernel.PagedLogitsQueries(
+    queries = PagedLogitsQueries(
         _vectors("q", q.reshape(-1, head_dim), columns),
-        _scalars("weights", params.weights.reshape(-1), max(columns, paged_kernel.MIN_WEIGHTS.value)),
+        _scalars("weights", params.weights.reshape(-1), max(columns, MIN_WEIGHTS.value)),
     )
-    index_cache = paged_kernel.IndexCache(
+    index_cache = IndexCache(
         *_pages(cache, head_dim, box),
         pages,
         page_size,
@@ -73,7 +84,7 @@ def paged(params: PagedIndexLogitsParams) -> None:
         block_table.shape[1],
     )
     programs = num_sms(q.device)
-    paged_kernel.kernel[(programs,)](
+    index_logits_paged_kernel[(programs,)](
         queries,
         index_cache,
         lengths,
@@ -86,8 +97,8 @@ def paged(params: PagedIndexLogitsParams) -> None:
     )
     if params.clean:
         rows = requests * next_n
-        cleaning.clean_paged_kernel[(rows, cleaning.programs_of_row(rows, output.width, programs))](
-            output, lengths, BLOCK=cleaning.BLOCK, num_warps=4
+        clean_paged_kernel[(rows, programs_of_row(rows, output.width, programs))](
+            output, lengths, BLOCK=BLOCK, num_warps=4
         )
 
 

@@ -204,6 +204,7 @@ def consume(lengths, segment, shared, output, CONSUMER: gl.constexpr, HEADS: gl.
         segment = split.next_segment(lengths, segment)
 
 
+@gluon_kernel
 def index_logits_paged_kernel(
     queries: PagedLogitsQueries,
     cache: IndexCache,
@@ -240,6 +241,3 @@ def index_logits_paged_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-kernel = gluon_kernel(index_logits_paged_kernel)

@@ -193,6 +193,7 @@ def consume(work, shared, output, CONSUMER: gl.constexpr, HEADS: gl.constexpr):
             items_done += 1
 
 
+@gluon_kernel
 def index_logits_ragged_kernel(
     inputs: RaggedLogitsInputs,
     work: RaggedLogitsWork,
@@ -220,6 +221,3 @@ def index_logits_ragged_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-kernel = gluon_kernel(index_logits_ragged_kernel)

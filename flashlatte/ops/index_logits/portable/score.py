@@ -82,7 +82,7 @@ class Operand(NamedTuple):
     odd: Any
 
 
-class QueryTile(NamedTuple):
+class IndexQueryTile(NamedTuple):
     """Queries [BLOCK_Q · BLOCK_H, D], and half of their weights."""
 
     operand: Operand
@@ -205,7 +205,7 @@ def load_queries(queries, row, head, inside, CONFIG: tl.constexpr):
         even = as_operand(tl.load(start + tl.arange(0, CONFIG.head_dim)[None, :], mask=mask, other=0), CONFIG)
         odd = even
     weight = tl.load(token_row(queries.weights, row) + head, mask=inside, other=0.0)
-    return QueryTile(Operand(even, odd), weight * 0.5)
+    return IndexQueryTile(Operand(even, odd), weight * 0.5)
 
 
 @triton.jit
