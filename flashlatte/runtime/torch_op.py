@@ -74,7 +74,7 @@ def register_differentiable_op(
         backward: takes (ctx, *gradients of the results), None for a result without a gradient; returns a gradient or
             None for each argument.
         setup_context: takes (ctx, inputs, output), and saves the tensors that ``backward`` needs.
-        record: as for ``register_op``.
+        record: as in ``register_op``.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -83,7 +83,8 @@ def register_differentiable_op(
             setup_context(ctx, inputs, output)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        operation = _define(name, function if record is None else _with_fields(function, record), (), fake)
+        flat = function if record is None else _with_fields(function, record)
+        operation = _define(name, flat, (), fake)
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=keep, lib=_LIBRARY)
         return operation
 

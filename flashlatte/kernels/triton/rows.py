@@ -17,8 +17,11 @@ from flashlatte.runtime.strides import stride_in_use
 
 
 class TokenRows(NamedTuple):
-    """Rows of tokens [T, width]. ``stride`` is in units of ``align`` elements, by which the compiler vectorises loads
-    for any stride."""
+    """Rows of tokens [T, width].
+
+    ``stride`` is in units of ``align`` elements (bytes, if a kernel copies bytes): the compiler then vectorises loads
+    for any stride.
+    """
 
     start: Pointer
     stride: Int64
@@ -45,7 +48,7 @@ class CacheRows(NamedTuple):
 
 
 def token_rows(x: torch.Tensor | None, align: int | None = None) -> TokenRows:
-    """The rows of x [T, width], or of nothing. ``align`` is their alignment if it is None."""
+    """The rows of x [T, width], or of nothing. ``align`` defaults to their alignment."""
     if x is None:
         return TokenRows(None, 0, 1)
     align = align or row_alignment(x, 0)
@@ -61,7 +64,12 @@ def head_rows(x: torch.Tensor | None) -> HeadRows:
 
 
 def cache_rows(cache: torch.Tensor | None, *, strided: bool, align: int | None = None) -> CacheRows:
-    """The rows of a cache, or of nothing. ``strided``: the cache determines the stride of rows, not the format."""
+    """The rows of a cache, or of nothing.
+
+    Args:
+        strided: the cache determines the stride of rows, not the format.
+        align: defaults to the alignment of rows.
+    """
     if cache is None:
         return CacheRows(None, 0, 0, 1)
     axes = (0, 1) if strided else (0,)
@@ -83,12 +91,12 @@ def head_row(x, token, head):
 
 
 @triton.jit
-def cache_row(x, page, offset):
+def slot_row(x, page, offset):
     """Pointers to the rows of slots, if the cache determines their stride."""
     return x.start + (page * x.page_stride + offset * x.row_stride) * x.align
 
 
 @triton.jit
-def cache_page(x, page):
+def page_pointers(x, page):
     """Pointers to pages."""
     return x.start + page * x.page_stride * x.align

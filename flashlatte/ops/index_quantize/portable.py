@@ -20,7 +20,7 @@ from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
 from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
-from flashlatte.kernels.triton.rows import CacheRows, TokenRows, cache_page, cache_rows, token_row, token_rows
+from flashlatte.kernels.triton.rows import CacheRows, TokenRows, cache_rows, page_pointers, token_row, token_rows
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_quantize.params import IndexGatherParams, IndexQuantizeParams
 from flashlatte.runtime import machine
@@ -85,7 +85,7 @@ def index_quantize_kernel(
     """A program quantises BLOCK_T tokens. Elements of the cache are bytes, bf16 or float32."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    page_start = cache_page(cache, page)
+    page_start = page_pointers(cache, page)
     k_row = token_row(k, tokens)
     column = tl.arange(0, D)[None, :]
     # [BLOCK_T, D]
@@ -125,7 +125,7 @@ def index_gather_kernel(
     """A program copies the bytes of BLOCK_T rows."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
-    page_start = cache_page(cache, page)
+    page_start = page_pointers(cache, page)
     column = tl.arange(0, VALUE_BYTES)[None, :]
     # [BLOCK_T, VALUE_BYTES]
     source = (page_start + offset * VALUE_BYTES)[:, None] + column
