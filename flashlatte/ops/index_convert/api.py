@@ -60,8 +60,7 @@ def to_cache_indices(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     page_size = checks.positive_int("page_size", page_size)
-    if dtype not in checks.INDEX_DTYPES:
-        raise TypeError(f"dtype must be {checks.dtype_names(checks.INDEX_DTYPES)}, got {dtype}")
+    checks.dtype("dtype", dtype, checks.INDEX_DTYPES)
     checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
     requests, max_pages = block_table.shape
     if not isinstance(positions, torch.Tensor):
@@ -210,8 +209,7 @@ def index_convert(
     rows, width, device = _selection(indices, query_positions)
     width += sinks + window
     if slots is None:
-        if dtype not in checks.INDEX_DTYPES:
-            raise TypeError(f"dtype must be {checks.dtype_names(checks.INDEX_DTYPES)}, got {dtype}")
+        checks.dtype("dtype", dtype, checks.INDEX_DTYPES)
         slots = torch.empty(rows, width, dtype=dtype, device=device)
     else:
         checks.output("slots", slots, (rows, width), checks.INDEX_DTYPES, device)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache import fp4
-from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE, HEAD_DIMS, INDEX_FORMATS, as_index_cache
+from flashlatte.kv_cache.index_formats import (
+    FORMAT_BY_KEY_DTYPE,
+    INDEX_FORMATS,
+    IndexFormat,
+    as_index_cache,
+    check_head_dim,
+)
 from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -192,25 +198,9 @@ def paged_index_logits(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
+    cache, layout = check_paged(q, cache, weights, cache_seqlens, block_table)
     batch, next_n, heads, head_dim = q.shape
     device = q.device
-    check_heads(heads, head_dim)
-    cache, layout = as_index_cache(cache, head_dim)
-    if cache.device != device:
-        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
-    if (q.dtype == torch.float32) != (layout.encoding == "fp32"):
-        got = f"{checks.dtype_names([q.dtype])} over {layout.name}"
-        raise TypeError(f"q must be float32 if and only if the index keys are, got {got}")
-    checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), device)
-    lengths_shape = (
-        (batch,) if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 1 else (batch, next_n)
-    )
-    checks.tensor("cache_seqlens", cache_seqlens, lengths_shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
-    may_be_empty = 0 if batch else 2
-    checks.tensor(
-        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
-    )
     if value_checks.ENABLED and batch:
         longest = cache_seqlens if cache_seqlens.dim() == 1 else cache_seqlens.amax(dim=1)
         value_checks.pages(block_table, longest, *cache.shape[:2])
@@ -233,11 +223,42 @@ def paged_index_logits(
 _paged_index_logits = dispatched_op(PAGED, PagedIndexLogitsParams, mutates=("logits",))
 
 
+def check_paged(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+) -> tuple[torch.Tensor, IndexFormat]:
+    """Check the tensors of ``paged_index_logits``; returns the cache with four axes, and its format."""
+    checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
+    batch, next_n, heads, head_dim = q.shape
+    check_heads(heads, head_dim)
+    cache, layout = check_cache("cache", cache, q)
+    checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), q.device)
+    per_query = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() != 1
+    lengths_shape = (batch, next_n) if per_query else (batch,)
+    checks.tensor("cache_seqlens", cache_seqlens, lengths_shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+    may_be_empty = 0 if batch else 2
+    checks.tensor(
+        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, q.device, may_be_empty=may_be_empty
+    )
+    return cache, layout
+
+
 def check_heads(heads: int, head_dim: int) -> None:
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")
+    check_head_dim("q", head_dim)
     if heads > MAX_HEADS:
         raise ValueError(f"q must have 1 to {MAX_HEADS} heads, got {heads}")
+
+
+def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, IndexFormat]:
+    """The cache with four axes, and its format."""
+    cache, layout = as_index_cache(cache, q.shape[-1], name, q.device)
+    if (q.dtype == torch.float32) != (layout.encoding == "fp32"):
+        got = f"{checks.dtype_names([q.dtype])} over {layout.name}"
+        raise TypeError(f"q must be float32 if and only if the index keys are, got {got}")
+    return cache, layout
 
 
 def check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
@@ -270,6 +291,5 @@ def _aligned(x: torch.Tensor) -> bool:
 def output(out: torch.Tensor | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if out is not None:
         return checks.output("out", out, (rows, width), LOGIT_DTYPES, device)
-    if dtype not in LOGIT_DTYPES:
-        raise TypeError(f"dtype must be {checks.dtype_names(LOGIT_DTYPES)}, got {dtype}")
+    checks.dtype("dtype", dtype, LOGIT_DTYPES)
     return torch.empty(rows, width, dtype=dtype, device=device)

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
-from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
+from flashlatte.kv_cache.index_formats import IndexFormat, as_index_cache, check_head_dim
 from flashlatte.kv_cache.slots import check_slots
 from flashlatte.ops.index_quantize.params import IndexGatherParams, IndexQuantizeParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
@@ -82,10 +82,8 @@ def index_quantize(
     """
     checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     check_head_dim("k", k.shape[1])
-    cache, layout = as_index_cache(cache, k.shape[1])
+    cache, layout = as_index_cache(cache, k.shape[1], device=k.device)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
-    if cache.device != k.device:
-        raise ValueError(f"cache must be on {k.device} like the other arguments, got {cache.device}")
     check_slots(slot_mapping, cache, "k", k.shape[0])
     gradients.warn_if_dropped(QUANTIZE, k)
     backend = dispatch.select(dispatch.CallSpec(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
@@ -179,8 +177,3 @@ def _gathered(name: str, value: torch.Tensor | None, like: torch.Tensor, cache: 
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
     return value
-
-
-def check_head_dim(name: str, head_dim: int) -> None:
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"{name} must have a head dim of 32, 64 or 128, got {head_dim}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
-from flashlatte.kv_cache.index_formats import HEAD_DIMS
+from flashlatte.kv_cache.index_formats import check_head_dim
 from flashlatte.ops.index_query.params import IndexQueryParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -155,8 +155,7 @@ def _check(
 ) -> None:
     checks.tensor("q", q, ("T", "H", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     num_tokens, heads, head_dim = q.shape
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")
+    check_head_dim("q", head_dim)
     checks.tensor("weights", weights, (num_tokens, heads), checks.FLOAT_DTYPES, q.device)
     if (cos_sin is None) != (positions is None):
         raise ValueError("cos_sin and positions must be given together, got only one")
