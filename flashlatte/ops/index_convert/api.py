@@ -71,33 +71,23 @@ def to_cache_indices(
         )
     if positions.device != block_table.device:
         raise ValueError(f"positions must be on {block_table.device} like block_table, got {positions.device}")
-    if request_ids is None:
-        if positions.dim() == 0 or positions.shape[0] != requests:
-            raise ValueError(
-                f"positions must have block_table's {requests} requests as its first axis (or request_ids must be "
-                f"given), got shape {list(positions.shape)}"
-            )
-        request = torch.arange(requests, device=positions.device)
-    else:
-        rows = positions.shape[0] if positions.dim() else 0
-        checks.tensor(
-            "request_ids", request_ids, (rows,), checks.INDEX_DTYPES, positions.device, unit_last_stride=False
+    if positions.dim() == 0 or (request_ids is None and positions.shape[0] != requests):
+        raise ValueError(
+            f"positions must have block_table's {requests} requests as its first axis (or request_ids must be "
+            f"given), got shape {list(positions.shape)}"
         )
-        request = request_ids.long()
+    rows, device = positions.shape[0], positions.device
+    if request_ids is not None:
+        checks.tensor("request_ids", request_ids, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if requests == 0 or max_pages == 0 or positions.numel() == 0:
         return torch.full_like(positions, -1, dtype=dtype)
-    value_checks.entries("request_ids", request, requests)
-    value_checks.entries("positions", positions, max_pages * page_size)
-    request = request.view(-1, *[1] * (positions.dim() - 1))
-    positions = positions.long()
-    column = positions // page_size
-    valid = (positions >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
-    page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
-    largest = torch.iinfo(dtype).max
-    # An invalid page in the table must not overflow to a valid slot.
-    valid = valid & (page >= 0) & (page <= largest // page_size)
-    slot = page * page_size + positions % page_size
-    return torch.where(valid & (slot >= 0) & (slot <= largest), slot, -1).to(dtype)
+    indices = positions.reshape(rows, -1).contiguous()
+    with checks.naming(indices="positions"):
+        # A program of the portable kernel converts a whole row; here rows may be few and long.
+        slots = index_convert(
+            indices, block_table, page_size, request_ids=request_ids, dtype=dtype, backend="reference"
+        )
+    return slots.view(positions.shape)
 
 
 @overload
