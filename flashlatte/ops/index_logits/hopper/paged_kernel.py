@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -17,10 +17,8 @@ from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
     PRODUCER_REGISTERS,
-    barriers,
-    scalars_layout,
+    allocate_rings,
     scores_layout,
-    vectors_layout,
     wait_empty,
     wait_full,
 )
@@ -71,20 +69,6 @@ class PagedLogitsQueries(NamedTuple):
     weights: Pointer
 
 
-class PagedLogitsShared(NamedTuple):
-    """Rings of queries and of keys."""
-
-    q: Any  # [Q_SLOTS, COLUMNS, D]
-    weights: Any  # [Q_SLOTS, max(COLUMNS, FEWEST_WEIGHTS)]
-    q_full: Any
-    q_empty: Any
-    k: Any  # [SLOTS, 64, D]
-    k_scale: Any  # [SLOTS, 64]
-    k_full: Any
-    k_empty: Any
-    descriptors_fetched: Any
-
-
 @gluon.jit
 def _look_up(cache, request, first_key, BOX: gl.constexpr):
     """Start loading the block table entries of the next ``_LOOKUP`` boxes of keys; -1 after its end."""
@@ -109,25 +93,25 @@ def _load_keys(cache, page, offset, full, vectors, scales):
 
 
 @gluon.jit
-def prefetch_descriptors(cache, shared, BOX: gl.constexpr):
+def prefetch_descriptors(cache, shared, fetched, BOX: gl.constexpr):
     """Issue a dummy copy with each descriptor into the last slot, which is used much later.
 
     The first copy with a descriptor loads the descriptor from memory. Here that overlaps with the loads of the lengths.
     """
     HEAD_DIM: gl.constexpr = shared.q.shape[2]
-    mbarrier.expect(shared.descriptors_fetched, BOX * (HEAD_DIM + 4))
+    mbarrier.expect(fetched, BOX * (HEAD_DIM + 4))
     vectors, scales = shared.k.index(SLOTS - 1).slice(0, BOX), shared.k_scale.index(SLOTS - 1).slice(0, BOX)
-    _load_keys(cache, -1, 0, shared.descriptors_fetched, vectors, scales)
+    _load_keys(cache, -1, 0, fetched, vectors, scales)
 
 
 @gluon.jit
-def produce(queries, cache, lengths, segment, shared, BOX: gl.constexpr, HEADS: gl.constexpr):
+def produce(queries, cache, lengths, segment, shared, descriptors_fetched, BOX: gl.constexpr, HEADS: gl.constexpr):
     COLUMNS: gl.constexpr = shared.q.shape[1]
     HEAD_DIM: gl.constexpr = shared.q.shape[2]
     BOXES: gl.constexpr = KEYS // BOX
     segments_done = 0
     step = 0
-    mbarrier.wait(shared.descriptors_fetched, 0)
+    mbarrier.wait(descriptors_fetched, 0)
     while segment.tiles > 0:
         wait_empty(shared.q_empty, segments_done, Q_SLOTS)
         full = shared.q_full.index(segments_done % Q_SLOTS)
@@ -219,24 +203,15 @@ def index_logits_paged_kernel(
     # The kernel that reads the logits may launch now; it waits for this one.
     gdc_launch_dependents()
     first_lengths = split.read_first_lengths(lengths)
-    shared = PagedLogitsShared(
-        gl.allocate_shared_memory(gl.float8e4nv, [Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [Q_SLOTS, max(COLUMNS, MIN_WEIGHTS)], scalars_layout()),
-        barriers(Q_SLOTS, 1),
-        barriers(Q_SLOTS, 2),
-        gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
-        barriers(SLOTS, 1),
-        barriers(SLOTS, 1),
-        allocate_mbarrier(),
-    )
-    prefetch_descriptors(cache, shared, BOX)
+    shared = allocate_rings(Q_SLOTS, 1, COLUMNS, max(COLUMNS, MIN_WEIGHTS), SLOTS, 1, HEAD_DIM)
+    descriptors_fetched = allocate_mbarrier()
+    prefetch_descriptors(cache, shared, descriptors_fetched, BOX)
     segment = split.first_segment(lengths, first_lengths)
     gl.warp_specialize(
         [
             (consume, (lengths, segment, shared, output, 0, HEADS)),
             (consume, (lengths, segment, shared, output, 1, HEADS)),
-            (produce, (queries, cache, lengths, segment, shared, BOX, HEADS)),
+            (produce, (queries, cache, lengths, segment, shared, descriptors_fetched, BOX, HEADS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

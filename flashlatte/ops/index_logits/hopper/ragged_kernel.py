@@ -14,10 +14,8 @@ from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
     PRODUCER_REGISTERS,
-    barriers,
-    scalars_layout,
+    allocate_rings,
     scores_layout,
-    vectors_layout,
     wait_empty,
     wait_full,
 )
@@ -26,7 +24,7 @@ from flashlatte.runtime.gluon_compat import tma_load
 from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Slots of the ring of keys, and of the ring of queries.
+# Slots of the ring of keys, and of the ring of queries; a slot holds the queries of both consumers.
 SLOTS = gl.constexpr(8)
 Q_SLOTS = gl.constexpr(2)
 # Columns of a consumer (heads of its queries), and of a WGMMA: half of them.
@@ -52,19 +50,6 @@ class RaggedLogitsInputs(NamedTuple):
     weights: Pointer
     k: Pointer
     k_scale: Pointer
-
-
-class RaggedLogitsShared(NamedTuple):
-    """Rings of queries (a slot holds the queries of both consumers) and of keys."""
-
-    q: Any  # [2 * Q_SLOTS, 256, D]
-    weights: Any  # [2 * Q_SLOTS, 256]
-    q_full: Any
-    q_empty: Any
-    k: Any  # [SLOTS, 64, D]
-    k_scale: Any  # [SLOTS, 64]
-    k_full: Any
-    k_empty: Any
 
 
 class RaggedLogitsItem(NamedTuple):
@@ -202,16 +187,7 @@ def index_logits_ragged_kernel(
     HEAD_DIM: tl.constexpr,
 ):
     """In each wave a program processes one work item: 512 / HEADS queries and up to item_keys keys."""
-    shared = RaggedLogitsShared(
-        gl.allocate_shared_memory(gl.float8e4nv, [2 * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], scalars_layout()),
-        barriers(Q_SLOTS, 1),
-        barriers(Q_SLOTS, 2),
-        gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
-        barriers(SLOTS, 1),
-        barriers(SLOTS, 2),
-    )
+    shared = allocate_rings(Q_SLOTS, 2, COLUMNS, COLUMNS, SLOTS, 2, HEAD_DIM)
     gl.warp_specialize(
         [
             (consume, (work, shared, output, 0, HEADS)),
