@@ -13,6 +13,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 
@@ -241,25 +242,24 @@ def sparse_attention_backward(
     kv_pad: int = 0,
     arch: int | None = 90,
 ) -> list[Recorded]:
-    return record(
-        "sparse_attention_backward",
-        backend,
-        torch.empty(s_q, heads, d_v, dtype=dtype),
-        torch.empty(s_q, heads) if dlse else None,
-        torch.empty(s_q, heads, head_dim, dtype=dtype),
-        torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
-        torch.zeros(s_q, 1, topk, dtype=index_dtype),
-        torch.zeros(s_q, dtype=index_dtype) if lengths else None,
-        torch.empty(heads) if sinks else None,
-        torch.empty(s_q, heads, d_v, dtype=dtype),
-        torch.empty(s_q, heads),
-        head_dim**-0.5,
-        deterministic,
-        torch.empty(s_q, heads, head_dim, dtype=dtype),
-        torch.empty(s_kv, 1, head_dim, dtype=dtype),
-        torch.empty(heads),
-        arch=arch,
+    q = torch.empty(s_q, heads, head_dim, dtype=dtype)
+    params = SparseAttentionBackwardParams(
+        dout=torch.empty(s_q, heads, d_v, dtype=dtype),
+        dlse=torch.empty(s_q, heads) if dlse else None,
+        q=q,
+        kv=torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
+        indices=torch.zeros(s_q, 1, topk, dtype=index_dtype),
+        topk_length=torch.zeros(s_q, dtype=index_dtype) if lengths else None,
+        attn_sink=torch.empty(heads) if sinks else None,
+        out=torch.empty(s_q, heads, d_v, dtype=dtype),
+        lse=torch.empty(s_q, heads),
+        softmax_scale=head_dim**-0.5,
+        deterministic=deterministic,
     )
+    gradients = SparseAttentionGradients(
+        torch.empty_like(q), torch.empty(s_kv, 1, head_dim, dtype=dtype), torch.empty(heads)
+    )
+    return record("sparse_attention_backward", backend, params, gradients, arch=arch)
 
 
 def indexer_loss(

@@ -21,6 +21,8 @@ from support.turboquant_calls import turboquant_decode, turboquant_gather, turbo
 
 from flashlatte import kv_cache
 from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
+from flashlatte.ops.topk.params import TopkParams
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 
@@ -229,9 +231,8 @@ def index_workspace(
 
     lengths = ints(requests + 1), ints(requests), ints(requests)
     numbers = topk, 128, 4, 4096, 1024
-    return record(
-        "index_workspace", backend, ints(tokens, topk), *lengths, *numbers, ints(tokens, 640), ints(tokens), arch=arch
-    )
+    params = IndexWorkspaceParams(ints(tokens, topk), *lengths, *numbers, ints(tokens, 640), ints(tokens))
+    return record("index_workspace", backend, params, arch=arch)
 
 
 def q_kv_norm(
@@ -292,7 +293,7 @@ def topk(
     logits = torch.empty(1, 1, dtype=dtype).expand(rows, width)
     indices, values = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k) if with_values else None
     start = ends if with_start else None
-    return record("topk", backend, logits, start, ends, 1, indices, values, arch=arch)
+    return record("topk", backend, TopkParams(logits, start, ends, 1, indices, values), arch=arch)
 
 
 def latent_rows(
