@@ -6,7 +6,7 @@ extra cache. A CTA processes a group of a work item's heads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -79,8 +79,30 @@ def _attend(
     return state
 
 
+class PortableSparseDecodeConfig(NamedTuple):
+    """Compile-time configuration of the kernel.
+
+    Attributes:
+        cache_layout, extra_cache_layout: ``TokenAddress`` of each cache; None without a second one.
+        step: ``online_softmax``'s constants.
+        d_v: width of a value.
+        q_align, out_align: units of the strides of q and out, in elements.
+        overhead: of ``SplitPlan``.
+        balanced: whether a CTA processes a range instead of a work item.
+    """
+
+    cache_layout: Any
+    extra_cache_layout: Any
+    step: Any
+    d_v: Any
+    q_align: Any
+    out_align: Any
+    overhead: Any
+    balanced: Any
+
+
 class SparseQuery(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of Q_ALIGN elements."""
+    """q [b, s_q, h_q, d], strides in units of q_align elements."""
 
     q: Pointer
     stride_request: Int64
@@ -108,22 +130,17 @@ def sparse_decode_kernel(
     softmax_scale: tl.float32,
     num_groups: tl.int32,
     num_ranges: tl.int32,
-    CACHE_LAYOUT: tl.constexpr,
-    EXTRA_CACHE_LAYOUT: tl.constexpr,
-    STEP: tl.constexpr,
-    D_V: tl.constexpr,
-    Q_ALIGN: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
-    OVERHEAD: tl.constexpr,
-    BALANCED: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """A CTA processes one of ``num_ranges`` balanced ranges (BALANCED), or a work item, for one group of heads.
+    """A CTA processes one of ``num_ranges`` balanced ranges (``CONFIG.balanced``), or a work item, for one group of
+    heads.
 
     A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent indices, so all but the first hit the
     L2 cache.
     """
-    BLOCK_H: tl.constexpr = STEP.block_h
-    BLOCK_N: tl.constexpr = STEP.block_n
+    step: tl.constexpr = CONFIG.step
+    BLOCK_H: tl.constexpr = step.block_h
+    BLOCK_N: tl.constexpr = step.block_n
     outputs = with_rows(outputs, key_lengths.tokens, outputs.heads, outputs.heads)
     group = tl.program_id(0) % num_groups
     number = tl.program_id(0) // num_groups
@@ -133,28 +150,28 @@ def sparse_decode_kernel(
 
     first_item = number
     stop_item = number + 1
-    if BALANCED:
-        cta_range = device.find_range(number, num_ranges, key_lengths, BLOCK_N, OVERHEAD)
+    if CONFIG.balanced:
+        cta_range = device.find_range(number, num_ranges, key_lengths, BLOCK_N, CONFIG.overhead)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
-        continued = device.continued_item(cta_range, OVERHEAD)
+        continued = device.continued_item(cta_range, CONFIG.overhead)
     for item in range(first_item, stop_item):
         blocks = device.item_blocks(item, key_lengths, BLOCK_N)
         first_block = 0
         stop_block = blocks
-        if BALANCED:
-            first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
-            cost += blocks + OVERHEAD
+        if CONFIG.balanced:
+            first_block, stop_block = device.split_of(cta_range, cost, blocks, CONFIG.overhead)
+            cost += blocks + CONFIG.overhead
         if first_block < stop_block:
             request, token = device.request_and_token(item, outputs.tokens)
             q_offset = request * query.stride_request + token * query.stride_token + head * query.stride_head
-            q_tile = load_tile(query.q, q_offset * Q_ALIGN, in_heads, STEP)
+            q_tile = load_tile(query.q, q_offset * CONFIG.q_align, in_heads, step)
             length = device.key_count(item, key_lengths)
             indices = own.indices + request * own.stride_request + token * own.stride_token
-            state = empty_state(STEP)
+            state = empty_state(step)
             state = _attend(
-                state, q_tile, own.cache, indices, first_block, stop_block, length, scale, CACHE_LAYOUT, STEP
+                state, q_tile, own.cache, indices, first_block, stop_block, length, scale, CONFIG.cache_layout, step
             )
             if extra.indices is not None:
                 before = tl.cdiv(length, BLOCK_N)
@@ -171,19 +188,19 @@ def sparse_decode_kernel(
                     stop_extra,
                     length,
                     scale,
-                    EXTRA_CACHE_LAYOUT,
-                    STEP,
+                    CONFIG.extra_cache_layout,
+                    step,
                 )
-            values, lse2 = normalize(state, scale, STEP)
-            cols = tl.arange(0, STEP.latent)
+            values, lse2 = normalize(state, scale, step)
+            cols = tl.arange(0, step.latent)
             if first_block == 0 and stop_block == blocks:
-                write_out(outputs, item, 0, head, cols, values, lse2, D_V, OUT_ALIGN, STEP.interpreted)
+                write_out(outputs, item, 0, head, cols, values, lse2, CONFIG.d_v, CONFIG.out_align, step.interpreted)
                 write_lse(outputs, item, 0, head, lse2)
             elif scratch is not None:
                 partial = device.partial_of_range(number, group, num_groups, first_block > 0)
                 combine.write_partial(
-                    scratch, partial, outputs.heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, D_V
+                    scratch, partial, outputs.heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, CONFIG.d_v
                 )
-    if BALANCED:
-        metadata = device.range_metadata(scratch, num_ranges, num_groups, BLOCK_H * (D_V + 1))
+    if CONFIG.balanced:
+        metadata = device.range_metadata(scratch, num_ranges, num_groups, BLOCK_H * (CONFIG.d_v + 1))
         tl.store(metadata + number, continued.to(tl.float32))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
-from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
+from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
-from flashlatte.ops.sparse_decode.portable.kernel import SelectedKeys, SparseQuery, sparse_decode_kernel
+from flashlatte.ops.sparse_decode.portable.kernel import (
+    PortableSparseDecodeConfig,
+    SelectedKeys,
+    SparseQuery,
+    sparse_decode_kernel,
+)
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, TokenAddress
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, stride_in_use
@@ -40,13 +44,13 @@ class PortableSparseDecodePlan:
 
     Attributes:
         config: tile sizes.
+        step: ``online_softmax``'s constants.
         split: how query tokens are split over CTAs.
-        constants: the kernel's constants, except those that depend on strides.
     """
 
     config: AttentionConfig
+    step: StepConfig
     split: SplitPlan
-    constants: dict[str, Any]
 
 
 def sparse_decode(params: SparseDecodeParams) -> None:
@@ -97,11 +101,17 @@ def sparse_decode(params: SparseDecodeParams) -> None:
         softmax_scale=params.softmax_scale,
         num_groups=split.groups,
         num_ranges=split.splits,
-        CACHE_LAYOUT=main_layout,
-        EXTRA_CACHE_LAYOUT=second_layout,
-        Q_ALIGN=q_align,
-        OUT_ALIGN=out_align,
-        **launch_plan.constants,
+        CONFIG=PortableSparseDecodeConfig(
+            cache_layout=main_layout,
+            extra_cache_layout=second_layout,
+            step=launch_plan.step,
+            d_v=head_dim_v,
+            q_align=q_align,
+            out_align=out_align,
+            overhead=split.overhead,
+            balanced=split.split_blocks is None,
+        ),
+        num_warps=launch_plan.config.num_warps,
     )
     if scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
@@ -133,17 +143,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
         split = plan.balanced(partial, items, max_blocks, groups, groups, ranges, overhead)
-    return PortableSparseDecodePlan(
-        config=chosen,
-        split=split,
-        constants={
-            "STEP": step,
-            "D_V": head_dim_v,
-            "OVERHEAD": split.overhead,
-            "BALANCED": split.split_blocks is None,
-            "num_warps": chosen.num_warps,
-        },
-    )
+    return PortableSparseDecodePlan(chosen, step, split)
 
 
 def _table(*layouts: CacheFormat) -> str:
