@@ -33,4 +33,15 @@ def test_engines_are_timed_alternately(checkpoint, tmp_path, capsys):
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["case"] for line in lines] == [case for case in ("b1-17", "b3-70", "b20-64") for _ in range(2)]
     assert all(0 < line["us_min"] <= line["us"] <= line["us_max"] for line in lines)
-    assert capsys.readouterr().out.count("ms a step") == len(lines)
+    assert all(line["requests_equal"] == [len_, len_] for line, len_ in zip(lines, (1, 1, 3, 3, 20, 20), strict=True))
+    assert "1.0" in capsys.readouterr().out
+
+
+def test_contexts_are_random_keys_or_prefilled(checkpoint, tmp_path):
+    file = tmp_path / "steps.jsonl"
+    given = [str(checkpoint("v3", first_k_dense_replace=3)), "--backends", "CUSTOM,CUSTOM", "--cases", "1x17,3x70"]
+    given += ["--random-contexts", "--prefill", "100", "--steps", "2", "--rounds", "2", "--dtype", "float32"]
+    assert bench.run_named("vllm-steps", [*given, "--options", json.dumps(OPTIONS), "--json", str(file)]) == 0
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [line["case"] for line in lines] == [case for case in ("b1-17", "b3-70", "prefill-100") for _ in range(2)]
+    assert all(line["logprobs_within"] == 0 for line in lines)
