@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,6 +22,8 @@ PREFILLED = "prefilled-"  # begins the names of requests that have no random con
 WARM_STEPS = 3
 # vLLM's smallest default of max_num_batched_tokens.
 MIN_BATCHED_TOKENS = 2048
+# A longer prompt repeats its first tokens: to draw millions takes longer than to measure.
+DRAWN_TOKENS = 512
 # Generated tokens of each request that engines are compared in.
 COMPARED_TOKENS = 8
 
@@ -58,7 +61,8 @@ class EngineProcess:
 
     def ask(self, *request: Any) -> Any:
         assert self.process.stdin is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # ended; there is no answer either
+            print(json.dumps(request), file=self.process.stdin, flush=True)
         return self.answer()
 
     def end(self) -> None:
@@ -140,7 +144,8 @@ class EngineSteps:
         given: dict[str, Any] = {"temperature": 0.0, "max_tokens": None, "ignore_eos": True, "detokenize": False}
         self.running = [f"{name}{time.monotonic_ns()}-{number}" for number in range(requests)]
         for name in self.running:
-            tokens = draw.choices(range(self.vocabulary), k=context)
+            tokens = [*draw.choices(range(self.vocabulary), k=min(context, DRAWN_TOKENS))] * -(-context // DRAWN_TOKENS)
+            tokens = tokens[:context]
             self.engine.add_request(name, {"prompt_token_ids": tokens}, SamplingParams(**given | sampling))
 
     def tokens(self, requests: int, context: int, name: str = "") -> list[list[tuple[int, float]]]:

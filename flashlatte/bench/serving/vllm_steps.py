@@ -9,7 +9,8 @@ finds random keys in its cache. Then they alternate, A B C, C B A, and so on, wi
 
 Prints the median step of the engine, scheduler and sampling included, the GPU time in it, and of that the time of
 attention kernels. The first tokens of the requests and their log-probabilities are compared with the first backend's:
-how many requests have the same tokens, and the largest difference of a log-probability before a token differs.
+how many requests have the same tokens, and the largest difference of a log-probability before a token differs. JSON
+lines have this "agreement" with each other backend.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         for case in cases_of(options):
             rows = measured(case, [Row(row.engine) for row in rows], options.rounds)
             for row in rows:
-                report(case, row, rows[0], about[row.engine.backend], options)
+                report(case, row, rows, about[row.engine.backend], options)
                 ratios[row.engine.backend].append(row.median / rows[0].median)
     for backend, values in ratios.items():
         if values:
@@ -202,7 +203,8 @@ def agreement(tokens: Tokens, others: Tokens) -> tuple[int, float]:
     return equal, largest
 
 
-def report(case: Case, row: Row, first: Row, about: dict[str, Any], arguments: argparse.Namespace) -> None:
+def report(case: Case, row: Row, rows: list[Row], about: dict[str, Any], arguments: argparse.Namespace) -> None:
+    first = rows[0]
     equal, largest = agreement(row.tokens, first.tokens)
     print(
         f"{case.name:>14} {row.engine.backend:<18}{row.median / 1e3:>9.3f} ms, "
@@ -219,8 +221,8 @@ def report(case: Case, row: Row, first: Row, about: dict[str, Any], arguments: a
         "gpu_us": round(row.busy, 1),
         "attention_us": round(row.attention, 1),
         "kernels": large,
-        "requests_equal": [equal, len(row.tokens)],
-        "logprobs_within": round(largest, 5),
+        "requests": len(row.tokens),
+        "agreement": {one.engine.backend.lower(): agreement(row.tokens, one.tokens) for one in rows if one is not row},
     }
     line |= {"dtype": arguments.dtype, "cache": arguments.kv_cache_dtype, "model": Path(arguments.model).name}
     line |= about | {"commit": environment.commit(), "date": time.strftime("%Y-%m-%d")}

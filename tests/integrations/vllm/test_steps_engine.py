@@ -33,8 +33,11 @@ def test_engines_are_timed_alternately(checkpoint, tmp_path, capsys):
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["case"] for line in lines] == [case for case in ("b1-17", "b3-70", "b20-64") for _ in range(2)]
     assert all(0 < line["us_min"] <= line["us"] <= line["us_max"] for line in lines)
-    assert all(line["requests_equal"] == [len_, len_] for line, len_ in zip(lines, (1, 1, 3, 3, 20, 20), strict=True))
-    assert "1.0" in capsys.readouterr().out
+    assert [line["requests"] for line in lines] == [1, 1, 3, 3, 20, 20]
+    assert all(line["agreement"] == {"custom": [line["requests"], 0.0]} for line in lines)
+    printed = capsys.readouterr().out
+    assert printed.count(" ms, ") == len(lines)
+    assert "geometric mean of 6 cases" in printed
 
 
 def test_contexts_are_random_keys_or_prefilled(checkpoint, tmp_path):
@@ -44,4 +47,4 @@ def test_contexts_are_random_keys_or_prefilled(checkpoint, tmp_path):
     assert bench.run_named("vllm-steps", [*given, "--options", json.dumps(OPTIONS), "--json", str(file)]) == 0
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["case"] for line in lines] == [case for case in ("b1-17", "b3-70", "prefill-100") for _ in range(2)]
-    assert all(line["logprobs_within"] == 0 for line in lines)
+    assert all(line["agreement"] == {"custom": [line["requests"], 0.0]} for line in lines)
