@@ -18,7 +18,8 @@ import torch
 MARK = "FLASHLATTE "  # marks answers among vLLM's output
 CONTEXTS = "flashlatte.bench.serving.vllm_contexts"
 RANDOM_CONTEXTS = {"kv_connector": "RandomContexts", "kv_role": "kv_both", "kv_connector_module_path": CONTEXTS}
-PREFILLED = "prefilled-"  # begins the names of requests that have no random context
+# Begins the names of requests without a random context.
+PREFILLED = "prefilled."
 WARM_STEPS = 3
 # vLLM's smallest default of max_num_batched_tokens.
 MIN_BATCHED_TOKENS = 2048
@@ -134,7 +135,7 @@ class EngineSteps:
         self.time(WARM_STEPS)
         return requests
 
-    def begin(self, requests: int, context: int, name: str = "", **sampling: Any) -> None:
+    def begin(self, requests: int, context: int, kind: str = "", **sampling: Any) -> None:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
         self.engine.abort_request(self.running)
@@ -142,15 +143,15 @@ class EngineSteps:
             self.engine.step()
         draw = random.Random(0)
         given: dict[str, Any] = {"temperature": 0.0, "max_tokens": None, "ignore_eos": True, "detokenize": False}
-        self.running = [f"{name}{time.monotonic_ns()}-{number}" for number in range(requests)]
+        self.running = [f"{kind}{number}.{time.monotonic_ns()}" for number in range(requests)]
         for name in self.running:
             tokens = [*draw.choices(range(self.vocabulary), k=min(context, DRAWN_TOKENS))] * -(-context // DRAWN_TOKENS)
             tokens = tokens[:context]
             self.engine.add_request(name, {"prompt_token_ids": tokens}, SamplingParams(**given | sampling))
 
-    def tokens(self, requests: int, context: int, name: str = "") -> list[list[tuple[int, float]]]:
+    def tokens(self, requests: int, context: int, kind: str = "") -> list[list[tuple[int, float]]]:
         """The first generated tokens of new requests, each with its log-probability."""
-        self.begin(requests, context, name, max_tokens=COMPARED_TOKENS, logprobs=0)
+        self.begin(requests, context, kind, max_tokens=COMPARED_TOKENS, logprobs=0)
         results: dict[str, list[tuple[int, float]]] = {}
         while self.engine.has_unfinished_requests():
             for output in self.step():
@@ -196,6 +197,11 @@ class EngineSteps:
         runs = number if what == "time" else 1
         spent = {event.key: event.self_device_time_total / runs for event in profile.key_averages()}
         return {name: us for name, us in spent.items() if us}
+
+
+def request_number(name: str) -> int:
+    """The number in the name of a request with a random context. vLLM may append to names."""
+    return int(name.split(".")[0])
 
 
 def synchronize() -> None:
