@@ -3,7 +3,7 @@
 import pytest
 
 from flashlatte.bench.serving.vllm_engine import EngineProcess
-from flashlatte.bench.serving.vllm_steps import ATTENTION, Row, agreement, surviving
+from flashlatte.bench.serving.vllm_steps import ATTENTION, BackendTimes, agreement, surviving
 
 
 @pytest.mark.parametrize(
@@ -45,5 +45,5 @@ def test_an_engine_that_ends_leaves_the_others(capsys):
     """Here both engines end at once, as there is no vLLM; one before it is asked, one while it is."""
     engines = [EngineProcess("CUSTOM", {}) for _ in range(2)]
     engines[0].process.wait()
-    assert surviving(map(Row, engines), lambda row: row.engine.ask("about")) == []
+    assert surviving(map(BackendTimes, engines), lambda row: row.engine.ask("about")) == []
     assert capsys.readouterr().err.count("the engine with CUSTOM ended with") == 2

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from flashlatte.bench.serving.vllm_engine import PREFILLED, request_number
+from flashlatte.bench.serving.vllm_requests import PREFILLED, request_number
 
 
 class RandomContexts(DecodeBenchConnector):

@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 
+from flashlatte.bench.serving.vllm_requests import PREFILLED, prompt, request_names
+
 MARK = "FLASHLATTE "  # marks answers among vLLM's output
 CONTEXTS = "flashlatte.bench.serving.vllm_contexts"
 RANDOM_CONTEXTS = {"kv_connector": "RandomContexts", "kv_role": "kv_both", "kv_connector_module_path": CONTEXTS}
-# Begins the names of requests without a random context.
-PREFILLED = "prefilled."
 WARM_STEPS = 3
 # vLLM's smallest default of max_num_batched_tokens.
 MIN_BATCHED_TOKENS = 2048
-# A longer prompt repeats its first tokens: to draw millions takes longer than to measure.
-DRAWN_TOKENS = 512
 # Generated tokens of each request that engines are compared in.
 COMPARED_TOKENS = 8
 
@@ -143,10 +141,9 @@ class EngineSteps:
             self.engine.step()
         draw = random.Random(0)
         given: dict[str, Any] = {"temperature": 0.0, "max_tokens": None, "ignore_eos": True, "detokenize": False}
-        self.running = [f"{kind}{number}.{time.monotonic_ns()}" for number in range(requests)]
+        self.running = request_names(requests, kind)
         for name in self.running:
-            tokens = [*draw.choices(range(self.vocabulary), k=min(context, DRAWN_TOKENS))] * -(-context // DRAWN_TOKENS)
-            tokens = tokens[:context]
+            tokens = prompt(draw, self.vocabulary, context)
             self.engine.add_request(name, {"prompt_token_ids": tokens}, SamplingParams(**given | sampling))
 
     def tokens(self, requests: int, context: int, kind: str = "") -> list[list[tuple[int, float]]]:
@@ -197,11 +194,6 @@ class EngineSteps:
         runs = number if what == "time" else 1
         spent = {event.key: event.self_device_time_total / runs for event in profile.key_averages()}
         return {name: us for name, us in spent.items() if us}
-
-
-def request_number(name: str) -> int:
-    """The number in the name of a request with a random context. vLLM may append to names."""
-    return int(name.split(".")[0])
 
 
 def synchronize() -> None:

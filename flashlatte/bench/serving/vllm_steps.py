@@ -32,7 +32,6 @@ from flashlatte.bench import environment
 from flashlatte.bench.alternate import add_json_option
 from flashlatte.bench.results import append_line
 from flashlatte.bench.serving.vllm_engine import (
-    PREFILLED,
     WARM_STEPS,
     EngineEnded,
     EngineProcess,
@@ -40,6 +39,7 @@ from flashlatte.bench.serving.vllm_engine import (
     parsed,
 )
 from flashlatte.bench.serving.vllm_model import write_v3
+from flashlatte.bench.serving.vllm_requests import PREFILLED
 
 Tokens = list[list[list[float]]]  # for each request its tokens, each with its log-probability
 # Kernels with a smaller share of a step are not in the line.
@@ -54,7 +54,7 @@ ATTENTION = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class StepCase:
     """What is asked of each engine: the name and arguments of a method of ``EngineSteps``."""
 
     name: str
@@ -65,7 +65,7 @@ class Case:
 
 
 @dataclasses.dataclass
-class Row:
+class BackendTimes:
     """What one backend's engine took in one case, in µs, and the tokens that it generated."""
 
     engine: EngineProcess
@@ -113,19 +113,19 @@ def run(options: argparse.Namespace) -> int:
             settings["model"] = stack.enter_context(tempfile.TemporaryDirectory())
             write_v3(Path(settings["model"]), options.layers)
 
-        def started(backend: str) -> Row:
+        def started(backend: str) -> BackendTimes:
             engine = EngineProcess(backend, settings)
             stack.callback(engine.end)
-            return Row(engine)
+            return BackendTimes(engine)
 
-        starting: Iterable[Row] = map(started, backends)
+        starting: Iterable[BackendTimes] = map(started, backends)
         if "kv_cache_memory_bytes" in json.loads(options.options):
             starting = list(starting)  # all together; otherwise one after the other, as each measures the free memory
         about: dict[str, dict[str, Any]] = {}
         rows = surviving(starting, lambda row: about.update({row.engine.backend: row.engine.answer()}))
         ratios: dict[str, list[float]] = {backend: [] for backend in about}
         for case in cases_of(options):
-            rows = measured(case, [Row(row.engine) for row in rows], options.rounds)
+            rows = measured(case, [BackendTimes(row.engine) for row in rows], options.rounds)
             for row in rows:
                 report(case, row, rows, about[row.engine.backend], options)
                 ratios[row.engine.backend].append(row.median / rows[0].median)
@@ -136,9 +136,9 @@ def run(options: argparse.Namespace) -> int:
     return 0 if len(rows) == len(backends) else 1
 
 
-def cases_of(options: argparse.Namespace) -> list[Case]:
+def cases_of(options: argparse.Namespace) -> list[StepCase]:
     decode = [
-        Case(
+        StepCase(
             f"b{requests}-{context}",
             ("tokens", requests, context),
             ("start", requests, context),
@@ -148,7 +148,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         for requests, context in parsed(options.cases)
     ]
     prefill = [
-        Case(
+        StepCase(
             f"prefill-{length}",
             ("tokens", 1, length, PREFILLED),
             ("prefill", length),
@@ -160,7 +160,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     return decode + prefill
 
 
-def surviving(rows: Iterable[Row], action: Callable[[Row], None]) -> list[Row]:
+def surviving(rows: Iterable[BackendTimes], action: Callable[[BackendTimes], None]) -> list[BackendTimes]:
     """The rows, without those whose engine ended during the action."""
     left = []
     for row in rows:
@@ -173,17 +173,17 @@ def surviving(rows: Iterable[Row], action: Callable[[Row], None]) -> list[Row]:
     return left
 
 
-def measured(case: Case, rows: list[Row], rounds: int) -> list[Row]:
+def measured(case: StepCase, rows: list[BackendTimes], rounds: int) -> list[BackendTimes]:
     """Rows with times, kernels and tokens, in the order of ``rows`` and without those whose engine ended."""
 
-    def compare(row: Row) -> None:
+    def compare(row: BackendTimes) -> None:
         row.tokens = row.engine.ask(*case.compare)
         row.engine.ask(*case.prepare)
 
-    def time_once(row: Row) -> None:
+    def time_once(row: BackendTimes) -> None:
         row.us.append(row.engine.ask(*case.measure))
 
-    def profile(row: Row) -> None:
+    def profile(row: BackendTimes) -> None:
         row.kernels = row.engine.ask(*case.profile)
 
     left = surviving(rows, compare)
@@ -205,7 +205,9 @@ def agreement(tokens: Tokens, others: Tokens) -> tuple[int, float]:
     return equal, largest
 
 
-def report(case: Case, row: Row, rows: list[Row], about: dict[str, Any], arguments: argparse.Namespace) -> None:
+def report(
+    case: StepCase, row: BackendTimes, rows: list[BackendTimes], about: dict[str, Any], arguments: argparse.Namespace
+) -> None:
     first = rows[0]
     equal, largest = agreement(row.tokens, first.tokens)
     print(
