@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,6 +147,12 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether all outputs have ended."""
         return all(output.finish_reason is not None for output in self.outputs)
+
+    def snapshot(self) -> RequestOutput:
+        """A copy that later steps do not change. It shares the lists: steps replace them and never change them."""
+        copied = copy.copy(self)
+        copied.outputs = [copy.copy(output) for output in self.outputs]
+        return copied
 
     def add_prompt_logprobs(self, ranked: Sequence[list[RankedToken]], tokenizer: Any) -> None:
         """Add the log-probabilities of the next prompt tokens."""
