@@ -35,12 +35,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from flashlatte import bench, precompile
+    from flashlatte import bench, precompile, serve
     from flashlatte.engine.arguments import add_model_arguments
 
     parser = argparse.ArgumentParser(prog="flashlatte", description="Multi-head Latent Attention in Python.")
     parser.add_argument("--version", action="version", version=f"flashlatte {flashlatte.__version__}")
-    names = "demo | generate | doctor | compile | bench"
+    names = "demo | generate | serve | doctor | compile | bench"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     demo = commands.add_parser(
@@ -81,6 +81,10 @@ def _parser() -> argparse.ArgumentParser:
         "--stop", action="append", metavar="TEXT", help="end the output before this text (may be repeated)"
     )
     generate.set_defaults(run=_generate)
+
+    serve_parser = commands.add_parser("serve", help="serve a checkpoint by OpenAI's HTTP API")
+    serve.add_arguments(serve_parser)
+    serve_parser.set_defaults(run=serve.main)
 
     doctor = commands.add_parser("doctor", help="print this machine, and the implementation chosen for each operation")
     doctor.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="dtype of the queries")

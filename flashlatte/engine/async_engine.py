@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import queue
 import threading
 import uuid
@@ -24,6 +25,8 @@ from flashlatte.engine.outputs import RequestOutput
 from flashlatte.engine.sampling_params import SamplingParams
 from flashlatte.engine.validation import Prompt
 from flashlatte.runtime import checks
+
+_logger = logging.getLogger(__name__)
 
 
 class QueueFull(RuntimeError):
@@ -173,6 +176,7 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
                 if not self._stopping and self.engine.unfinished:
                     self._step()
             except BaseException as error:
+                _logger.exception("the engine failed, which ends all requests")
                 self.step_error = error
                 unusable = isinstance(error, torch.AcceleratorError) or not isinstance(error, Exception)
                 self._stopping = self._stopping or unusable or self.engine.ranks.closed

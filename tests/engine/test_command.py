@@ -10,20 +10,11 @@ import sys
 import pytest
 from support import rank_engine_jobs
 from support.engine_models import generated_by_transformers, greedy, model
+from support.letters import CHAT, Letters, save_letters
 
 from flashlatte import cli
 from flashlatte.engine import Engine
 from flashlatte.engine.loading import load_tokenizer
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def encode(self, text: str, **_: bool) -> list[int]:
-        return [ord(letter) - 30 for letter in text]
-
-    def decode(self, tokens: list[int], **_: bool) -> str:
-        return "".join(chr(token + 30) for token in tokens)
 
 
 @pytest.fixture
@@ -108,11 +99,6 @@ def test_a_dtype_and_a_device(checkpoint, capsys):
         assert f"got {device!r}" in capsys.readouterr().err
 
 
-CHAT = (
-    "{% for one in messages %}{{ one.role[0] }}{{ one.content }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-)
-
-
 def test_chat_answers_each_line_of_standard_input(checkpoint, capsys, monkeypatch):
     pytest.importorskip("jinja2", reason="jinja2 is in the extra 'serve'")
     save_letters(checkpoint, CHAT)
@@ -190,15 +176,6 @@ def test_a_checkpoint_without_a_tokenizer_or_a_config(tmp_path, capsys):
 def test_no_directory_is_no_question_of_a_tokenizer(tmp_path, capsys):
     assert cli.main(["generate", str(tmp_path / "nothing"), "--prompt", "x"]) == 2
     assert "must be the directory of a checkpoint" in capsys.readouterr().err
-
-
-def save_letters(path, chat_template=None):
-    """Save ``Letters`` as a tokenizer of transformers."""
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(30 + token): token for token in range(97)}, " "))
-    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    letters.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters, chat_template=chat_template).save_pretrained(path)
 
 
 def test_an_engine_takes_the_tokenizer_of_its_checkpoint(tmp_path):
