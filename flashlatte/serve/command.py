@@ -26,6 +26,7 @@ from flashlatte.serve.context import ServerContext, ServerLimits, max_context
 from flashlatte.serve.metrics import ServerMetrics
 
 API_KEY_VARIABLE = "FLASHLATTE_API_KEY"
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Connections that are open and send no request, beyond one for each output.
 _IDLE_CONNECTIONS = 256
 # After the last requests were ended: until their clients have read it.
@@ -47,6 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in names}
     engine = create_engine(arguments, tokenizer=load_tokenizer(arguments.model), **options)
     if listener is None:
+        for number in _STOP_SIGNALS:
+            # torchrun sends them to all ranks. This one is needed until rank 0 has drained, which ends ``follow``.
+            signal.signal(number, signal.SIG_IGN)
         engine.follow()
         return 0
     with engine:
@@ -123,9 +127,7 @@ class _StopOnSignal:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():  # at which signals arrive
-            self._previous = {
-                number: signal.signal(number, self._server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)
-            }
+            self._previous = {number: signal.signal(number, self._server.handle_exit) for number in _STOP_SIGNALS}
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
@@ -133,10 +135,12 @@ class _StopOnSignal:
 
 
 def _check(arguments: argparse.Namespace, api_key: str | None) -> None:
-    for name, low in (("port", 0), ("max_queue", 0), ("max_body_bytes", 1), ("drain_seconds", 0)):
+    ranges = {"port": (0, 65535), "max_queue": (0, None), "max_body_bytes": (1, None), "drain_seconds": (0, 3600)}
+    for name, (low, high) in ranges.items():
         value = getattr(arguments, name)
-        if not value >= low or (name == "port" and value > 65535):
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+        if not value >= low or (high is not None and value > high):
+            accepted = f"at least {low}" + ("" if high is None else f" and at most {high}")
+            raise ValueError(f"--{name.replace('_', '-')} must be {accepted}, got {value}")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("--api-key must have printable ASCII characters only")
 

@@ -1,7 +1,7 @@
 """A load test of ``flashlatte serve``: ``python tests/serve/load.py --seconds 3600``.
 
-It starts the server on a tiny random model, with a cache that is too small for all requests. Clients send requests of
-all kinds: whole and streamed, several prompts and outputs, and nonsense; some leave in the middle, and some read slowly.
+It starts the server on a tiny random model, with a cache that is too small for all requests. Clients send all kinds of
+requests: whole and streamed, several prompts and outputs, and nonsense. Some leave in the middle, and some read slowly.
 At the end every accepted output must have ended once, no page may be in use, and the server's memory must be flat.
 """
 

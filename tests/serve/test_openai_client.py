@@ -187,6 +187,18 @@ def test_an_echo_scores_the_prompt(client, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_one_token_has_no_score(client, stream):
+    answer = client.completions.create(
+        model=MODEL, prompt="H", max_tokens=1, n=3, logprobs=0, echo=True, stream=stream, seed=1
+    )
+    parts = [part.choices[0] for part in answer] if stream else answer.choices
+    assert sorted(part.index for part in parts) == [0, 1, 2]
+    for part in parts:
+        assert (part.text[0], part.logprobs.tokens[0], part.logprobs.token_logprobs[0]) == ("H", "H", None)
+        assert len(part.logprobs.tokens) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_chat(client, expected, stream):
     (output,) = expected(HELLO_TEXT, SamplingParams(max_tokens=6, logprobs=3, seed=1))
     answer = client.chat.completions.create(
