@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -77,16 +77,18 @@ def create_app(context: ServerContext, api_key: str | None = None) -> Starlette:
             )
         return json_response(_model(context))
 
+    routes = [
+        Route("/v1/completions", generate(parse_completion), methods=["POST"]),
+        Route("/v1/chat/completions", generate(parse_chat), methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+    ]
+    paths = {route.path for route in routes}
     app = Starlette(
-        routes=[
-            Route("/v1/completions", generate(parse_completion), methods=["POST"]),
-            Route("/v1/chat/completions", generate(parse_chat), methods=["POST"]),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/v1/models/{name:path}", model, methods=["GET"]),
-            Route("/health", health, methods=["GET"]),
-            Route("/metrics", metrics, methods=["GET"]),
-        ],
-        middleware=[Middleware(Gate, metrics=context.metrics, api_key=api_key)],
+        routes=routes,
+        middleware=[Middleware(Gate, metrics=context.metrics, paths=paths, api_key=api_key)],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _http_error,
@@ -100,10 +102,10 @@ def create_app(context: ServerContext, api_key: str | None = None) -> Starlette:
 
 
 class Gate:
-    """Refuses requests without the key, and counts the statuses of all responses."""
+    """Refuses requests without the key, and counts the statuses of all responses, by path if it is one of ``paths``."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, api_key: str | None) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: Collection[str], api_key: str | None) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
         self._digest = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,8 +115,8 @@ class Gate:
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("route")
-                self._metrics.responded(getattr(route, "path", "other"), message["status"])
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._metrics.responded(path, message["status"])
             await send(message)
 
         if scope["path"].startswith("/v1/") and not self._may_pass(dict(scope["headers"]).get(b"authorization", b"")):
