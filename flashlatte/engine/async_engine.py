@@ -167,7 +167,7 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
 
     def _run(self) -> None:
         device = self.engine.model.device
-        if device.type == "cuda":
+        if device.type == "cuda" and device.index is not None:
             # The current device is a property of a thread.
             torch.cuda.set_device(device)
         while not self._stopping:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BASE = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
@@ -193,6 +195,39 @@ def test_fields_of_completions(server, change, param):
 )
 def test_fields_of_chat(server, change, param):
     assert refused(server, CHAT, {**CHAT_BASE, **change})["param"] == param
+
+
+FIELDS = sorted({name for change, *_ in COMMON for name in change} | {"messages", "prompt", "logprobs", "top_logprobs"})
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 100),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=8),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "1", "96", "include_usage"]), inner, max_size=3
+        ),
+        st.just([HELLO]),
+    ),
+    max_leaves=6,
+)
+
+
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(
+    path=st.sampled_from([COMPLETIONS, CHAT]), change=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
+)
+def test_any_values_are_answered_or_refused(server, path, change):
+    base = {**(BASE if path == COMPLETIONS else CHAT_BASE), "max_tokens": 2}
+    status, answer = server.request("POST", path, {**base, **change})
+    assert status in (200, 400, 404), answer
+    assert status == 200 or answer["error"]["param"].split(".")[0].split("[")[0] in {*base, *change}, answer
 
 
 @pytest.mark.parametrize(
