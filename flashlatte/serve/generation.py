@@ -12,6 +12,9 @@ from flashlatte.serve.errors import ApiError, engine_error, field_error
 from flashlatte.serve.job import ChoiceReader, GenerationJob
 from flashlatte.serve.responses import to_json
 
+# About 1 GB of Python objects.
+MAX_LOGPROBS_OF_REQUEST = 1 << 22
+
 
 async def start(context: ServerContext, job: GenerationJob) -> OutputStream:
     """Queue a request. The caller closes its stream.
@@ -22,6 +25,7 @@ async def start(context: ServerContext, job: GenerationJob) -> OutputStream:
     if job.num_outputs > (limit := context.engine.max_num_outputs):
         name = job.prompt_field if len(job.prompts) > 1 else "n"
         raise ApiError(400, f"{name} must ask for at most {limit} outputs, got {job.num_outputs}", param=name)
+    _check_num_logprobs(job)
     request_ids = [f"{job.form.id_prefix}{job.id}-{number}" for number in range(len(job.prompts))]
     try:
         return await context.engine.add(job.prompts, job.sampling, request_ids=request_ids, cache_salt=job.cache_salt)
@@ -101,6 +105,21 @@ def _envelope(context: ServerContext, job: GenerationJob, kind: str, choices: li
         "model": context.model_name,
         "choices": choices,
     }
+
+
+def _check_num_logprobs(job: GenerationJob) -> None:
+    if job.sampling.logprobs is None:
+        return
+    num_tokens, each = job.num_outputs * job.sampling.max_tokens, job.sampling.logprobs + 1
+    if job.echo is not None:
+        num_tokens += sum(map(len, job.prompts))
+    if num_tokens * each > MAX_LOGPROBS_OF_REQUEST:
+        raise ApiError(
+            400,
+            f"logprobs must be at most {MAX_LOGPROBS_OF_REQUEST} in a request, got {each} for each of {num_tokens} "
+            "tokens",
+            param="logprobs",
+        )
 
 
 def _check_succeeded(error: str | None) -> None:

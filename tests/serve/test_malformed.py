@@ -292,6 +292,20 @@ def test_hostile_values_that_are_valid_harm_nobody(server):
         assert status == 200, (value, answer)
 
 
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (COMPLETIONS, {"n": 100, "max_tokens": 4000, "logprobs": 10}),
+        (COMPLETIONS, {"prompt": [[1] * 4000] * 100, "max_tokens": 1, "echo": True, "logprobs": 10}),
+        (CHAT, {"n": 100, "max_tokens": 4000, "logprobs": True, "top_logprobs": 10}),
+    ],
+)
+def test_log_probabilities_that_would_fill_the_memory_are_refused(server, path, change):
+    error = refused(server, path, {**(BASE if path == COMPLETIONS else CHAT_BASE), **change})
+    assert error["param"] == "logprobs"
+    assert "logprobs must be at most 4194304 in a request, got 11 for each of 40" in error["message"]
+
+
 def test_a_tokenizer_without_a_template_refuses_chat(serving):
     from support import api_server
 

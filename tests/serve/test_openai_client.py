@@ -214,6 +214,36 @@ def test_logprobs_of_chat(client, expected, stream):
         assert [one.token for one in entry.top_logprobs] == [one.decoded_token for one in ranked]
 
 
+def test_characters_of_several_tokens(serving, openai):
+    """A byte a token: most outputs of a random model are no text, and some have characters of several bytes."""
+    import tokenizers
+    import transformers
+    from support.engine_models import model
+
+    from flashlatte.engine import Engine
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    of_bytes = tokenizers.Tokenizer(tokenizers.models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
+    of_bytes.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_bytes.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of_bytes)
+    served = Engine(model(vocab_size=256), num_pages=128, page_size=16, tokenizer=tokenizer)
+    emoji = tokenizer.encode("🙂")
+    options: dict[str, Any] = {"model": MODEL, "prompt": "é語🙂", "seed": 3, "n": 4, "max_tokens": 60, "logprobs": 2}
+    options["extra_body"] = {"allowed_token_ids": [*emoji, *tokenizer.encode("é a")]}
+    with (
+        serving(served) as server,
+        openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0) as client,
+    ):
+        whole = client.completions.create(**options).choices
+        parts = [part.choices[0] for part in client.completions.create(stream=True, **options)]
+        assert "\N{REPLACEMENT CHARACTER}" in "".join(choice.text for choice in whole)
+        for choice in whole:
+            mine = [part for part in parts if part.index == choice.index]
+            assert "".join(part.text for part in mine) == choice.text
+            assert sum(len(part.logprobs.tokens) for part in mine) == len(choice.logprobs.tokens) == 60
+
+
 def test_models(client):
     (listed,) = client.models.list()
     assert (listed.id, listed.object, listed.max_model_len) == (MODEL, "model", 4096)
