@@ -166,10 +166,17 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
     # All that follows runs in the engine's thread.
 
     def _run(self) -> None:
-        device = self.engine.model.device
-        if device.type == "cuda" and device.index is not None:
-            # The current device is a property of a thread.
-            torch.cuda.set_device(device)
+        try:
+            device = self.engine.model.device
+            if device.type == "cuda" and device.index is not None:
+                # The current device is a property of a thread.
+                torch.cuda.set_device(device)
+            self._run_steps()
+            self._end_all(EngineStopped("the engine was shut down"))
+        finally:
+            self._post(self._thread_ended)
+
+    def _run_steps(self) -> None:
         while not self._stopping:
             try:
                 self._run_commands()
@@ -181,10 +188,6 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
                 unusable = isinstance(error, torch.AcceleratorError) or not isinstance(error, Exception)
                 self._stopping = self._stopping or unusable or self.engine.ranks.closed
                 self._end_all(StepFailed("the engine failed" + _reason(error)))
-        try:
-            self._end_all(EngineStopped("the engine was shut down"))
-        finally:
-            self._post(self._thread_ended)
 
     def _run_commands(self) -> None:
         """Run the commands that have arrived; wait for one if the engine has nothing to do."""
