@@ -111,8 +111,10 @@ class ChoiceReader:
             return None  # another output of the prompt scores it
         part = self._part(request, output, self._text.update(output))
         self._finished = part.finish_reason is not None
-        is_empty = not part.text and not part.scored and not self._finished
-        return None if is_empty else part
+        if part.text or part.scored or self._finished:
+            return part
+        self._is_first = part.is_first  # a character is not complete, or may belong to a stop string
+        return None
 
     def _part(self, request: RequestOutput, output: CompletionOutput, text: str) -> ChoicePart:
         echo = self._job.echo if self._is_first else None
