@@ -63,26 +63,27 @@ async def _serve(engine: Engine, listener: socket.socket, api_key: str | None, a
     async with AsyncEngine(engine, max_num_queued=arguments.max_queue) as shared:
         name = arguments.served_model_name or arguments.model.resolve().name
         context = ServerContext(shared, ServerMetrics(shared), name, context_length, limits)
-        server = EngineServer(context, api_key)
         host, port = listener.getsockname()[:2]
-        print(
+        greeting = (
             f"flashlatte serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1, "
             f"{context_length} tokens of context, {engine.pool.num_pages} pages of {engine.pool.page_size} tokens, "
-            f"cache {engine.cache_format}",
-            file=sys.stderr,
-            flush=True,
+            f"cache {engine.cache_format}"
         )
         if api_key is None and not _is_loopback(host):
-            print("flashlatte serve: no API key is set, and other machines can send requests", file=sys.stderr)
-        await server.serve([listener])
+            greeting += "\nflashlatte serve: no API key is set, and other machines can send requests"
+        await EngineServer(context, api_key, greeting).serve([listener])
         return 0 if shared.is_running else 1
 
 
 class EngineServer(uvicorn.Server):
-    """uvicorn, which stops with the engine, and ends requests at the end of the drain with words."""
+    """uvicorn, which stops with the engine, and ends requests with an error event at the end of the drain.
 
-    def __init__(self, context: ServerContext, api_key: str | None = None) -> None:
-        self._context, self._drain_seconds = context, context.limits.drain_seconds
+    Args:
+        greeting: printed to stderr when clients can connect.
+    """
+
+    def __init__(self, context: ServerContext, api_key: str | None = None, greeting: str = "") -> None:
+        self._context, self._drain_seconds, self._greeting = context, context.limits.drain_seconds, greeting
         super().__init__(
             uvicorn.Config(
                 create_app(context, api_key),
@@ -97,6 +98,11 @@ class EngineServer(uvicorn.Server):
                 timeout_graceful_shutdown=round(self._drain_seconds + _CLOSING_SECONDS),
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # Only now can clients connect.
+        print(self._greeting, end="\n" if self._greeting else "", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or not self._context.engine.is_running

@@ -29,7 +29,7 @@ def run(test: Callable[[AsyncEngine], Coroutine[Any, Any, Any]], served: Engine 
 
     async def main() -> Any:
         async with AsyncEngine(served, **options) as shared:
-            result = await asyncio.wait_for(test(shared), 60)
+            result = await asyncio.wait_for(test(shared), 120)
             while shared.statistics()["pages_in_use"] or shared.statistics()["accepted"]:
                 await asyncio.sleep(0.005)
             return result

@@ -32,5 +32,5 @@ def openai() -> ModuleType:
 
 @pytest.fixture
 def client(openai: Any, server: Any) -> Iterator[Any]:
-    with openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=120) as client:
         yield client

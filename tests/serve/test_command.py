@@ -62,7 +62,7 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch, capsys):
 
 
 def ask(port: str, max_tokens: int) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=120)
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": max_tokens, "temperature": 0}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     return json.loads(connection.getresponse().read())["choices"][0]["text"]
@@ -88,8 +88,8 @@ def test_a_server_drains_at_sigterm(checkpoint, ranks):
         thread.join(0.2)
         process.send_signal(signal.SIGTERM)
         errors = process.stderr.read()
-        thread.join(60)
+        thread.join(120)
         # torchrun itself ends with 1 at a signal.
-        assert process.wait(60) == (0 if ranks == 1 else 1), errors
+        assert process.wait(120) == (0 if ranks == 1 else 1), errors
     assert texts == [expected]
     assert "exited" not in errors

@@ -265,7 +265,7 @@ def test_64_streams_at_once_get_their_own_tokens(openai, server):
         return text
 
     async def main() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=120) as client:
             return await asyncio.gather(*(stream(client, number) for number in range(64)))
 
     texts = asyncio.run(main())

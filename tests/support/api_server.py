@@ -59,7 +59,7 @@ class TestServer:
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Status and JSON of a request. A body that is not bytes is sent as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         with contextlib.closing(connection):
             data = body if body is None or isinstance(body, bytes) else json.dumps(body)
             connection.request(method, path, data, {"content-type": "application/json"} | headers)
@@ -68,7 +68,7 @@ class TestServer:
             is_json = "json" in response.headers.get("content-type", "")
             return response.status, json.loads(text) if is_json else text
 
-    def wait_idle(self, seconds: float = 20.0) -> dict[str, float]:
+    def wait_idle(self, seconds: float = 120.0) -> dict[str, float]:
         """Wait until no output runs, waits or is read; the statistics then."""
         end = time.monotonic() + seconds
         while (now := self.shared.statistics())["pages_in_use"] or now["accepted"]:
@@ -104,13 +104,13 @@ def serving(
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
-    assert started.wait(60)
+    assert started.wait(120)
     try:
         yield found[0]
         if found[0].shared.is_running:
             found[0].wait_idle()
     finally:
         found[0].server.should_exit = True
-        thread.join(60)
+        thread.join(120)
     assert not thread.is_alive()
     assert served.pool.in_use == 0
