@@ -28,7 +28,9 @@ from flashlatte.serve.metrics import ServerMetrics
 API_KEY_VARIABLE = "FLASHLATTE_API_KEY"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Connections that are open and send no request, beyond one for each output.
-_IDLE_CONNECTIONS = 256
+_IDLE_CONNECTIONS = 1024
+# Longer than clients and proxies keep a connection: if the server closes one as a request arrives, the request fails.
+_KEEP_ALIVE_SECONDS = 75
 # After the last requests were ended: until their clients have read it.
 _CLOSING_SECONDS = 5.0
 
@@ -95,6 +97,7 @@ class EngineServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 limit_concurrency=context.engine.max_num_outputs + _IDLE_CONNECTIONS,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=round(self._drain_seconds + _CLOSING_SECONDS),
             )
         )

@@ -149,7 +149,7 @@ async def client_of(load: Load) -> None:
                 load.counts["queue full"] += 1
                 await asyncio.sleep(load.random.uniform(0, 0.2))
             except (openai.OpenAIError, OSError) as error:
-                load.check(False, f"{kind.__name__}: {error!r}")
+                load.check(False, f"{kind.__name__}: {error!r} from {error.__cause__!r}")
 
 
 async def leaver(load: Load, client: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import socket
 import time
@@ -67,6 +68,16 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
         else:
             until(lambda: server.shared.statistics()["generated_tokens"] > before)
     assert server.wait_idle()["generated_tokens"] - before < 4000
+
+
+def test_a_connection_is_kept_longer_than_clients_keep_it(server):
+    """httpx keeps an idle one for 5 s. If the server closed it at that time, a request could be lost."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    for _ in range(2):
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b'{"status":"ok"}'
+    assert server.server.config.timeout_keep_alive >= 60
+    connection.close()
 
 
 def test_a_client_that_leaves_within_its_body(server):
