@@ -18,7 +18,7 @@ from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
 from flashlatte.engine.loading import load
 from flashlatte.engine.model_types import MODEL_TYPES
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of
 from flashlatte.engine.residuals import residual_of
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
@@ -65,9 +65,7 @@ class Model(PagedModel):
             raise ValueError("batch_invariant needs a model on one device: sums over ranks do not promise it")
         check_type(config := config_of(model), MODEL_TYPES)
         of_checkpoint, slices = isinstance(model, (str, Path)), None
-        for name, value in (("dtype", dtype), ("device", device if ranks is None else None)):
-            if value is not None and not of_checkpoint:
-                raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
+        check_placement(model, dtype, device if ranks is None else None)
         if of_checkpoint:
             slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
             # Each rank copies its part to its GPU: the whole may not fit on one.
