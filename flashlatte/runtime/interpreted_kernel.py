@@ -22,12 +22,14 @@ class InterpretedKernel:
 
     Attributes:
         jitted: Triton's ``InterpretedFunction``.
-        records: the record class of each of the first parameters that is a record.
+        records, same: the record class of each of the first parameters that is a record; as in ``kernel``.
     """
 
-    def __init__(self, jitted: Any, records: Mapping[str, type[Any]] | None = None) -> None:
+    def __init__(
+        self, jitted: Any, records: Mapping[str, type[Any]] | None = None, same: Mapping[str, str] | None = None
+    ) -> None:
         self.jitted = jitted
-        self.records = records or {}
+        self.records, self.same = records or {}, same or {}
         parameters = inspect.signature(jitted.fn).parameters
         self._positions = list(parameters)
         self._wide = {name for name, item in parameters.items() if str(item.annotation).rpartition(".")[2] == "int64"}
@@ -36,7 +38,7 @@ class InterpretedKernel:
         launch = self.jitted[grid]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            named = dict(zip(self._positions, flat_records(self.records, args), strict=False)) | kwargs
+            named = dict(zip(self._positions, flat_records(self.records, self.same, args), strict=False)) | kwargs
             return launch(**{name: _int64(value) if name in self._wide else value for name, value in named.items()})
 
         return run

@@ -12,7 +12,6 @@ Triton value in a kernel.
 from __future__ import annotations
 
 import inspect
-import itertools
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,8 +62,10 @@ def records_of(function: Callable[..., None]) -> dict[str, type[Any]]:
     return {name: record for name, record in found.items() if record is not None}
 
 
-def parameters_of(function: Callable[..., None], records: Mapping[str, type[Any]]) -> list[Parameter]:
-    """The parameters of the generated function, or those of a kernel without records.
+def parameters_of(
+    function: Callable[..., None], records: Mapping[str, type[Any]], same: Mapping[str, str]
+) -> list[Parameter]:
+    """The parameters of the generated function, or those of a kernel without records. ``same``: as in ``kernel``.
 
     Raises:
         TypeError: an annotation is neither a record nor a kind of argument.
@@ -75,15 +76,17 @@ def parameters_of(function: Callable[..., None], records: Mapping[str, type[Any]
     for parameter in parameters:
         if parameter.kind not in _KINDS:
             raise TypeError(f"{parameter.name} of {function.__name__} must be a record, a scalar or a kind of pointer")
-    return parameters
+    return [parameter for parameter in parameters if parameter.name not in same]
 
 
-def entry_of(function: Callable[..., None], records: Mapping[str, type[Any]], body: Any) -> Callable[..., None]:
+def entry_of(
+    function: Callable[..., None], records: Mapping[str, type[Any]], same: Mapping[str, str], body: Any
+) -> Callable[..., None]:
     """The function that Triton compiles: makes ``records`` of its parameters and calls ``body``."""
     names: dict[str, Any] = {_LANGUAGE: sys.modules["triton.language"], _BODY: body}
-    declarations = "".join(f"    {item.declaration},\n" for item in parameters_of(function, records))
+    declarations = "".join(f"    {item.declaration},\n" for item in parameters_of(function, records, same))
     arguments = "".join(
-        f"        {_construction(name, records[name], names) if name in records else name},\n"
+        f"        {_construction(name, records[name], same, names) if name in records else name},\n"
         for name in inspect.signature(function).parameters
     )
     source = f"def {function.__name__}(\n{declarations}):\n    {_BODY}(\n{arguments}    )\n"
@@ -97,23 +100,29 @@ def entry_of(function: Callable[..., None], records: Mapping[str, type[Any]], bo
     return entry
 
 
-def flat_records(records: Mapping[str, type[Any]], args: Sequence[Any]) -> tuple[Any, ...]:
+def flat_records(records: Mapping[str, type[Any]], same: Mapping[str, str], args: Sequence[Any]) -> tuple[Any, ...]:
     """The fields of a launch's positional arguments, which are its records. A kernel without records takes any.
 
     Raises:
         TypeError: an argument is not the record that the kernel takes, or the number of positional arguments differs.
+        ValueError: two fields of ``same`` differ.
     """
     if not records:
         return tuple(args)
     if len(args) != len(records):
         names = ", ".join(records)
         raise TypeError(f"a launch must pass {names}, and all else by name; got {len(args)} arguments without a name")
-    fields = [_flatten(name, value, record) for (name, record), value in zip(records.items(), args, strict=True)]
-    return tuple(itertools.chain.from_iterable(fields))
+    fields: dict[str, Any] = {}
+    for (name, record), value in zip(records.items(), args, strict=True):
+        fields.update(_flatten(name, value, record))
+    for name, other in same.items():
+        if fields[name] != fields[other]:
+            raise ValueError(f"{name} must be {other}, {fields[other]}, got {fields[name]}")
+    return tuple(value for name, value in fields.items() if name not in same)
 
 
-def _flatten(name: str, value: Any, record: type[Any]) -> Iterator[Any]:
-    """The fields of a record in the order of the generated function's parameters.
+def _flatten(name: str, value: Any, record: type[Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values of a record's fields, in the order of the generated function's parameters.
 
     Raises:
         TypeError: ``value`` is not a ``record``.
@@ -124,9 +133,9 @@ def _flatten(name: str, value: Any, record: type[Any]) -> Iterator[Any]:
     for field, item in zip(record._fields, value, strict=True):
         inner = _record(record.__annotations__[field], scope)
         if inner is None:
-            yield item
+            yield f"{name}_{field}", item
         else:
-            yield from _flatten(f"{name}.{field}", item, inner)
+            yield from _flatten(f"{name}_{field}", item, inner)
 
 
 def _fields(prefix: str, record: type[Any]) -> Iterator[Parameter]:
@@ -140,7 +149,7 @@ def _fields(prefix: str, record: type[Any]) -> Iterator[Parameter]:
             yield from _fields(f"{prefix}_{field}", inner)
 
 
-def _construction(prefix: str, record: type[Any], names: dict[str, Any]) -> str:
+def _construction(prefix: str, record: type[Any], same: Mapping[str, str], names: dict[str, Any]) -> str:
     """The expression that makes a record of its fields' parameters. Adds the classes in it to ``names``."""
     if names.setdefault(record.__name__, record) is not record:
         raise TypeError(f"two records of a kernel are named {record.__name__}")
@@ -149,7 +158,7 @@ def _construction(prefix: str, record: type[Any], names: dict[str, Any]) -> str:
     for field in record._fields:
         inner = _record(record.__annotations__[field], scope)
         name = f"{prefix}_{field}"
-        arguments.append(name if inner is None else _construction(name, inner, names))
+        arguments.append(same.get(name, name) if inner is None else _construction(name, inner, same, names))
     return f"{record.__name__}({', '.join(arguments)})"
 
 

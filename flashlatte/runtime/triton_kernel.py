@@ -18,7 +18,11 @@ _RUN_TIME_SCALARS = ("int32", "int64", "float32", "Int32", "Int64", "Float32", "
 
 
 def kernel(
-    function: Callable[..., None] | None = None, *, by_element: Sequence[str] = (), cluster: ClusterLaunch | None = None
+    function: Callable[..., None] | None = None,
+    *,
+    by_element: Sequence[str] = (),
+    cluster: ClusterLaunch | None = None,
+    same: Mapping[str, str] | None = None,
 ) -> Any:
     """``triton.jit`` for a kernel whose scalar arguments are run-time values of the annotated type.
 
@@ -32,17 +36,23 @@ def kernel(
         by_element: pointers of any alignment (such as lengths in the middle of a buffer) that are accessed element by
             element; specialising on their alignment would only add variants. In a record: ``ElementPointer``.
         cluster: the cluster that CTAs are launched in, if any.
+        same: fields of records, "outputs_tokens", that are the same value as another field, "key_lengths_tokens". The
+            kernel then has one parameter for both, and divides by it once.
     """
-    return _compiled_by(triton.jit, function, by_element, cluster)
+    return _compiled_by(triton.jit, function, by_element, cluster, same or {})
 
 
 def gluon_kernel(
-    function: Callable[..., None] | None = None, *, by_element: Sequence[str] = (), cluster: ClusterLaunch | None = None
+    function: Callable[..., None] | None = None,
+    *,
+    by_element: Sequence[str] = (),
+    cluster: ClusterLaunch | None = None,
+    same: Mapping[str, str] | None = None,
 ) -> Any:
     """``kernel`` for Gluon."""
     from triton.experimental import gluon
 
-    return _compiled_by(gluon.jit, function, by_element, cluster)
+    return _compiled_by(gluon.jit, function, by_element, cluster, same or {})
 
 
 def _compiled_by(
@@ -50,24 +60,25 @@ def _compiled_by(
     function: Callable[..., None] | None,
     by_element: Sequence[str],
     cluster: ClusterLaunch | None,
+    same: Mapping[str, str],
 ) -> Any:
     """A ``Kernel``, or an ``InterpretedKernel`` in Triton's interpreter; without ``function`` a decorator."""
     if function is None:
-        return lambda decorated: _compiled_by(jit, decorated, by_element, cluster)
+        return lambda decorated: _compiled_by(jit, decorated, by_element, cluster, same)
     records = records_of(function)
-    parameters = parameters_of(function, records)
+    parameters = parameters_of(function, records, same)
     of_any_alignment = [item.name for item in parameters if item.kind == "ElementPointer"]
     jitted = jit(
-        entry_of(function, records, jit(function)) if records else function,
+        entry_of(function, records, same, jit(function)) if records else function,
         do_not_specialize=[item.name for item in parameters if item.kind in _RUN_TIME_SCALARS],
         do_not_specialize_on_alignment=[*by_element, *of_any_alignment],
     )
     if isinstance(jitted, triton.JITFunction):
-        return Kernel(jitted, cluster, records)
+        return Kernel(jitted, cluster, records, same)
     # Imported here: the interpreter's module needs NumPy.
     from flashlatte.runtime.interpreted_kernel import InterpretedKernel
 
-    return InterpretedKernel(jitted, records)
+    return InterpretedKernel(jitted, records, same)
 
 
 _instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -95,16 +106,20 @@ class Kernel:
     Attributes:
         jitted: Triton's ``JITFunction``.
         cluster: the cluster that CTAs are launched in, or None.
-        records: the record class of each of the first parameters that is a record.
+        records, same: the record class of each of the first parameters that is a record; as in ``kernel``.
         arg_names: the parameters of ``jitted``: fields of records, scalars, pointers and constants.
     """
 
     def __init__(
-        self, jitted: Any, cluster: ClusterLaunch | None = None, records: Mapping[str, type[Any]] | None = None
+        self,
+        jitted: Any,
+        cluster: ClusterLaunch | None = None,
+        records: Mapping[str, type[Any]] | None = None,
+        same: Mapping[str, str] | None = None,
     ) -> None:
         self.jitted = jitted
         self.cluster = cluster
-        self.records = records or {}
+        self.records, self.same = records or {}, same or {}
         self.arg_names = jitted.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -112,7 +127,7 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         jitted, cluster = self.jitted, self.cluster
-        args = flat_records(self.records, args)
+        args = flat_records(self.records, self.same, args)
         # Triton's default up to 3.9. Triton 3.10 changes it (3.9 warns), which would change results bitwise.
         kwargs.setdefault("enable_fp_fusion", True)
         if _instead is not None:

@@ -91,31 +91,6 @@ def outputs_of(
 
 
 @triton.jit
-def with_rows(outputs, tokens, heads, rows):
-    """The same outputs with values that the kernel has from another record, so that it divides by them once."""
-    return Outputs(
-        outputs.out,
-        outputs.out_stride_request,
-        outputs.out_stride_token,
-        outputs.out_stride_head,
-        outputs.lse,
-        outputs.lse_stride_request,
-        outputs.lse_stride_token,
-        outputs.lse_stride_head,
-        outputs.sink,
-        outputs.sink_stride,
-        tokens,
-        heads,
-        rows,
-        outputs.empty_lse,
-        outputs.tiles,
-        outputs.tiles_stride,
-        outputs.out_scale,
-        outputs.out_scale_value,
-    )
-
-
-@triton.jit
 def _request_token_head(outputs, item, kv_head, rows):
     request, token = request_and_token(item, outputs.tokens)
     if outputs.tiles is None:

@@ -105,16 +105,16 @@ def test_none_is_a_compile_time_value(repeats: int | None, loops: bool) -> None:
         ([], "must pass pair, and all else by name; got 0 arguments"),
         ([pair(1), 5], "got 2 arguments without a name"),
         ([(1, 2, 3)], "pair must be a Pair, got tuple"),
-        ([Pair(pair(1).source, 4, 1.0)], "pair.target must be a Vector, got int"),  # type: ignore[arg-type]
+        ([Pair(pair(1).source, 4, 1.0)], "pair_target must be a Vector, got int"),  # type: ignore[arg-type]
     ],
 )
 def test_refuses_what_is_no_record(arguments: list[Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        flat_records({"pair": Pair}, arguments)
+        flat_records({"pair": Pair}, {}, arguments)
 
 
 def test_a_kernel_without_records_takes_any_arguments() -> None:
-    assert flat_records({}, [1, (2, 3)]) == (1, (2, 3))
+    assert flat_records({}, {}, [1, (2, 3)]) == (1, (2, 3))
 
 
 def test_refuses_a_field_of_no_kind() -> None:
@@ -126,3 +126,14 @@ def test_refuses_a_field_of_no_kind() -> None:
     untyped_kernel.__annotations__["vector"] = Untyped
     with pytest.raises(TypeError, match="vector_start of untyped_kernel must be a record, a scalar"):
         kernel(untyped_kernel)
+
+
+def test_fields_that_are_the_same_have_one_parameter() -> None:
+    same = {"pair_target_size": "pair_source_size"}
+    shared = kernel(scale_kernel.jitted.fn.__globals__["body"].fn, same=same)
+    assert "pair_target_size" not in inspect.signature(shared.jitted.fn).parameters
+    values = flat_records({"pair": Pair}, same, [pair(4)])
+    assert len(values) == len(flat_records({"pair": Pair}, {}, [pair(4)])) - 1
+    different = pair(4)._replace(target=pair(5).target)
+    with pytest.raises(ValueError, match="pair_target_size must be pair_source_size, 4, got 5"):
+        flat_records({"pair": Pair}, same, [different])

@@ -130,7 +130,7 @@ class Recorder:
 
     def __init__(self, fn: Any) -> None:
         self.fn = jit_function(fn)
-        self._records = getattr(fn, "records", {})
+        self._records, self._same = getattr(fn, "records", {}), getattr(fn, "same", {})
         self.arg_names = [parameter.name for parameter in self.fn.params]
         self.launches: list[Launch] = []
 
@@ -138,7 +138,7 @@ class Recorder:
         return functools.partial(self._record, grid)
 
     def _record(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        arguments = dict(zip(self.arg_names, flat_records(self._records, args), strict=False))
+        arguments = dict(zip(self.arg_names, flat_records(self._records, self._same, args), strict=False))
         options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.arg_names}
         self.launches.append(Launch(grid, arguments | kwargs, options))
 

@@ -91,6 +91,7 @@ class Recording:
         kernel = getattr(launched, "jitted", launched)
         _, beside = getattr(launched, "cluster", None) or (1, 0)
         names = [parameter.name for parameter in kernel.params]
-        arguments = dict(zip(names, flat_records(getattr(launched, "records", {}), args), strict=False))
+        flat = flat_records(getattr(launched, "records", {}), getattr(launched, "same", {}), args)
+        arguments = dict(zip(names, flat, strict=False))
         options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
         self._found.append(Recorded(kernel, Launch(grid, arguments | kwargs, options), beside))

@@ -18,7 +18,7 @@ from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.kernels.triton.online_softmax import sink_weight
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.fp24_partials import PARTIAL, add_splits, addresses, sums_address
-from flashlatte.split_kv.outputs import Outputs, head_pointers, with_rows, write_lse
+from flashlatte.split_kv.outputs import Outputs, head_pointers, write_lse
 
 # Tile of a CTA, 16 columns per warp, and splits per iteration.
 _TILE_ROWS = gl.constexpr(16)
@@ -55,7 +55,7 @@ def _load_sums(sums, exists):
     return fp24.load_two(sums, gl.zeros([_TILE_ROWS], gl.int32, _ROWS) + exists)
 
 
-@gluon_kernel
+@gluon_kernel(same={"outputs_rows": "outputs_heads"})
 def combine_equal_kernel(
     outputs: Outputs,
     scratch,
@@ -66,7 +66,6 @@ def combine_equal_kernel(
 ):
     """A CTA combines 16 rows and 64 columns of a work item. ``row_tiles``: tiles of 16 rows in use, of a group of 64
     heads."""
-    outputs = with_rows(outputs, outputs.tokens, outputs.heads, outputs.heads)
     cta = gl.program_id(0)
     first_col = cta % _COL_TILES * _TILE_COLS
     first_row = cta // _COL_TILES % row_tiles * _TILE_ROWS

@@ -23,7 +23,7 @@ from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.gluon_device import PARTIAL
-from flashlatte.split_kv.outputs import Outputs, with_rows
+from flashlatte.split_kv.outputs import Outputs
 
 # Registers per thread of a consumer. The producer gets the rest: 120 with four warps, 64 with eight.
 _CONSUMER_REGISTERS = gl.constexpr(192)
@@ -44,7 +44,6 @@ def sparse_decode_kernel(
     """A CTA processes 64 heads, for a range of the keys of all items or for whole work items. Arguments as in
     ``launch``."""
     HAS_LENGTHS: gl.constexpr = key_lengths.lengths is not None or key_lengths.extra_lengths is not None
-    outputs = with_rows(outputs, key_lengths.tokens, outputs.heads, outputs.heads)
     own = rows.in_bytes(own)
     extra = rows.in_bytes(extra) if extra.indices is not None else None
     shared, masks = tiles.allocate(outputs.out.dtype.element_ty, CONFIG.has_rope, CONFIG.cluster)
@@ -84,6 +83,8 @@ def sparse_decode_kernel(
     )
 
 
-kernel = gluon_kernel(sparse_decode_kernel)
+# A work item has the heads of one query token.
+_SAME = {"outputs_tokens": "key_lengths_tokens", "outputs_rows": "outputs_heads"}
+kernel = gluon_kernel(sparse_decode_kernel, same=_SAME)
 # For CONFIG.cluster; its grid is in clusters.
-cluster_kernel = gluon_kernel(sparse_decode_kernel, cluster=ClusterLaunch(2, clusters.TAIL_BYTES.value))
+cluster_kernel = gluon_kernel(sparse_decode_kernel, cluster=ClusterLaunch(2, clusters.TAIL_BYTES.value), same=_SAME)

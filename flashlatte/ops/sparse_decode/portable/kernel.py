@@ -18,7 +18,7 @@ from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
 from flashlatte.split_kv.device import KeyLengths
-from flashlatte.split_kv.outputs import Outputs, with_rows, write_lse, write_out
+from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
 @triton.jit
@@ -119,7 +119,7 @@ class SelectedKeys(NamedTuple):
     stride_token: Int64
 
 
-@kernel
+@kernel(same={"outputs_tokens": "key_lengths_tokens", "outputs_rows": "outputs_heads"})
 def sparse_decode_kernel(
     query: SparseQuery,
     own: SelectedKeys,
@@ -141,7 +141,6 @@ def sparse_decode_kernel(
     step: tl.constexpr = CONFIG.step
     BLOCK_H: tl.constexpr = step.block_h
     BLOCK_N: tl.constexpr = step.block_n
-    outputs = with_rows(outputs, key_lengths.tokens, outputs.heads, outputs.heads)
     group = tl.program_id(0) % num_groups
     number = tl.program_id(0) // num_groups
     head = group * BLOCK_H + tl.arange(0, BLOCK_H)
