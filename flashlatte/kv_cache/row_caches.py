@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from flashlatte.kv_cache.codec import as_cache, check_scale_rounding
@@ -43,14 +45,26 @@ def encode_rows(layout: CacheFormat, x: torch.Tensor, scale_rounding: str) -> tu
     return layout.encode(x[..., :latent_dim], x[..., latent_dim:], 1.0, scale_rounding)
 
 
+def refuses_format(call: CallSpec, accepts: Callable[[type[CacheFormat]], bool], others: str = "") -> str | None:
+    """Why an implementation does not take the call's cache format, or None. ``others``: what else it takes."""
+    if call.cache_format is None or accepts(format_class(call.cache_format)):
+        return None
+    return f"takes caches in {names_of(accepts)}{others}, not {call.cache_format}"
+
+
+def is_plain_or_scaled(layout: type[CacheFormat]) -> bool:
+    """Whether rows are unscaled, or scaled by tile or by block."""
+    return layout.plain or layout.tiling is not None or layout.block_scaling is not None
+
+
 def refuses_rows(call: CallSpec) -> str | None:
     """Why ``kernels.triton.cache_row`` cannot write the call's rows to its cache, or None."""
     width = call.head_dim
     if width is not None and (width & (width - 1) or not 16 <= width <= 1024):
         return f"takes rows of a power of two of 16 to 1024 values, not {width}"
-    if call.cache_format is None or call.cache_format in INDEX_FORMATS or _is_stored(format_class(call.cache_format)):
+    if call.cache_format in INDEX_FORMATS:
         return None
-    return f"takes caches in {names_of(_is_stored)} and those of index keys, not {call.cache_format}"
+    return refuses_format(call, _is_stored, " and those of index keys")
 
 
 def _is_stored(layout: type[CacheFormat]) -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache.codec import as_cache, check_float_dtype, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, value_checks
 
 
 def read(
@@ -49,6 +49,18 @@ def read_slots(
     page, offset = safe // page_size, safe % page_size
     rows = layout.decode(tuple(view[page, offset] for view in layout.page_views(cache)), scale)
     return torch.where(valid.unsqueeze(-1), rows, 0.0)
+
+
+def check_slots(slot_mapping: torch.Tensor, cache: torch.Tensor, name: str, tokens: int) -> None:
+    """Check slot_mapping [n] of a cache [pages, page_size, …], with n at most the ``tokens`` of the argument ``name``.
+
+    n may be 0.
+    """
+    accepted, device = checks.INDEX_DTYPES, cache.device
+    checks.tensor("slot_mapping", slot_mapping, ("n",), accepted, device, unit_last_stride=False, may_be_empty=1)
+    if slot_mapping.shape[0] > tokens:
+        raise ValueError(f"slot_mapping must not be longer than {name} ({tokens} tokens), got {slot_mapping.shape[0]}")
+    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
 
 
 def in_cache(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

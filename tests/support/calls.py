@@ -19,7 +19,11 @@ from support.recording import Recorded, Recording
 from support.turboquant_calls import turboquant_decode, turboquant_gather, turboquant_store
 
 from flashlatte import kv_cache
+from flashlatte.ops.cache_gather.params import CacheGatherParams
+from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.ops.gather_records.params import GatherRecordsParams
+from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 
@@ -60,7 +64,8 @@ def cache_write(
     rows = torch.zeros(tokens, layout.head_dim + gap, dtype=dtype)[:, : layout.head_dim]
     cache = kv_cache.allocate(form, pages, page_size)
     slots = torch.zeros(tokens, dtype=torch.int64)
-    return record("cache_write", backend, cache, slots, rows, None, layout, None, 1.0, scale_rounding, arch=arch)
+    params = CacheWriteParams(cache, slots, rows, None, layout.name, layout.head_dim, None, 1.0, scale_rounding)
+    return record("cache_write", backend, params, arch=arch)
 
 
 def cache_gather(
@@ -79,7 +84,9 @@ def cache_gather(
     table = torch.zeros(requests, 8, dtype=torch.int32)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     out = torch.zeros(tokens, layout.head_dim + gap, dtype=BF16)[:, : layout.head_dim]
-    return record("cache_gather", backend, cache, table, starts, None, layout, None, 1.0, out, arch=arch)
+    of_format = layout.name, layout.head_dim, None, 1.0
+    params = CacheGatherParams(cache, table, starts, None, None, *of_format, out)
+    return record("cache_gather", backend, params, arch=arch)
 
 
 def cache_copy(
@@ -121,8 +128,8 @@ def reshape_and_cache(
     if in_pieces:
         k_cache = k_cache.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
     slots = torch.zeros(tokens, dtype=torch.int64)
-    arguments = (key, k_cache, slots, k_scale, 1.0, value, v_cache, v_scale, 1.0)
-    return record("reshape_and_cache", backend, *arguments, arch=arch)
+    params = ReshapeAndCacheParams(key, value, k_cache, v_cache, slots, k_scale, 1.0, v_scale, 1.0)
+    return record("reshape_and_cache", backend, params, arch=arch)
 
 
 def gather_records(
@@ -138,7 +145,9 @@ def gather_records(
     cache = kv_cache.allocate(form, pages, page_size)
     out = torch.zeros(tokens, cache.shape[-1], dtype=cache.dtype)
     table, starts = torch.zeros(requests, 8, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32)
-    return record("gather_records", backend, cache, table, starts, None, kv_cache.get_format(form), out, arch=arch)
+    layout = kv_cache.get_format(form)
+    params = GatherRecordsParams(cache, table, starts, None, layout.name, layout.head_dim, out)
+    return record("gather_records", backend, params, arch=arch)
 
 
 def rope_cache_write(

@@ -1,0 +1,99 @@
+"""Rows of tensors and of paged caches, as records of kernels."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlatte.kernels.triton.cache_layout import row_alignment
+from flashlatte.runtime.kernel_records import Constant, Int64, Pointer
+from flashlatte.runtime.strides import stride_in_use
+
+
+class TokenRows(NamedTuple):
+    """Rows of tokens [T, width]. ``stride`` is in units of ``align`` elements (bytes, if a kernel copies bytes), so that
+    the compiler vectorises loads for any stride."""
+
+    start: Pointer
+    stride: Int64
+    align: Constant
+
+
+class HeadRows(NamedTuple):
+    """Rows of heads [T, H, width]. Strides are in units of ``align`` elements."""
+
+    start: Pointer
+    token_stride: Int64
+    head_stride: Int64
+    align: Constant
+
+
+class CacheRows(NamedTuple):
+    """Rows of a paged cache [pages, page_size, width]. Strides are in units of ``align`` elements; ``row_stride`` is 0
+    if the format determines it."""
+
+    start: Pointer
+    page_stride: Int64
+    row_stride: Int64
+    align: Constant
+
+
+def token_rows(x: torch.Tensor | None, align: int | None = None) -> TokenRows:
+    """The rows of x [T, width], or of nothing. ``align`` defaults to their alignment."""
+    if x is None:
+        return TokenRows(None, 0, 1)
+    align = align or row_alignment(x, 0)
+    return TokenRows(x, stride_in_use(x, 0) // align, align)
+
+
+def head_rows(x: torch.Tensor | None) -> HeadRows:
+    """The rows of x [T, H, width], or of nothing."""
+    if x is None:
+        return HeadRows(None, 0, 0, 1)
+    align = row_alignment(x, 0, 1)
+    return HeadRows(x, stride_in_use(x, 0) // align, stride_in_use(x, 1) // align, align)
+
+
+def cache_rows(cache: torch.Tensor | None, *, strided: bool, align: int | None = None) -> CacheRows:
+    """The rows of a cache, or of nothing.
+
+    Args:
+        strided: the cache determines the stride of rows, not the format.
+        align: defaults to the alignment of rows.
+    """
+    if cache is None:
+        return CacheRows(None, 0, 0, 1)
+    axes = (0, 1) if strided else (0,)
+    align = align or row_alignment(cache, *axes)
+    page_stride, row_stride, *_ = *(stride_in_use(cache, axis) // align for axis in axes), 0
+    return CacheRows(cache, page_stride, row_stride, align)
+
+
+@triton.jit
+def token_row(x, token):
+    """Pointers to the rows of tokens."""
+    return x.start + token.to(tl.int64) * x.stride * x.align
+
+
+@triton.jit
+def head_row(x, token, head):
+    """Pointers to the rows of heads."""
+    return x.start + (token.to(tl.int64) * x.token_stride + head.to(tl.int64) * x.head_stride) * x.align
+
+
+@triton.jit
+def cache_row(x, page, offset):
+    """Pointers to the rows of slots, if the cache determines their stride."""
+    return x.start + (page * x.page_stride + offset * x.row_stride) * x.align
+
+
+@triton.jit
+def cache_page(x, page):
+    """Pointers to pages."""
+    return x.start + page * x.page_stride * x.align
