@@ -10,13 +10,14 @@ from flashlatte.kv_cache.codec import as_cache, check_scale_rounding
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import HEAD_DIMS, INDEX_FORMATS, as_index_cache
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
+from flashlatte.runtime import checks
 from flashlatte.runtime.dispatch import CallSpec
 
 
 def as_row_cache(
-    cache: object, cache_format: str | CacheFormat | None, head_dim: int, scale_rounding: str
+    cache: object, cache_format: str | CacheFormat | None, head_dim: int, scale_rounding: str, device: torch.device
 ) -> tuple[torch.Tensor, CacheFormat]:
-    """Check a cache [pages, page_size, 1, width] (or without the 1) for rows of ``head_dim`` values.
+    """Check a cache [pages, page_size, 1, width] (or without the 1) to write rows of ``head_dim`` values to.
 
     If no format is given, one-byte caches for rows of 32, 64 or 128 values are index-key caches.
 
@@ -24,7 +25,8 @@ def as_row_cache(
         The cache with four axes, and its format.
 
     Raises:
-        TypeError, ValueError: not a cache, a format for other rows, or one that does not support the scale rounding.
+        TypeError, ValueError: not a cache on ``device``, a format for other rows, or one that does not support the
+            scale rounding.
     """
     if isinstance(cache_format, str):
         cache_format = as_format(cache_format, head_dim)
@@ -36,6 +38,9 @@ def as_row_cache(
     if layout.head_dim != head_dim:
         raise ValueError(f"cache of format {layout.name} must take rows of {head_dim}, got {layout.head_dim}")
     check_scale_rounding(layout, scale_rounding)
+    checks.not_expanded("cache", cache)
+    if cache.device != device:
+        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
     return cache, layout
 
 

@@ -23,7 +23,11 @@ from flashlatte.ops.cache_gather.params import CacheGatherParams
 from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.ops.compress.arguments import CompressArgs
 from flashlatte.ops.gather_records.params import GatherRecordsParams
+from flashlatte.ops.norm_rope.params import LatentRowsParams
+from flashlatte.ops.q_kv_norm.params import QKvNormParams
 from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
+from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
+from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 
@@ -163,8 +167,10 @@ def rope_cache_write(
     cache, where = kv_cache.allocate(form, pages, page_size), torch.zeros(tokens, dtype=torch.int64)
     rows = [torch.zeros(tokens, width, dtype=BF16) for width in (512, 64)]
     q_rope, table = torch.zeros(tokens, heads, 192, dtype=BF16)[..., 128:], torch.zeros(100, 64, dtype=BF16)
-    arguments = (cache, where, *rows, q_rope, where, table, True, kv_cache.get_format(form), None, 1.0)
-    return record("rope_cache_write", backend, *arguments, arch=arch)
+    layout = kv_cache.get_format(form)
+    of_format = layout.name, layout.head_dim, None, 1.0
+    params = RopeCacheWriteParams(cache, where, *rows, q_rope, where, table, True, *of_format)
+    return record("rope_cache_write", backend, params, arch=arch)
 
 
 def pack_seq(
@@ -247,7 +253,8 @@ def q_kv_norm(
 ) -> list[Recorded]:
     both = torch.zeros(tokens, 1536, dtype=dtype)
     rows, weights = both.split((1024, 512), dim=1), (torch.zeros(1024), torch.zeros(512))
-    return record("q_kv_norm", backend, *rows, *weights, 1e-6, *map(torch.empty_like, rows), arch=arch)
+    params = QKvNormParams(*rows, *weights, 1e-6, *map(torch.empty_like, rows))
+    return record("q_kv_norm", backend, params, arch=arch)
 
 
 def rotate_and_cache(
@@ -264,8 +271,11 @@ def rotate_and_cache(
     layout = kv_cache.get_format(form, 512)
     q, cache = torch.zeros(tokens, heads, 512, dtype=dtype), kv_cache.allocate(layout, pages, page_size)
     where = torch.zeros(tokens, dtype=torch.int64)
-    arguments = (q, q[:, 0], torch.zeros(100, 64), where, where, 1e-6, layout, "power_of_two", q, cache)
-    return record("rotate_and_cache", backend, *arguments, arch=arch)
+    table = torch.zeros(100, 64)
+    params = RotateAndCacheParams(
+        None, q[:, 0], table, where, where, 1e-6, layout.name, "power_of_two", out=q, cache=cache
+    )
+    return record("rotate_and_cache", backend, params, arch=arch)
 
 
 def inverse_rope_quantize(
@@ -314,11 +324,23 @@ def latent_rows(
 ) -> list[Recorded]:
     kv_a, q_a = torch.zeros(tokens, 576, dtype=BF16), torch.zeros(tokens, 1536, dtype=BF16)
     table, where = torch.zeros(100, 64), torch.zeros(tokens, dtype=torch.int64)
-    of_latent = kv_a, torch.zeros(512, dtype=BF16), 1e-6, table, where, interleaved
-    of_query = q_a, torch.zeros(1536, dtype=BF16), 1e-6
     slots, cache = (where, kv_cache.allocate("bf16", pages, 64)) if with_cache else (None, None)
-    outs = torch.empty_like(kv_a), torch.empty_like(q_a)
-    return record("latent_rows", backend, *of_latent, *of_query, slots, *outs, cache, arch=arch)
+    params = LatentRowsParams(
+        kv_a=kv_a,
+        weight=torch.zeros(512, dtype=BF16),
+        eps=1e-6,
+        table=table,
+        positions=where,
+        interleaved=interleaved,
+        q_a=q_a,
+        q_weight=torch.zeros(1536, dtype=BF16),
+        q_eps=1e-6,
+        slot_mapping=slots,
+        rows=torch.empty_like(kv_a),
+        q_out=torch.empty_like(q_a),
+        cache=cache,
+    )
+    return record("latent_rows", backend, params, arch=arch)
 
 
 def rotate_heads(

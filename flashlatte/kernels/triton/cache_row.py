@@ -11,7 +11,7 @@ from flashlatte.kernels.triton.cache_address import store_words
 from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
-from flashlatte.kernels.triton.rows import cache_page
+from flashlatte.kernels.triton.rows import page_pointers
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
@@ -80,7 +80,7 @@ def store_row(
 ):
     """Store float32 x [1, D] in the slot of ``page`` and ``offset`` if that is ``in_cache``."""
     column = tl.arange(0, D)[None, :]
-    page_start = cache_page(cache, page)
+    page_start = page_pointers(cache, page)
     valid = in_cache & (column < D)  # [1, D]
     if FORMAT.encoding == "plain":
         row = page_start + offset * cache.row_stride * cache.align

@@ -17,8 +17,11 @@ from flashlatte.runtime.strides import stride_in_use
 
 
 class TokenRows(NamedTuple):
-    """Rows of tokens [T, width]. ``stride`` is in units of ``align`` elements (bytes, if a kernel copies bytes), so that
-    the compiler vectorises loads for any stride."""
+    """Rows of tokens [T, width].
+
+    ``stride`` is in units of ``align`` elements (bytes, if a kernel copies bytes): the compiler then vectorises loads
+    for any stride.
+    """
 
     start: Pointer
     stride: Int64
@@ -88,12 +91,12 @@ def head_row(x, token, head):
 
 
 @triton.jit
-def cache_row(x, page, offset):
+def slot_row(x, page, offset):
     """Pointers to the rows of slots, if the cache determines their stride."""
     return x.start + (page * x.page_stride + offset * x.row_stride) * x.align
 
 
 @triton.jit
-def cache_page(x, page):
+def page_pointers(x, page):
     """Pointers to pages."""
     return x.start + page * x.page_stride * x.align

@@ -21,9 +21,9 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_
 from flashlatte.kernels.triton.rows import (
     CacheRows,
     TokenRows,
-    cache_page,
-    cache_row,
     cache_rows,
+    page_pointers,
+    slot_row,
     token_row,
     token_rows,
 )
@@ -93,7 +93,7 @@ def gather_tiles_kernel(
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
-    page_start = cache_page(cache, page)
+    page_start = page_pointers(cache, page)
     row = page_start + offset * TILING.row_bytes
 
     tile = tl.arange(0, TILING.padded_tiles)[None, :]
@@ -144,7 +144,7 @@ def gather_blocks_kernel(
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
-    row = (cache_page(cache, page) + offset * SCALING.token_bytes)[:, None]
+    row = (page_pointers(cache, page) + offset * SCALING.token_bytes)[:, None]
     found = found[:, None]
 
     block = tl.arange(0, SCALING.blocks)[None, :]
@@ -198,7 +198,7 @@ def gather_rows_kernel(
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
     # [BLOCK_T, BLOCK_C]
     found_columns = found[:, None] & (column < WIDTH)
-    values = tl.load(cache_row(cache, page, offset)[:, None] + column, mask=found_columns, other=0)
+    values = tl.load(slot_row(cache, page, offset)[:, None] + column, mask=found_columns, other=0)
 
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
     if cache.start.dtype.element_ty == tl.uint8:

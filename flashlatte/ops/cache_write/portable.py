@@ -13,9 +13,9 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, float_to
 from flashlatte.kernels.triton.rows import (
     CacheRows,
     TokenRows,
-    cache_page,
-    cache_row,
     cache_rows,
+    page_pointers,
+    slot_row,
     token_row,
     token_rows,
 )
@@ -95,7 +95,7 @@ def write_tiles_kernel(
     """Formats with a scale per tile."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    page_start = cache_page(cache, page)
+    page_start = page_pointers(cache, page)
     row = page_start + offset * TILING.row_bytes
 
     tile = tl.arange(0, TILING.padded_tiles)[None, :]
@@ -143,7 +143,7 @@ def write_blocks_kernel(
     VALUE_BYTES: tl.constexpr = SCALED // 2 if SCALING.fp4 else SCALED
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    row = cache_page(cache, page) + offset * SCALING.token_bytes
+    row = page_pointers(cache, page) + offset * SCALING.token_bytes
 
     column = tl.arange(0, SCALED)[None, :]
     elements = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH), INTERPRETED)
@@ -190,7 +190,7 @@ def write_rows_kernel(
     tokens = (program // column_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    row = cache_row(cache, page, offset)[:, None]
+    row = slot_row(cache, page, offset)[:, None]
     mask = valid[:, None] & (column < WIDTH)
     elements = _load_columns(x, rope, tokens, column, mask, X_WIDTH)  # [BLOCK_T, BLOCK_C]
     elements = encode_elements(elements, cache.start.dtype.element_ty, load_scale(scale), NATIVE, INTERPRETED)

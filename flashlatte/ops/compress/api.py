@@ -109,10 +109,7 @@ def compress(
     rope.check_table(cos_sin, head_dim, device)
     for name, value in (("request_ids", request_ids), ("positions", positions), ("slot_mapping", slot_mapping)):
         checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding)
-    checks.not_expanded("cache", cache)
-    if cache.device != device:
-        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
+    cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     _check_state(state_cache, state_table, ape, width // head_dim, device)
     _check_values(request_ids, positions, cache, slot_mapping, state_cache, state_table, ape.shape[0])
     eps = checks.epsilon("eps", eps)
