@@ -21,8 +21,9 @@ from support.turboquant_calls import turboquant_decode, turboquant_gather, turbo
 from flashlatte import kv_cache
 from flashlatte.ops.cache_gather.params import CacheGatherParams
 from flashlatte.ops.cache_write.params import CacheWriteParams
-from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.ops.compress.params import CompressParams
 from flashlatte.ops.gather_records.params import GatherRecordsParams
+from flashlatte.ops.mhc.params import MhcPreParams
 from flashlatte.ops.norm_rope.params import LatentRowsParams
 from flashlatte.ops.q_kv_norm.params import QKvNormParams
 from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
@@ -211,7 +212,7 @@ def compress(
     head_dim = 128 if form.startswith("index") else 512
     width = head_dim * (2 if ratio == 4 else 1)
     layout = kv_cache.get_format(form, head_dim)
-    problem = CompressArgs(
+    params = CompressParams(
         kv=torch.zeros(tokens, 2 * width, dtype=dtype)[:, :width],
         score=torch.zeros(tokens, 2 * width, dtype=dtype)[:, width:],
         ape=torch.zeros(ratio, width),
@@ -222,12 +223,12 @@ def compress(
         positions=torch.zeros(tokens, dtype=torch.int64),
         slot_mapping=torch.zeros(tokens, dtype=torch.int64),
         cache=kv_cache.allocate(layout, pages, page_size),
-        layout=layout,
+        cache_format=layout.name,
         scale_rounding="power_of_two",
         state_cache=torch.zeros(9, page_size, 2 * width) if with_state else None,
         state_table=torch.zeros(requests, columns, dtype=torch.int32) if with_state else None,
     )
-    return record("compress", backend, problem, arch=arch)
+    return record("compress", backend, params, arch=arch)
 
 
 def index_workspace(
@@ -372,7 +373,8 @@ def mhc_pre(
 ) -> list[Recorded]:
     streams, numbers = torch.zeros(tokens, 4, width, dtype=BF16), torch.zeros(tokens, 24)
     made = torch.zeros(tokens, 4), torch.zeros(tokens, 4, 4), torch.zeros(tokens, width, dtype=BF16)
-    return record("mhc_pre", backend, streams, numbers, numbers[0], numbers[0, :3], 1e-6, 1e-6, 20, *made, arch=arch)
+    params = MhcPreParams(streams, numbers, numbers[0], numbers[0, :3], 1e-6, 1e-6, 20, *made)
+    return record("mhc_pre", backend, params, arch=arch)
 
 
 def mhc_post(

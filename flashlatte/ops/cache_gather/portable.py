@@ -114,8 +114,10 @@ def gather_tiles_kernel(
 
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
     out_row = token_row(out, rows)
-    values = from_float32(e4m3_to_float(latent_bits, NATIVE) * scales[:, :, None], OUT_TYPE, INTERPRETED)
-    tl.store(out_row[:, None, None] + column, values, mask=inside[:, None, None] & used)
+    values = e4m3_to_float(latent_bits, NATIVE) * scales[:, :, None]
+    tl.store(
+        out_row[:, None, None] + column, from_float32(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used
+    )
     if TILING.rope_offset < TILING.row_bytes:
         ropes = decode_elements(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE, INTERPRETED)
         tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
