@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.mhc.params import MhcPreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op, register_op
 
 PRE, POST = "mhc_pre", "mhc_post"
 # A program holds the whole mixing matrix of a token's streams. DeepSeek-V4 has 4 streams.
@@ -99,8 +100,23 @@ def mhc_pre(
     shares, mixture = projected.new_empty(tokens, count), projected.new_empty(tokens, count, count)
     seen = streams.new_empty(tokens, width)
     if tokens:
-        _mhc_pre(streams, projected, base, scale, rms_eps, eps, iterations, shares, mixture, seen, backend)
+        params = MhcPreParams(
+            streams=streams,
+            projected=projected,
+            base=base,
+            scale=scale,
+            rms_eps=rms_eps,
+            eps=eps,
+            iterations=iterations,
+            shares=shares,
+            mixture=mixture,
+            seen=seen,
+        )
+        _mhc_pre(params, backend)
     return shares, mixture, seen
+
+
+_mhc_pre = dispatched_op(PRE, MhcPreParams, mutates=("shares", "mixture", "seen"))
 
 
 @repeats_launches
@@ -155,24 +171,6 @@ def _check_streams(streams: torch.Tensor) -> torch.Size:
 def _check_contiguous(name: str, value: torch.Tensor) -> None:
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
-
-
-@register_op(PRE, mutates=("shares", "mixture", "seen"))
-def _mhc_pre(
-    streams: torch.Tensor,
-    projected: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    rms_eps: float,
-    eps: float,
-    iterations: int,
-    shares: torch.Tensor,
-    mixture: torch.Tensor,
-    seen: torch.Tensor,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(PRE, backend)
-    run(streams, projected, base, scale, rms_eps, eps, iterations, shares, mixture, seen)
 
 
 @register_op(POST, mutates=("out",))
