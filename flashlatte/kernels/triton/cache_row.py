@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import store_words
 from flashlatte.kernels.triton.fp4 import to_mxfp4
-from flashlatte.kernels.triton.fp8 import float_to_e4m3, from_float32, to_float32
+from flashlatte.kernels.triton.fp8 import cast, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.rows import page_pointers
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
@@ -59,10 +59,9 @@ def load_scale(scale):
 def encode_elements(x, dtype: tl.constexpr, scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
     """x in the dtype of a cache without tiles; bytes (uint8) are e4m3 of x / scale."""
     if dtype == tl.uint8:
-        x = float_to_e4m3(tl.div_rn(to_float32(x, INTERPRETED), scale), NATIVE)
-    elif x.dtype != dtype:
-        x = from_float32(to_float32(x, INTERPRETED), dtype, INTERPRETED)
-    return x
+        return float_to_e4m3(tl.div_rn(to_float32(x, INTERPRETED), scale), NATIVE)
+    else:
+        return cast(x, dtype, INTERPRETED)
 
 
 @triton.jit

@@ -123,14 +123,7 @@ def rotate_rows(
     else:
         pair = tl.arange(0, BLOCK_PAIRS)[None, :]
         mask = in_use & (pair < PAIRS)
-        # [BLOCK_H, BLOCK_PAIRS]
-        a = to_float32(tl.load(x_rows + pair, mask=mask, other=0.0), INTERPRETED)
-        b = to_float32(tl.load(x_rows + PAIRS + pair, mask=mask, other=0.0), INTERPRETED)
-        tl.store(
-            out_rows + pair, from_float32(a * cosine - b * sine, out_rows.dtype.element_ty, INTERPRETED), mask=mask
-        )
-        x = from_float32(b * cosine + a * sine, out_rows.dtype.element_ty, INTERPRETED)
-        tl.store(out_rows + PAIRS + pair, x, mask=mask)
+        rotate_pairs(x_rows, out_rows, pair, PAIRS + pair, cosine, sine, mask, INTERPRETED)  # [BLOCK_H, BLOCK_PAIRS]
 
 
 @triton.jit
@@ -143,8 +136,8 @@ def pair_columns(pair, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def rotate_row(row, out_row, first, second, cosine, sine, mask, INTERPRETED: tl.constexpr):
-    """Rotate the pairs of columns ``first`` and ``second`` of a row; returns their elements as rounded in ``out_row``,
+def rotate_pairs(row, out_row, first, second, cosine, sine, mask, INTERPRETED: tl.constexpr):
+    """Rotate the pairs of columns ``first`` and ``second`` of rows; returns their elements as rounded in ``out_row``,
     which may be ``row``."""
     a = to_float32(tl.load(row + first, mask=mask, other=0.0), INTERPRETED)
     b = to_float32(tl.load(row + second, mask=mask, other=0.0), INTERPRETED)

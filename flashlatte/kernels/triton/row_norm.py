@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import from_float32, to_float32
+from flashlatte.kernels.triton.fp8 import cast, from_float32, to_float32
 from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
 from flashlatte.runtime.kernel_records import Constant, Float32, Pointer
 
@@ -37,8 +37,8 @@ def row_norm(
 
 
 @triton.jit
-def store_norm(norm, token, out_row, slot_row, stored, INTERPRETED: tl.constexpr):
-    """Write the norm of a token's row to ``out_row`` and, where ``stored``, as rounded there, to ``slot_row``."""
+def store_norm(norm, token, out_row, slot_row, in_cache, INTERPRETED: tl.constexpr):
+    """Write the norm of a token's row to ``out_row`` and, where ``in_cache``, as rounded there, to ``slot_row``."""
     column = tl.arange(0, triton.next_power_of_2(norm.width))
     inside = column < norm.width
     x = to_float32(tl.load(token_row(norm.x, token) + column, mask=inside, other=0.0), INTERPRETED)
@@ -47,5 +47,5 @@ def store_norm(norm, token, out_row, slot_row, stored, INTERPRETED: tl.constexpr
     rounded = from_float32(x, out_row.dtype.element_ty, INTERPRETED)
     tl.store(out_row + column, rounded, mask=inside)
     if slot_row is not None:
-        value = from_float32(to_float32(rounded, INTERPRETED), slot_row.dtype.element_ty, INTERPRETED)
-        tl.store(slot_row + column, value, mask=inside & stored)
+        stored = cast(rounded, slot_row.dtype.element_ty, INTERPRETED)
+        tl.store(slot_row + column, stored, mask=inside & in_cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import (
@@ -17,7 +16,7 @@ from flashlatte.kernels.triton.cache_address import (
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import CacheScale, load_scale
 from flashlatte.kernels.triton.fp4 import e2m1_to_float
-from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, from_float32, to_float32
+from flashlatte.kernels.triton.fp8 import cast, converts_e4m3, e4m3_to_float, e8m0_to_float, from_float32
 from flashlatte.kernels.triton.rows import (
     CacheRows,
     TokenRows,
@@ -119,7 +118,7 @@ def gather_tiles_kernel(
         out_row[:, None, None] + column, from_float32(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used
     )
     if TILING.rope_offset < TILING.row_bytes:
-        ropes = decode_elements(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE, INTERPRETED)
+        ropes = cast(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE, INTERPRETED)
         tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
@@ -207,12 +206,5 @@ def gather_rows_kernel(
         values = e4m3_to_float(values, NATIVE) * load_scale(scale)
         values = from_float32(tl.where(found_columns, values, 0.0), OUT_TYPE, INTERPRETED)
     else:
-        values = decode_elements(values, OUT_TYPE, INTERPRETED)
+        values = cast(values, OUT_TYPE, INTERPRETED)
     tl.store(token_row(out, rows)[:, None] + column, values, mask=inside[:, None] & (column < WIDTH))
-
-
-@triton.jit
-def decode_elements(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    if x.dtype != dtype:
-        x = from_float32(to_float32(x, INTERPRETED), dtype, INTERPRETED)
-    return x

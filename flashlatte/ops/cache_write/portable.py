@@ -9,7 +9,7 @@ from flashlatte.kernels.triton.cache_address import Slots, locate_slots, slots_o
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import CacheScale, encode_elements, load_scale
 from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales
-from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, float_to_e4m3, from_float32, to_float32
+from flashlatte.kernels.triton.fp8 import cast, converts_e4m3, e4m3_to_float, float_to_e4m3, to_float32
 from flashlatte.kernels.triton.rows import (
     CacheRows,
     TokenRows,
@@ -111,9 +111,7 @@ def write_tiles_kernel(
     values, scales = quantize_tiles(to_float32(latents, INTERPRETED), POWER_OF_TWO)
     tl.store(row[:, None, None] + column, float_to_e4m3(values, NATIVE), mask=latent_mask)
     if TILING.rope_offset < TILING.row_bytes:
-        if ropes.dtype != tl.bfloat16:
-            ropes = from_float32(to_float32(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
-        rope_bits = ropes.to(tl.uint16, bitcast=True)
+        rope_bits = cast(ropes, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
         store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], cache.align)
     if TILING.e8m0:
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 
@@ -18,26 +16,7 @@ from flashlatte.runtime.triton_kernel import kernel
 TILE, SMALLEST_AMAX = 128, 1e-10
 # Heads and warps of a program.
 HEADS, WARPS = 16, 2
-
-
-class InverseRopeConfig(NamedTuple):
-    """Constants of the kernel.
-
-    Attributes:
-        head_dim, rope_dim: of a head, and of its rotated part.
-        tile: elements of a scale.
-        packed: scales are E8M0 bytes, four to a word.
-        block_h: heads of a program.
-        native: the GPU converts e4m3 in hardware.
-    """
-
-    head_dim: int
-    rope_dim: int
-    tile: int
-    packed: bool
-    block_h: int
-    native: bool
-    interpreted: bool
+_TILE, _BLOCK_H = tl.constexpr(TILE), tl.constexpr(HEADS)
 
 
 def inverse_rope_quantize(
@@ -58,15 +37,10 @@ def inverse_rope_quantize(
         heads=heads,
         group_heads=heads // groups,
         head_blocks=head_blocks,
-        CONFIG=InverseRopeConfig(
-            head_dim=head_dim,
-            rope_dim=cos_sin.shape[1],
-            tile=TILE,
-            packed=packed,
-            block_h=HEADS,
-            native=converts_e4m3(o.device),
-            interpreted=machine.interpreting(),
-        ),
+        D=head_dim,
+        ROPE=cos_sin.shape[1],
+        NATIVE=converts_e4m3(o.device),
+        INTERPRETED=machine.interpreting(),
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
@@ -84,39 +58,40 @@ def inverse_rope_quantize_kernel(
     heads: tl.int32,
     group_heads: tl.int32,
     head_blocks: tl.int32,
-    CONFIG: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Tokens from ``num_tokens`` on are padding of the scales, which is 0."""
-    D: tl.constexpr = CONFIG.head_dim
-    TILE: tl.constexpr = CONFIG.tile
-    TILES: tl.constexpr = D // TILE
+    TILES: tl.constexpr = D // _TILE
     # Tiles of the same heads are adjacent in the grid.
     tile, block = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     token = (block // head_blocks).to(tl.int64)
-    head = (block % head_blocks) * CONFIG.block_h + tl.arange(0, CONFIG.block_h)
+    head = (block % head_blocks) * _BLOCK_H + tl.arange(0, _BLOCK_H)
     there = head < heads
     real = there & (token < num_tokens)
-    column = tile * TILE + tl.arange(0, TILE)[None, :]
+    column = tile * _TILE + tl.arange(0, _TILE)[None, :]
     o_row = head_row(o, token, head)
-    x = to_float32(tl.load(o_row[:, None] + column, mask=real[:, None], other=0.0), CONFIG.interpreted)
-    first = D - CONFIG.rope_dim - tile * TILE
-    if first < TILE:
+    x = to_float32(tl.load(o_row[:, None] + column, mask=real[:, None], other=0.0), INTERPRETED)
+    first = D - ROPE - tile * _TILE
+    if first < _TILE:
         position = tl.load(rotation.positions + token * rotation.position_stride, mask=token < num_tokens, other=0).to(
             tl.int64
         )
         # 1-D loads get their layout from x; with 2-D loads, x would get its layout from them.
-        pair = tl.arange(0, TILE // 2) - first // 2
-        cosine, sine = angles(rotation.cos_sin, position, rotation.num_positions, pair, CONFIG.rope_dim)
-        x = rotate_tail_by(x, cosine[None, :], -sine[None, :], first, CONFIG.block_h, TILE)
-    scaled, factors = scale_rows(x, smallest_amax, True)  # [block_h, TILE], [block_h]
+        pair = tl.arange(0, _TILE // 2) - first // 2
+        cosine, sine = angles(rotation.cos_sin, position, rotation.num_positions, pair, ROPE)
+        x = rotate_tail_by(x, cosine[None, :], -sine[None, :], first, _BLOCK_H, _TILE)
+    scaled, factors = scale_rows(x, smallest_amax, True)  # [block_h, _TILE], [block_h]
     # The heads of a group are contiguous; the groups follow each other.
     group = head // group_heads
     row = (group * num_tokens + token) * group_heads + head % group_heads
     out_row = values + row * D
-    tl.store(out_row[:, None] + column, float_to_e4m3(scaled, CONFIG.native), mask=real[:, None])
+    tl.store(out_row[:, None] + column, float_to_e4m3(scaled, NATIVE), mask=real[:, None])
 
     factors = tl.where(real, factors, 0.0)
-    if CONFIG.packed:
+    if scales.dtype.element_ty == tl.uint8:
         # One byte of the word that packs four tiles' scales.
         at = ((head * (TILES // 4) + tile // 4) * padded + token) * 4 + tile % 4
         tl.store(scales + at, (factors.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=there)

@@ -8,12 +8,12 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, slots_of
 from flashlatte.kernels.triton.cache_layout import cdiv
-from flashlatte.kernels.triton.cache_row import encode_elements
+from flashlatte.kernels.triton.fp8 import cast
 from flashlatte.kernels.triton.rotate import (
     TokenRotation,
     load_rotation,
     pair_columns,
-    rotate_row,
+    rotate_pairs,
     rotate_rows,
     rotation_of,
 )
@@ -98,16 +98,12 @@ def latent_rows_kernel(
         first, second = pair_columns(pair, PAIRS, INTERLEAVED)
         mask = pair < PAIRS
         rope = token_row(kv.x, program) + LATENT
-        x, y = rotate_row(rope, out_row + LATENT, first, second, cosine, sine, mask, INTERPRETED)
+        x, y = rotate_pairs(rope, out_row + LATENT, first, second, cosine, sine, mask, INTERPRETED)
         if cache.start is not None:
             # The cache stores the rounded row, also in a wider dtype.
             DTYPE: tl.constexpr = cache.start.dtype.element_ty
-            x, y = (
-                encode_elements(x, DTYPE, 1.0, False, INTERPRETED),
-                encode_elements(y, DTYPE, 1.0, False, INTERPRETED),
-            )
-            tl.store(row_in_cache + LATENT + first, x, mask=mask & stored)
-            tl.store(row_in_cache + LATENT + second, y, mask=mask & stored)
+            tl.store(row_in_cache + LATENT + first, cast(x, DTYPE, INTERPRETED), mask=mask & stored)
+            tl.store(row_in_cache + LATENT + second, cast(y, DTYPE, INTERPRETED), mask=mask & stored)
 
 
 @kernel

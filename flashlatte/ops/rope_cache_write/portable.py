@@ -17,7 +17,7 @@ from flashlatte.kernels.triton.rotate import (
     TokenRotation,
     load_rotation,
     pair_columns,
-    rotate_row,
+    rotate_pairs,
     rotate_rows,
     rotation_of,
 )
@@ -119,7 +119,7 @@ def rope_cache_write_kernel(
     if is_key:
         row, in_rope = token_row(k_rope, token), pair < PAIRS
         first, second = pair_columns(pair, PAIRS, CONFIG.interleaved)
-        x, y = rotate_row(row, row, first, second, cosine, sine, in_rope, INTERPRETED)
+        x, y = rotate_pairs(row, row, first, second, cosine, sine, in_rope, INTERPRETED)
         valid, page, offset = locate_slots(slots, token, CONFIG.wide)
         row_in_cache = slot_row(cache, page, offset)
         factor = load_scale(scale)
