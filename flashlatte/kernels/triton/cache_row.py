@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import store_words
+from flashlatte.kernels.triton.cache_address import store_words, tile_scale_row
 from flashlatte.kernels.triton.fp4 import to_mxfp4
 from flashlatte.kernels.triton.fp8 import cast, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
@@ -86,17 +86,18 @@ def store_row(
         tl.store(row + column, from_float32(x, cache.start.dtype.element_ty, INTERPRETED), mask=valid)
     elif FORMAT.encoding == "tiles":
         TILING: tl.constexpr = FORMAT.tiling
-        LATENT: tl.constexpr = TILING.tile * TILING.tiles
         row = page_start + offset * TILING.row_bytes
         values, scales = quantize_tiles(tl.reshape(x, [1, D // TILING.tile, TILING.tile]), True)
         codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
-        tl.store(row + column, codes, mask=valid & (column < LATENT))
+        tl.store(row + column, codes, mask=valid & (column < TILING.latent))
         rope = from_float32(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
-        store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), cache.align)
+        store_words(
+            row + TILING.rope_offset, column - TILING.latent, rope, valid & (column >= TILING.latent), cache.align
+        )
         tile = tl.arange(0, D // TILING.tile)[None, :]
         # The scales of a token are padded with zero bytes.
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.padded_tiles
+        scale_row = tile_scale_row(page_start, page_size, offset, TILING)
         tl.store(scale_row + tile, exponents, mask=in_cache & (tile < TILING.padded_tiles))
     elif FORMAT.encoding == "e4m3":
         values, scales = scale_rows(x, _SMALLEST_AMAX, FORMAT.power_of_two)  # [1, D], [1]

@@ -7,11 +7,13 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import (
     RequestPages,
     Requests,
+    block_scale_byte,
     end_of_rows,
     load_words,
     locate_rows,
     pages_of,
     requests_of,
+    tile_scale_row,
 )
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import CacheScale, load_scale
@@ -68,8 +70,7 @@ def cache_gather(params: CacheGatherParams) -> None:
     if tiling is not None:
         gather_tiles_kernel[grid](*records, **variant, TILING=tiling)
     else:
-        tail = layout.head_dim - scaling.block * scaling.blocks
-        gather_blocks_kernel[grid](*records, **variant, SCALING=scaling, TAIL=tail)
+        gather_blocks_kernel[grid](*records, **variant, SCALING=scaling, TAIL=layout.head_dim - scaling.scaled)
 
 
 @kernel
@@ -86,7 +87,6 @@ def gather_tiles_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """Formats with a scale per tile."""
-    LATENT: tl.constexpr = TILING.tiles * TILING.tile
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
     if first_row >= end_of_rows(requests, num_rows):
@@ -104,11 +104,11 @@ def gather_tiles_kernel(
     if TILING.rope_offset < TILING.row_bytes:
         rope_bits = load_words((row + TILING.rope_offset)[:, None], rope_column, tl.uint16, found[:, None], cache.align)
     if TILING.e8m0:
-        scale_row = page_start + pages.page_size * TILING.row_bytes + offset * TILING.padded_tiles
+        scale_row = tile_scale_row(page_start, pages.page_size, offset, TILING)
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
         scales = e8m0_to_float(exponents)
     else:
-        scale_bits = load_words((row + LATENT)[:, None], tile, tl.uint32, found[:, None], cache.align)
+        scale_bits = load_words((row + TILING.latent)[:, None], tile, tl.uint32, found[:, None], cache.align)
         scales = scale_bits.to(tl.float32, bitcast=True)
 
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
@@ -119,7 +119,7 @@ def gather_tiles_kernel(
     )
     if TILING.rope_offset < TILING.row_bytes:
         ropes = cast(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE, INTERPRETED)
-        tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
+        tl.store(out_row[:, None] + (TILING.latent + rope_column), ropes, mask=inside[:, None])
 
 
 @kernel
@@ -138,8 +138,7 @@ def gather_blocks_kernel(
 ):
     """Formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block; the last TAIL values have no
     scale."""
-    SCALED: tl.constexpr = SCALING.block * SCALING.blocks
-    VALUE_BYTES: tl.constexpr = SCALED // 2 if SCALING.fp4 else SCALED
+    SCALED: tl.constexpr = SCALING.scaled
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
     if first_row >= end_of_rows(requests, num_rows):
@@ -149,9 +148,10 @@ def gather_blocks_kernel(
     found = found[:, None]
 
     block = tl.arange(0, SCALING.blocks)[None, :]
-    scale_index = SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
-    scale_bytes = tl.load(row + SCALING.scale_offset + scale_index, mask=found, other=0)  # [BLOCK_T, blocks]
-    codes = tl.load(row + tl.arange(0, VALUE_BYTES)[None, :], mask=found, other=0)  # [BLOCK_T, VALUE_BYTES]
+    scale_row = row + SCALING.scale_offset
+    scale_bytes = tl.load(scale_row + block_scale_byte(block, SCALING), mask=found, other=0)  # [BLOCK_T, blocks]
+    byte = tl.arange(0, SCALING.value_bytes)[None, :]
+    codes = tl.load(row + byte, mask=found, other=0)  # [BLOCK_T, value_bytes]
     if SCALING.fp4:
         pairs = codes.to(tl.int32)
         values = tl.reshape(tl.join(e2m1_to_float(pairs & 15), e2m1_to_float(pairs >> 4)), [BLOCK_T, SCALED])
@@ -168,7 +168,7 @@ def gather_blocks_kernel(
     tl.store(out_row + column, elements, mask=inside[:, None])
     if TAIL > 0:
         column = tl.arange(0, TAIL)[None, :]
-        tail = tl.load(row + VALUE_BYTES + column, mask=found, other=0)  # [BLOCK_T, TAIL]
+        tail = tl.load(row + SCALING.value_bytes + column, mask=found, other=0)  # [BLOCK_T, TAIL]
         elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
         tl.store(out_row + SCALED + column, elements, mask=inside[:, None])
 
