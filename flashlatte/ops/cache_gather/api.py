@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashlatte.kv_cache import gather_slots, scales
-from flashlatte.kv_cache.codec import as_cache, one_scale
+from flashlatte.kv_cache.codec import as_cache, check_float_dtype, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
 from flashlatte.ops.cache_gather.params import CacheGatherParams
@@ -88,8 +88,7 @@ def cache_gather(
         checks.tensor("seq_ends", seq_ends, shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     if out is None:
-        if dtype not in checks.FLOAT_DTYPES:
-            raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
+        check_float_dtype(dtype)
         if total_tokens is None:
             if cu_seqlens.shape[0] == block_table.shape[0]:
                 raise ValueError(

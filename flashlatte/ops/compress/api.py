@@ -105,8 +105,8 @@ def compress(
     head_dim = weight.shape[0]
     if width not in (head_dim, 2 * head_dim):
         raise ValueError(f"kv must be {head_dim} wide like weight, or twice that with overlap, got {width}")
-    rope.check_table(cos_sin, head_dim, device)
-    for name, value in (("request_ids", request_ids), ("positions", positions), ("slot_mapping", slot_mapping)):
+    rope.check_rotation(cos_sin, positions, tokens, head_dim, device)
+    for name, value in (("request_ids", request_ids), ("slot_mapping", slot_mapping)):
         checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     _check_state(state_cache, state_table, ape, width // head_dim, device)

@@ -90,7 +90,7 @@ def mhc_pre(
     tokens, count, width = _check_streams(streams)
     numbers, device = (2 + count) * count, streams.device
     checks.tensor("projected", projected, (tokens, numbers), (torch.float32,), device, may_be_empty=1)
-    _check_contiguous("projected", projected)
+    checks.contiguous(projected=projected)
     checks.tensor("base", base, (numbers,), (torch.float32,), device)
     checks.tensor("scale", scale, (3,), (torch.float32,), device)
     rms_eps, eps = checks.epsilon("rms_eps", rms_eps), checks.epsilon("eps", eps)
@@ -150,8 +150,7 @@ def mhc_post(
     checks.tensor("result", result, (tokens, width), (streams.dtype,), device, may_be_empty=1)
     checks.tensor("shares", shares, (tokens, count), (torch.float32,), device, may_be_empty=1)
     checks.tensor("mixture", mixture, (tokens, count, count), (torch.float32,), device, may_be_empty=1)
-    for name, value in (("result", result), ("shares", shares), ("mixture", mixture)):
-        _check_contiguous(name, value)
+    checks.contiguous(result=result, shares=shares, mixture=mixture)
     gradients.warn_if_dropped(POST, result, streams, shares, mixture)
     backend = dispatch.select(dispatch.CallSpec(POST, device, streams.dtype, head_dim=count), backend)
     out = torch.empty_like(streams)
@@ -162,15 +161,10 @@ def mhc_post(
 
 def _check_streams(streams: torch.Tensor) -> torch.Size:
     checks.tensor("streams", streams, ("T", "n", "hidden_size"), checks.FLOAT_DTYPES, may_be_empty=1)
-    _check_contiguous("streams", streams)
+    checks.contiguous(streams=streams)
     if streams.shape[1] > MAX_STREAMS:
         raise ValueError(f"streams must have at most {MAX_STREAMS} streams per token, got {streams.shape[1]}")
     return streams.shape
-
-
-def _check_contiguous(name: str, value: torch.Tensor) -> None:
-    if not value.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
 
 
 @register_op(POST, mutates=("out",))

@@ -85,9 +85,8 @@ def rotate_and_cache(
     tokens, heads, head_dim = q.shape
     device = q.device
     checks.tensor("kv", kv, (tokens, head_dim), (q.dtype,), device)
-    rope.check_table(cos_sin, head_dim, device)
-    for name, value in (("positions", positions), ("slot_mapping", slot_mapping)):
-        checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    rope.check_rotation(cos_sin, positions, tokens, head_dim, device)
+    checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     if q_eps is not None:
         q_eps = checks.epsilon("q_eps", q_eps)
