@@ -45,11 +45,6 @@ class Tiling(NamedTuple):
     rope_offset: int
     e8m0: bool
 
-    @property
-    def latent(self) -> int:
-        """Values of the latent."""
-        return self.tile * self.tiles
-
 
 class BlockScaling(NamedTuple):
     """The layout of a token in a format with contiguous tokens and a one-byte scale per block of values.
@@ -74,16 +69,6 @@ class BlockScaling(NamedTuple):
     token_bytes: int
     scale_lanes: int = 1
     rounds_up: bool = False
-
-    @property
-    def scaled(self) -> int:
-        """Values with a scale."""
-        return self.block * self.blocks
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of the values with a scale."""
-        return self.scaled // 2 if self.fp4 else self.scaled
 
 
 @dataclass(frozen=True)

@@ -86,14 +86,13 @@ def store_row(
         tl.store(row + column, from_float32(x, cache.start.dtype.element_ty, INTERPRETED), mask=valid)
     elif FORMAT.encoding == "tiles":
         TILING: tl.constexpr = FORMAT.tiling
+        LATENT: tl.constexpr = TILING.tile * TILING.tiles
         row = page_start + offset * TILING.row_bytes
         values, scales = quantize_tiles(tl.reshape(x, [1, D // TILING.tile, TILING.tile]), True)
         codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
-        tl.store(row + column, codes, mask=valid & (column < TILING.latent))
+        tl.store(row + column, codes, mask=valid & (column < LATENT))
         rope = from_float32(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
-        store_words(
-            row + TILING.rope_offset, column - TILING.latent, rope, valid & (column >= TILING.latent), cache.align
-        )
+        store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), cache.align)
         tile = tl.arange(0, D // TILING.tile)[None, :]
         # The scales of a token are padded with zero bytes.
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)

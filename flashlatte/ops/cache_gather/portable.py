@@ -70,7 +70,8 @@ def cache_gather(params: CacheGatherParams) -> None:
     if tiling is not None:
         gather_tiles_kernel[grid](*records, **variant, TILING=tiling)
     else:
-        gather_blocks_kernel[grid](*records, **variant, SCALING=scaling, TAIL=layout.head_dim - scaling.scaled)
+        tail = layout.head_dim - scaling.block * scaling.blocks
+        gather_blocks_kernel[grid](*records, **variant, SCALING=scaling, TAIL=tail)
 
 
 @kernel
@@ -87,6 +88,7 @@ def gather_tiles_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """Formats with a scale per tile."""
+    LATENT: tl.constexpr = TILING.tiles * TILING.tile
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
     if first_row >= end_of_rows(requests, num_rows):
@@ -108,7 +110,7 @@ def gather_tiles_kernel(
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
         scales = e8m0_to_float(exponents)
     else:
-        scale_bits = load_words((row + TILING.latent)[:, None], tile, tl.uint32, found[:, None], cache.align)
+        scale_bits = load_words((row + LATENT)[:, None], tile, tl.uint32, found[:, None], cache.align)
         scales = scale_bits.to(tl.float32, bitcast=True)
 
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
@@ -119,7 +121,7 @@ def gather_tiles_kernel(
     )
     if TILING.rope_offset < TILING.row_bytes:
         ropes = cast(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE, INTERPRETED)
-        tl.store(out_row[:, None] + (TILING.latent + rope_column), ropes, mask=inside[:, None])
+        tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
 @kernel
@@ -138,7 +140,8 @@ def gather_blocks_kernel(
 ):
     """Formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block; the last TAIL values have no
     scale."""
-    SCALED: tl.constexpr = SCALING.scaled
+    SCALED: tl.constexpr = SCALING.block * SCALING.blocks
+    VALUE_BYTES: tl.constexpr = SCALED // 2 if SCALING.fp4 else SCALED
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
     if first_row >= end_of_rows(requests, num_rows):
@@ -150,8 +153,8 @@ def gather_blocks_kernel(
     block = tl.arange(0, SCALING.blocks)[None, :]
     scale_row = row + SCALING.scale_offset
     scale_bytes = tl.load(scale_row + block_scale_byte(block, SCALING), mask=found, other=0)  # [BLOCK_T, blocks]
-    byte = tl.arange(0, SCALING.value_bytes)[None, :]
-    codes = tl.load(row + byte, mask=found, other=0)  # [BLOCK_T, value_bytes]
+    byte = tl.arange(0, VALUE_BYTES)[None, :]
+    codes = tl.load(row + byte, mask=found, other=0)  # [BLOCK_T, VALUE_BYTES]
     if SCALING.fp4:
         pairs = codes.to(tl.int32)
         values = tl.reshape(tl.join(e2m1_to_float(pairs & 15), e2m1_to_float(pairs >> 4)), [BLOCK_T, SCALED])
@@ -168,7 +171,7 @@ def gather_blocks_kernel(
     tl.store(out_row + column, elements, mask=inside[:, None])
     if TAIL > 0:
         column = tl.arange(0, TAIL)[None, :]
-        tail = tl.load(row + SCALING.value_bytes + column, mask=found, other=0)  # [BLOCK_T, TAIL]
+        tail = tl.load(row + VALUE_BYTES + column, mask=found, other=0)  # [BLOCK_T, TAIL]
         elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
         tl.store(out_row + SCALED + column, elements, mask=inside[:, None])
 

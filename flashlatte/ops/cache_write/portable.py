@@ -42,7 +42,7 @@ def cache_write(params: CacheWriteParams) -> None:
     tiling, scaling = layout.tiling, layout.block_scaling
     rope_column = 0
     if tiling is not None and rope is None:
-        rope, rope_column = x, tiling.latent
+        rope, rope_column = x, tiling.tiles * tiling.tile
     slots = slots_of(params.slot_mapping, cache)
     rows = cache_rows(cache, strided=tiling is None and scaling is None)
     records = (rows, slots, token_rows(x), token_rows(rope))
@@ -66,7 +66,7 @@ def cache_write(params: CacheWriteParams) -> None:
             *records,
             **variant,
             SCALING=scaling,
-            TAIL=layout.head_dim - scaling.scaled,
+            TAIL=layout.head_dim - scaling.block * scaling.blocks,
             X_WIDTH=x.shape[1],
             BLOCK_T=SCALED_BLOCKING.tokens,
             num_warps=SCALED_BLOCKING.warps,
@@ -125,7 +125,7 @@ def write_tiles_kernel(
         scale_row = tile_scale_row(page_start, slots.page_size, offset, TILING)
         tl.store(scale_row[:, None] + tile, exponents, mask=valid[:, None])
     else:
-        store_words((row + TILING.latent)[:, None], tile, scales, valid[:, None], cache.align)
+        store_words((row + TILING.tiles * TILING.tile)[:, None], tile, scales, valid[:, None], cache.align)
 
 
 @kernel
@@ -144,7 +144,8 @@ def write_blocks_kernel(
 ):
     """Formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block; the last TAIL values have no
     scale."""
-    SCALED: tl.constexpr = SCALING.scaled
+    SCALED: tl.constexpr = SCALING.block * SCALING.blocks
+    VALUE_BYTES: tl.constexpr = SCALED // 2 if SCALING.fp4 else SCALED
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
     row = page_pointers(cache, page) + offset * SCALING.token_bytes
@@ -158,18 +159,18 @@ def write_blocks_kernel(
         scales = nvfp4_scales(low, high, SCALING.rounds_up, NATIVE)
         divisors = tl.broadcast_to(e4m3_to_float(scales, NATIVE)[:, :, None], low.shape)
         codes = e2m1_code(tl.div_rn(low, divisors)) | (e2m1_code(tl.div_rn(high, divisors)) << 4)
-        values = tl.reshape(codes, [BLOCK_T, SCALING.value_bytes]).to(tl.uint8)
+        values = tl.reshape(codes, [BLOCK_T, VALUE_BYTES]).to(tl.uint8)
     else:
         scaled, scale_bits = quantize_tiles(tl.reshape(elements, [BLOCK_T, SCALING.blocks, SCALING.block]), True)
         scales = (scale_bits >> 23).to(tl.uint8)
         values = float_to_e4m3(tl.reshape(scaled, [BLOCK_T, SCALED]), NATIVE)
-    tl.store(row[:, None] + tl.arange(0, SCALING.value_bytes)[None, :], values, mask=valid[:, None])
+    tl.store(row[:, None] + tl.arange(0, VALUE_BYTES)[None, :], values, mask=valid[:, None])
     scale_row = row[:, None] + SCALING.scale_offset
     tl.store(scale_row + block_scale_byte(block, SCALING), scales, mask=valid[:, None])
     if TAIL > 0:
         column = SCALED + tl.arange(0, TAIL)[None, :]
         tail = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH), INTERPRETED)
-        tail_bytes = row[:, None] + SCALING.value_bytes + tl.arange(0, TAIL)[None, :]
+        tail_bytes = row[:, None] + VALUE_BYTES + tl.arange(0, TAIL)[None, :]
         tl.store(tail_bytes, float_to_e4m3(tail, NATIVE), mask=valid[:, None])
 
 

@@ -97,7 +97,7 @@ def latent_rows_kernel(
         cosine, sine = load_rotation(rotation, program, pair, PAIRS, INTERPRETED)
         first, second = pair_columns(pair, PAIRS, INTERLEAVED)
         mask = pair < PAIRS
-        rope = token_row(kv.x, program) + LATENT
+        rope = token_row(kv, program) + LATENT
         x, y = rotate_pairs(rope, out_row + LATENT, first, second, cosine, sine, mask, INTERPRETED)
         if cache.start is not None:
             # The cache stores the rounded row, also in a wider dtype.

@@ -12,7 +12,6 @@ from flashlatte.kernels.triton.cache_row import store_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.rotate import angles, rotate_tail_by
-from flashlatte.kernels.triton.rows import token_row
 from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens, locate_state
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -46,7 +45,7 @@ def compress_finish_kernel(
     first = tl.program_id(0).to(tl.int64) * window
     looked_at = (lane < window) & (first + lane < num_tokens)
     if tl.program_id(1) < save_blocks:
-        if states.cache.start is not None:
+        if states.start is not None:
             token = first + lane
             request = tl.load(tokens.request_ids + token * tokens.id_stride, mask=looked_at, other=-1).to(tl.int64)
             position = tl.load(tokens.positions + token * tokens.position_stride, mask=looked_at, other=-1)
@@ -119,7 +118,7 @@ def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + target.eps) * finish.gain
     x = rotate_tail_by(x[None, :], finish.cosine, finish.sine, D - FORM.rope_dim, 1, D)
     page, offset = page_and_offset(slot, slot >= 0, target.page_size, FORM.wide)
-    store_row(x, target.cache, target.page_size, slot >= 0, page, offset, D, ROW_BYTES, FORM.native, FORM.interpreted)
+    store_row(x, target, target.page_size, slot >= 0, page, offset, D, ROW_BYTES, FORM.native, FORM.interpreted)
 
 
 @triton.jit
@@ -131,9 +130,12 @@ def save_state(tokens, states, token, column, FORM: tl.constexpr, OVERLAPPED: tl
     position = tl.load(tokens.positions + token * tokens.position_stride).to(tl.int64)
     row, found = locate_state(states, request, position, position >= 0)
     inside = found & (column < WIDTH)
-    values = tl.load(token_row(tokens.kv, token) + column, mask=inside, other=0.0)
-    scores = tl.load(token_row(tokens.score, token) + column, mask=inside, other=0.0)
-    bias = tl.load(token_row(tokens.ape, position % FORM.ratio) + column, mask=inside, other=0.0)
+    kv_row = tokens.kv + token * tokens.kv_stride * tokens.kv_align
+    values = tl.load(kv_row + column, mask=inside, other=0.0)
+    score_row = tokens.score + token * tokens.score_stride * tokens.score_align
+    scores = tl.load(score_row + column, mask=inside, other=0.0)
+    bias_row = tokens.ape + (position % FORM.ratio) * tokens.ape_stride * tokens.ape_align
+    bias = tl.load(bias_row + column, mask=inside, other=0.0)
     if OVERLAPPED:
         gdc_wait()
     tl.store(row + column, to_float32(values, FORM.interpreted), mask=inside)

@@ -114,9 +114,9 @@ def _records(params: CompressParams, cache: torch.Tensor) -> tuple[Tokens, State
     num_pages, page_size = (1, 1) if states is None else states.shape[:2]
     return (
         Tokens(
-            token_rows(params.kv),
-            token_rows(params.score),
-            token_rows(params.ape),
+            *token_rows(params.kv),
+            *token_rows(params.score),
+            *token_rows(params.ape),
             request_ids,
             request_ids.stride(0),
             positions,
@@ -125,7 +125,7 @@ def _records(params: CompressParams, cache: torch.Tensor) -> tuple[Tokens, State
             slot_mapping.stride(0),
         ),
         States(
-            cache_rows(states, strided=True),
+            *cache_rows(states, strided=True),
             num_pages,
             page_size,
             table,
@@ -134,14 +134,14 @@ def _records(params: CompressParams, cache: torch.Tensor) -> tuple[Tokens, State
             columns,
         ),
         RowTarget(
+            # The token stride of one-byte formats is the format's.
+            *cache_rows(cache, strided=cache.element_size() > 1),
+            cache.shape[0] * cache.shape[1],
+            cache.shape[1],
             params.weight,
             params.eps,
             params.cos_sin,
             params.cos_sin.shape[0],
-            # The token stride of one-byte formats is the format's.
-            cache_rows(cache, strided=cache.element_size() > 1),
-            cache.shape[0] * cache.shape[1],
-            cache.shape[1],
         ),
     )
 

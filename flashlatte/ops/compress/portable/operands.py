@@ -8,16 +8,26 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_row import RowBytes
-from flashlatte.kernels.triton.rows import CacheRows, TokenRows, slot_row
-from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64, Pointer
+from flashlatte.kernels.triton.rows import slot_row
+from flashlatte.runtime.kernel_records import Constant, ElementPointer, Float32, Int64, Pointer
 
 
 class Tokens(NamedTuple):
-    """A step's tokens, and the scores [ratio, width] that are added by index in the group."""
+    """A step's tokens, and the scores ``ape`` [ratio, width] that are added by index in the group.
 
-    kv: TokenRows
-    score: TokenRows
-    ape: TokenRows
+    Strides of rows are in units of their alignment. Records are flat here: in the loops of these kernels, Triton 3.6
+    forgets the constants of a record in a record.
+    """
+
+    kv: Pointer
+    kv_stride: Int64
+    kv_align: Constant
+    score: Pointer
+    score_stride: Int64
+    score_align: Constant
+    ape: Pointer
+    ape_stride: Int64
+    ape_align: Constant
     request_ids: ElementPointer
     id_stride: Int64
     positions: ElementPointer
@@ -27,9 +37,12 @@ class Tokens(NamedTuple):
 
 
 class States(NamedTuple):
-    """The paged states, and the pages [requests, columns] of each request's ring."""
+    """The paged states, the fields of ``CacheRows``, and the pages [requests, columns] of each request's ring."""
 
-    cache: CacheRows
+    start: Pointer
+    page_stride: Int64
+    row_stride: Int64
+    align: Constant
     num_pages: Int64
     page_size: Int64
     table: ElementPointer
@@ -39,15 +52,18 @@ class States(NamedTuple):
 
 
 class RowTarget(NamedTuple):
-    """The parameters that turn a group's sum into a row, and the row's cache."""
+    """The row's cache, the fields of ``CacheRows``, and the parameters that turn a group's sum into a row."""
 
+    start: Pointer
+    page_stride: Int64
+    row_stride: Int64
+    align: Constant
+    num_slots: Int64
+    page_size: Int64
     weight: Pointer
     eps: Float32
     cos_sin: Pointer
     num_positions: Int64
-    cache: CacheRows
-    num_slots: Int64
-    page_size: Int64
 
 
 class CompressConstants(NamedTuple):
@@ -86,4 +102,4 @@ def locate_state(states, request, position, wanted):
     found = wanted & (page >= 0) & (page < states.num_pages)
     # tl.where(found, ...) fails to compile here with Triton 3.6 (layout).
     page = tl.minimum(tl.maximum(page, 0), states.num_pages - 1)
-    return slot_row(states.cache, page, offset), found
+    return slot_row(states, page, offset), found

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents
 from flashlatte.kernels.triton.fp8 import to_float32
-from flashlatte.kernels.triton.rows import token_row
 from flashlatte.ops.compress.portable.finish import finish_row, finished_in, load_finish, next_of
 from flashlatte.ops.compress.portable.operands import RowTarget, States, Tokens, locate_state
 from flashlatte.runtime.triton_kernel import kernel
@@ -70,8 +69,8 @@ def compress_sum_kernel(
         end = tl.load(tokens.positions + token * tokens.position_stride).to(tl.int64)
         request = tl.load(tokens.request_ids + token * tokens.id_stride).to(tl.int64)
         group = FinishedGroup(
-            token_row(tokens.kv, token),
-            token_row(tokens.score, token),
+            tokens.kv + token * tokens.kv_stride * tokens.kv_align,
+            tokens.score + token * tokens.score_stride * tokens.score_align,
             request,
             end,
             count_new(tokens, token, request, end, ROWS),
@@ -124,14 +123,14 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
     # The preceding group contributes the first half of its elements, the group itself the second.
     half = tl.where(row >= FORM.ratio, D, 0) if FORM.overlaps else row * 0
     at = half[:, :, None] + column[None, None, :]
-    kv_rows = group.kv - back * tokens.kv.stride * tokens.kv.align
-    score_rows = group.score - back * tokens.score.stride * tokens.score.align
-    bias_rows = token_row(tokens.ape, row % FORM.ratio)
+    kv_rows = group.kv - back * tokens.kv_stride * tokens.kv_align
+    score_rows = group.score - back * tokens.score_stride * tokens.score_align
+    bias_rows = tokens.ape + (row % FORM.ratio) * tokens.ape_stride * tokens.ape_align
     # If dtypes allow it, a single load with selected addresses keeps more loads in flight than two loads and a
     # selection.
-    ALIKE: tl.constexpr = tokens.kv.start.dtype.element_ty == tl.float32
+    ALIKE: tl.constexpr = tokens.kv.dtype.element_ty == tl.float32
     here = is_new
-    if states.cache.start is not None and ALIKE:
+    if states.start is not None and ALIKE:
         # Few groups of a prefill need states.
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
@@ -143,7 +142,7 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
     values = to_float32(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), FORM.interpreted)
     scores = to_float32(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), FORM.interpreted)
     scores += tl.load(bias_rows[:, :, None] + at, mask=is_new[:, :, None], other=0.0)
-    if states.cache.start is not None and not ALIKE:
+    if states.start is not None and not ALIKE:
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
             state, is_old = state_rows(group, states, row, back, is_new, ROWS)
