@@ -78,7 +78,7 @@ $(BIN)/python:
 $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Once: FlashLatte, PyTorch, transformers and the tests' packages go into $(VENV), and nowhere else."
 	@echo "PyTorch is the most of it: 0.2 GB to download for a CPU, 3 GB with CUDA, as PyPI has it for Linux; some minutes."
-	@$(PIP) --editable '.[transformers,dev]'
+	@$(PIP) --editable '.[transformers,serve,dev]'
 	@touch $@
 
 $(VENV)/.docs-ready: $(READY)

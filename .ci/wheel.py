@@ -29,7 +29,7 @@ for entry_point in entry_points:
 for name in flashlatte.__all__:
     getattr(flashlatte, name)
 import flashlatte.integrations.transformers
-extras = ("transformers", "rich", "pandas", "vllm", "sglang")
+extras = ("transformers", "rich", "pandas", "starlette", "uvicorn", "vllm", "sglang")
 absent = [name for name in extras if importlib.util.find_spec(name) is not None]
 assert not absent, f"{{absent}} are here, and should not be"
 cache = flashlatte.kv_cache.allocate("bf16", num_pages=2, page_size=64)

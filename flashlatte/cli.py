@@ -35,11 +35,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from flashlatte import bench, precompile
+    from flashlatte import bench, precompile, serve
+    from flashlatte.engine.arguments import add_model_arguments
 
     parser = argparse.ArgumentParser(prog="flashlatte", description="Multi-head Latent Attention in Python.")
     parser.add_argument("--version", action="version", version=f"flashlatte {flashlatte.__version__}")
-    names = "demo | generate | doctor | compile | bench"
+    names = "demo | generate | serve | doctor | compile | bench"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     demo = commands.add_parser(
@@ -58,10 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate", help="generate text from a checkpoint; run with torchrun for several GPUs"
     )
-    generate.add_argument("model", type=Path, help="directory of a checkpoint and its tokenizer")
-    text = generate.add_mutually_exclusive_group(required=True)
-    text.add_argument("--prompt", help="text to continue")
+    add_model_arguments(generate)
+    text = generate.add_mutually_exclusive_group()
+    text.add_argument("--prompt", help="text to continue; default: standard input")
     text.add_argument("--file", type=Path, help="file with the text; - reads standard input")
+    generate.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the text by the tokenizer's chat template; without a text, each line of standard input",
+    )
     generate.add_argument("--max-tokens", type=int, default=128, help="maximum number of new tokens (default 128)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the most likely token")
     generate.add_argument(
@@ -71,11 +77,14 @@ def _parser() -> argparse.ArgumentParser:
         help="sample from the most likely tokens with this cumulative probability (default 1)",
     )
     generate.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    generate.add_argument("--cache-format", help="format of the KV cache; default: the model's dtype")
     generate.add_argument(
-        "--context-parallel", type=int, default=1, help="ranks that share the keys, with torchrun (default 1)"
+        "--stop", action="append", metavar="TEXT", help="end the output before this text (may be repeated)"
     )
     generate.set_defaults(run=_generate)
+
+    serve_parser = commands.add_parser("serve", help="serve a checkpoint by OpenAI's HTTP API")
+    serve.add_arguments(serve_parser)
+    serve_parser.set_defaults(run=serve.main)
 
     doctor = commands.add_parser("doctor", help="print this machine, and the implementation chosen for each operation")
     doctor.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="dtype of the queries")

@@ -134,6 +134,9 @@ def typical_calls(device: torch.device, dtype: torch.dtype, model: MLAConfig | N
         dispatch.CallSpec(name, device, dtype, **shared, **heads)
         for name in ("sparse_prefill", "sparse_attention_backward")
     ]
+    index_dim = None if config.indexer is None else config.indexer.head_dim
+    loss_sizes: dict[str, Any] = {"head_dim": config.head_dim, "index_dim": index_dim, **heads}
+    calls.append(dispatch.CallSpec("indexer_loss", device, dtype, **loss_sizes))
     per_head: dict[str, Any] = {
         "head_dim": config.qk_head_dim,
         "head_dim_v": config.v_head_dim,

@@ -79,7 +79,7 @@ def test_doctor_of_a_model_counts_its_heads(tmp_path):
         ("[]", "model must be a config.json, and .* holds no object"),
         ('{"model_type": "llama"}', "config must be an MLA model's, with kv_lora_rank, got model_type llama"),
         ('{"model_type": "deepseek_v4", "head_dim": 512}', "config must have num_hidden_layers, .* without"),
-        ('{"model_type": "kimi_linear", "kv_lora_rank": 512}', "model_type 'kimi_linear' is not supported: most of"),
+        ('{"model_type": "glm5_next", "kv_lora_rank": 512}', "model_type 'glm5_next' is not supported: its indexer"),
         (None, "No such file"),
     ],
 )

@@ -34,7 +34,8 @@ def test_public_names_bring_nothing_heavy_along():
 
 def test_the_package_and_its_help_come_without_torch():
     assert "torch" not in newly_imported("import flashlatte", "")
-    for arguments in (["--help"], ["--version"], ["doctor", "--help"], ["bench", "--help"], ["demo", "--help"]):
+    commands = ("doctor", "bench", "demo", "generate", "serve")
+    for arguments in (["--help"], ["--version"], *([command, "--help"] for command in commands)):
         code = (
             f"from flashlatte import cli\ntry: cli.main({arguments})\nexcept SystemExit as exit: assert exit.code == 0"
         )

@@ -20,6 +20,7 @@ from flashlatte.bench.problems import (
     DensePrefillBackward,
     GatherRecords,
     IndexConvert,
+    IndexerLoss,
     IndexGather,
     IndexLogits,
     IndexQuantize,
@@ -256,6 +257,15 @@ SPARSE_ATTENTION = (
     Case(SparseAttentionBackward(512, 64, 512, 4096)),
 )
 
+# The same step of the indexer: sparse stage, and warm-up.
+INDEXER_LOSS = (
+    Case(IndexerLoss(128, 64, 2048, 4096)),
+    Case(IndexerLoss(128, 64, 2048, 4096, deterministic=True)),
+    Case(IndexerLoss(64, 32, 2048, 4096)),
+    Case(IndexerLoss(128, 64, 0, 4096)),
+    Case(IndexerLoss(128, 64, 0, 16384, s_q=16384)),
+)
+
 _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
 # FlashMLA has no such kernel for this GPU; docs/notes/portable.md has cuDNN's times.
 _DENSE_PREFILL = (
@@ -335,6 +345,7 @@ CASES = (
     *SPARSE_DECODE,
     *SPARSE_PREFILL,
     *SPARSE_ATTENTION,
+    *INDEXER_LOSS,
     *DENSE_PREFILL,
     *PAGED_ATTENTION,
     *KV_CACHE,

@@ -1,63 +1,106 @@
-"""``flashlatte generate``: streams a text, then prints the speed."""
+"""``flashlatte generate``: streams a text or the answers of a conversation, then prints the speed."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from flashlatte.engine.detokenizer import Detokenizer
+from flashlatte.engine.arguments import create_engine
+from flashlatte.engine.chat import chat_tokens
 from flashlatte.engine.engine import Engine
 from flashlatte.engine.loading import load_tokenizer
-from flashlatte.engine.outputs import RequestFailed
+from flashlatte.engine.outputs import CompletionOutput, RequestFailed
 from flashlatte.engine.paged import config_of
 from flashlatte.engine.sampling_params import SamplingParams
+from flashlatte.engine.text_stream import TextStream
+from flashlatte.engine.validation import Prompt
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Continue the text of ``--prompt`` or ``--file``; returns the exit code."""
+    """Continue a text, or answer it with ``--chat``; returns the exit code.
+
+    The text is that of ``--prompt``, ``--file`` or standard input. ``--chat`` without a text answers each line of
+    standard input, in one conversation.
+    """
     # Only the first rank reads the text: all share one standard input.
     leads = os.environ.get("RANK", "0") == "0"
-    text = arguments.prompt if arguments.file is None or not leads else _text_of(arguments.file)
+    text = _text(arguments) if leads else None
     sampling = SamplingParams(
-        max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stop=arguments.stop,
     )
     # First, because transformers would look for a tokenizer of a missing directory on the network.
     config_of(arguments.model)
-    engine = Engine(
-        arguments.model,
-        cache_format=arguments.cache_format,
-        tokenizer=load_tokenizer(arguments.model),
-        # As many processes as torchrun started.
-        tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
-        context_parallel=arguments.context_parallel,
-    )
+    engine = create_engine(arguments, tokenizer=load_tokenizer(arguments.model))
     if not engine.leads:
         engine.follow()
         return 0
     with engine:
         try:
-            _stream(engine, text, sampling)
+            if arguments.chat:
+                count = _answer(engine, _lines() if text is None else iter([text]), sampling)
+            else:
+                assert text is not None
+                _, count = _stream(engine, text, sampling)
         except RequestFailed as error:
             print(f"\nflashlatte generate: {error}", file=sys.stderr)
             return 1
-    return 0
-
-
-def _stream(engine: Engine, text: str, sampling: SamplingParams) -> None:
-    detokenizer, count = Detokenizer(engine.tokenizer), 0
-    for token in engine.stream(text, sampling):
-        if token not in engine.model.eos_token_ids:
-            print(detokenizer.add(token)[0], end="", flush=True)
-            count += 1
-    statistics = engine.statistics()
-    print(detokenizer.rest())
+        seconds = engine.statistics()["seconds"]
     print(
-        f"{count} tokens in {statistics['seconds']:.1f} s, {count / statistics['seconds']:,.1f} a second; "
+        f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.1f} a second; "
         f"cache {engine.cache_format}, {engine.pool.num_pages} pages of {engine.pool.page_size} tokens",
         file=sys.stderr,
     )
+    return 0
+
+
+def _answer(engine: Engine, texts: Iterator[str], sampling: SamplingParams) -> int:
+    """Answer the user's messages of one conversation; returns the number of generated tokens."""
+    messages, total = list[dict[str, str]](), 0
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+        answer, count = _stream(engine, chat_tokens(engine.tokenizer, messages), sampling)
+        messages.append({"role": "assistant", "content": answer})
+        total += count
+    return total
+
+
+def _stream(engine: Engine, prompt: Prompt, sampling: SamplingParams) -> tuple[str, int]:
+    """Print the text that continues a prompt; returns it, and its number of tokens without one that ended it."""
+    engine.add(prompt, sampling)
+    text, stream, output = "", None, None
+    while engine.unfinished:
+        for request in engine.step():
+            (output,) = request.outputs
+            stream = stream or TextStream(output)
+            new = stream.update(output)
+            text += new
+            print(new, end="", flush=True)
+    assert output is not None
+    if output.error is not None:
+        raise RequestFailed(f"request {request.request_id!r} failed: {output.error}")
+    print()
+    return text, len(output.token_ids) - _ended_by_token(output)
+
+
+def _ended_by_token(output: CompletionOutput) -> bool:
+    return output.token_ids[-1] in output.sampling.all_stop_token_ids
+
+
+def _text(arguments: argparse.Namespace) -> str | None:
+    """The text of the prompt; None for a conversation on standard input."""
+    if arguments.prompt is not None:
+        return arguments.prompt
+    if arguments.file is None and arguments.chat:
+        return None
+    return _text_of(arguments.file or Path("-"))
 
 
 def _text_of(file: Path) -> str:
@@ -68,3 +111,12 @@ def _text_of(file: Path) -> str:
         raise ValueError(f"--file must be a text in UTF-8, and {file} is not: {error}") from None
     except OSError as error:
         raise ValueError(f"--file must be a file that can be read, got {file}: {error.strerror}") from None
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input that are not blank, asked for on a terminal."""
+    with suppress(EOFError):
+        while True:
+            line = input("> " if sys.stdin.isatty() else "")
+            if line.strip():
+                yield line

@@ -220,12 +220,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
         ``generated_tokens``, and ``tokens_per_second`` of the ``seconds`` in steps; ``computed_tokens``, those of
         prompts too, and ``cached_tokens`` that the prefix cache had instead; ``draft_tokens`` and ``accepted_tokens``;
-        requests ``swapped`` and ``recomputed`` when pages ran out; ``pages_in_use`` of ``pages``.
+        requests ``swapped`` and ``recomputed`` when pages ran out; ``pages_in_use`` of ``pages``; outputs that are
+        ``running`` and ``waiting`` now. Any thread may call it.
         """
         counts = dataclasses.asdict(self.scheduler.statistics)
         seconds, pages = self._seconds, {"pages": self.pool.num_pages, "pages_in_use": self.pool.in_use}
         rate = counts["generated_tokens"] / seconds if seconds else 0.0
-        return counts | pages | {"seconds": seconds, "tokens_per_second": rate}
+        queues = {"running": self.scheduler.num_running, "waiting": self.scheduler.num_waiting}
+        return counts | pages | queues | {"seconds": seconds, "tokens_per_second": rate}
 
     @property
     def leads(self) -> bool:

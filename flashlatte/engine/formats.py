@@ -17,7 +17,8 @@ def check_cache_format(config: Any, cache_format: Any, dtype: torch.dtype | None
     if config.model_type == V4_MODEL_TYPE:
         window_format(V4Config.layers(config)[0], cache_format, dtype)
     else:
-        latent_format(MLAConfig.from_transformers(config), cache_format)
+        for layer in dict.fromkeys(MLAConfig.layers(config)):
+            latent_format(layer, cache_format)
 
 
 def latent_format(config: MLAConfig, cache_format: Any) -> CacheFormat:
@@ -26,14 +27,15 @@ def latent_format(config: MLAConfig, cache_format: Any) -> CacheFormat:
     Raises:
         ValueError: the model does not support the format; lists those that it supports.
     """
-    latent, rope, indexed = config.kv_lora_rank, config.qk_rope_head_dim, config.indexer is not None
+    latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    indexed, windowed = config.indexer is not None, config.window is not None
 
     def fits(layout: CacheFormat) -> bool:
         if layout.plain:
-            return not (indexed and layout.takes_scale)
+            return not ((indexed or windowed) and layout.takes_scale)
         return (layout.latent_dim, layout.rope_dim) == (latent, rope)
 
-    rows = f"rows of {latent} + {rope}" + (" and an indexer" if indexed else "")
+    rows = f"rows of {latent} + {rope}" + (" and an indexer" if indexed else " in a window" if windowed else "")
     return _checked_format(cache_format, [name for name in FORMAT_NAMES if fits(get_format(name))], latent + rope, rows)
 
 

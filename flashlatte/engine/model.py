@@ -17,25 +17,13 @@ from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, 
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
 from flashlatte.engine.loading import load
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
+from flashlatte.engine.model_types import MODEL_TYPES
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of
+from flashlatte.engine.residuals import residual_of
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
-from flashlatte.layers.forward import check_weights, hidden_projections
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
-
-# Models whose decoder layers are norm, MLA, norm, MLP, with a residual around each pair.
-MODEL_TYPES = (
-    "axk1",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "kimi_k2",
-    "mistral4",
-    "sarvam_mla",
-    "youtu",
-)
+from flashlatte.layers.parts import check_weights, hidden_projections
 
 
 class Model(PagedModel):
@@ -77,9 +65,7 @@ class Model(PagedModel):
             raise ValueError("batch_invariant needs a model on one device: sums over ranks do not promise it")
         check_type(config := config_of(model), MODEL_TYPES)
         of_checkpoint, slices = isinstance(model, (str, Path)), None
-        for name, value in (("dtype", dtype), ("device", device if ranks is None else None)):
-            if value is not None and not of_checkpoint:
-                raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
+        check_placement(model, dtype, device if ranks is None else None)
         if of_checkpoint:
             slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
             # Each rank copies its part to its GPU: the whole may not fit on one.
@@ -88,13 +74,27 @@ class Model(PagedModel):
         if ranks is not None:
             check_divisible(model)
             model = model if of_checkpoint else copied(model)
-        self.config = MLAConfig.from_transformers(model.config)
+        self.layers = MLAConfig.layers(model.config)
+        self.config = self.layers[0]
+        if ranks is not None and len(set(self.layers)) > 1:
+            raise ValueError(
+                f"tensor_parallel must be 1 for a {config.model_type}, whose layers have different heads, "
+                f"got {ranks.size}"
+            )
+        if ranks is not None and ranks.kv_ranks > 1 and self.config.attn_sink:
+            raise ValueError(
+                f"context_parallel must be 1 for a {config.model_type}: attention sinks need the whole cache on each "
+                f"rank, got {ranks.kv_ranks}"
+            )
         self.batch_invariant = batch_invariant
         if ranks is None:
             fuse_weights_on_gpu(hidden_projections(layer.self_attn) for layer in model.model.layers)
         self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in enumerate(model.model.layers)]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
+            # It replaces parameters.
+            for attention, layer in zip(self.attention, model.model.layers, strict=True):
+                _share_parameters(attention, layer.self_attn)
         elif ranks is not None:
             # Every process may have made the model on the first GPU.
             take(model, device or ranks.device, copies=not of_checkpoint)
@@ -102,20 +102,23 @@ class Model(PagedModel):
             fuse_weights_on_gpu(map(hidden_projections, self.attention))
         super().__init__(model, self.attention[0].kv_a_layernorm.weight.device, ranks)
         self.max_position = self.config.rope.max_position
+        self._residual = residual_of(model.config)
+        self._has_float32_head = getattr(self._head, "weight", None) is not None and (
+            self._head.weight.dtype == torch.float32
+        )
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[kv_cache.CacheFormat, int]]:
         """Every layer's latents, then index keys of each layer with an indexer."""
-        layout = latent_format(self.config, cache_format)
-        caches = [layout] * len(self.attention)
-        indexer = self.config.indexer
-        if indexer is not None:
-            keys = kv_cache.get_format(index_format_beside(layout), indexer.head_dim)
-            caches += [keys for layer in self.attention if layer.indexer is not None]
+        caches = [latent_format(config, cache_format) for config in self.layers]
+        for layer, layout in zip(self.attention, tuple(caches), strict=True):
+            if layer.indexer is not None:
+                caches.append(kv_cache.get_format(index_format_beside(layout), layer.indexer.config.head_dim))
         return [(cache, page_size) for cache in caches]
 
     def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
         # A page of the scheduler is one page on each rank that stores some of the keys.
         page_size = limits.page_size * self.ranks.kv_ranks
+        indexers = [layer.indexer for layer in self.attention if layer.indexer is not None]
         builder = MLAMetadataBuilder(
             page_size,
             limits.max_num_seqs,
@@ -124,7 +127,8 @@ class Model(PagedModel):
             self.device,
             cache_format=cache_format,
             num_pages=limits.num_pages,
-            topk=None if self.config.indexer is None else self.config.indexer.topk,
+            topk=indexers[0].config.topk if indexers else None,
+            windows=sorted({config.window for config in self.layers if config.window is not None}),
         )
 
         def plan(batch: StepBatch, pad_to: int | None) -> MLAMetadata:
@@ -137,33 +141,63 @@ class Model(PagedModel):
     def __call__(
         self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: MLAMetadata, rows: torch.Tensor
     ) -> torch.Tensor:
-        hidden = self._body.embed_tokens(tokens)
+        streams = self._residual.begin(self._body.embed_tokens(tokens))
         index_caches = iter(caches[len(self.attention) :])
         for layer, attention, cache in zip(self._body.layers, self.attention, caches, strict=False):
             index_cache = None if attention.indexer is None else next(index_caches)
-            attended = attention(normed(layer.input_layernorm, hidden), cache, metadata, index_cache=index_cache)
-            hidden = hidden + self.ranks.sum(attended)
-            # Mixtures of experts take [batch, tokens, hidden].
-            hidden = hidden + layer.mlp(normed(layer.post_attention_layernorm, hidden)[None])[0]
-        return self._head(normed(self._body.norm, hidden[rows]))
+
+            def attend(
+                hidden: torch.Tensor,
+                attention: MLAAttention = attention,
+                cache: torch.Tensor = cache,
+                index_cache: torch.Tensor | None = index_cache,
+            ) -> torch.Tensor:
+                return self.ranks.sum(attention(hidden, cache, metadata, index_cache=index_cache))
+
+            def feed(hidden: torch.Tensor, mlp: Any = layer.mlp) -> torch.Tensor:
+                # Mixtures of experts take [batch, tokens, hidden].
+                return mlp(hidden[None])[0]
+
+            streams = self._residual.attention(layer, streams, attend)
+            streams = self._residual.mlp(layer, streams, feed)
+        hidden = self._residual.end(self._body, streams[rows])
+        # Hy4's head is float32 in a bf16 model.
+        return self._head(hidden.float() if self._has_float32_head else hidden)
 
     def _adopt(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> MLAAttention:
         """An attention layer that shares the weights of a decoder layer's module, or this rank's part of them."""
-        heads = None
+        heads, config = None, self.layers[number]
         if ranks is not None:
-            heads = keep_heads(self.config, layer.self_attn, ranks)
+            heads = keep_heads(config, layer.self_attn, ranks)
             divide_mlp(layer.mlp, ranks)
         attention = MLAAttention(
-            self.config,
+            config,
             heads=heads,
             backend=backend,
             batch_invariant=self.batch_invariant,
-            shares_selection=self.config.indexer is not None and number in self.config.indexer.shared_layers,
+            shares_selection=config.indexer is not None and number in config.indexer.shared_layers,
             device="meta",
         )
         _share_parts(attention, layer.self_attn)
         check_weights(attention, attention.kv_a_layernorm.weight.dtype)
         return attention
+
+
+def _share_parameters(layer: nn.Module, module: nn.Module) -> None:
+    """Replace a layer's own parameters by those of a transformers module.
+
+    Raises:
+        TypeError: the module has others.
+    """
+    names = {name for name, _ in layer.named_parameters(recurse=False)}
+    found = {name for name, _ in module.named_parameters(recurse=False)}
+    if names != found:
+        raise TypeError(
+            f"{type(module).__name__} must have the parameters {', '.join(sorted(names)) or 'of its parts only'}, got "
+            f"{', '.join(sorted(found)) or 'no others'}"
+        )
+    for name in names:
+        setattr(layer, name, getattr(module, name))
 
 
 def _share_parts(layer: nn.Module, module: nn.Module) -> None:
@@ -172,6 +206,7 @@ def _share_parts(layer: nn.Module, module: nn.Module) -> None:
     Raises:
         TypeError: the module has other parts.
     """
+    _share_parameters(layer, module)
     names = dict(layer.named_children()).keys()
     if names != (found := dict(module.named_children()).keys()):
         raise TypeError(f"{type(module).__name__} must have the parts {', '.join(names)}, got {', '.join(found)}")

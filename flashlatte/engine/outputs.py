@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,16 +141,25 @@ class RequestOutput:
             CompletionOutput(index, request.sampling, len(request.prompt), tokenizer)
             for index, request in enumerate(requests)
         ]
-        return cls(request_id, prompt if isinstance(prompt, str) else None, requests[0].prompt, outputs)
+        text = prompt if isinstance(prompt, str) else None
+        # The first token has no log-probability.
+        scored: list[dict[int, Logprob] | None] | None = [None] if requests[0].scores_prompt else None
+        return cls(request_id, text, requests[0].prompt, outputs, scored)
 
     @property
     def finished(self) -> bool:
         """Whether all outputs have ended."""
         return all(output.finish_reason is not None for output in self.outputs)
 
+    def snapshot(self) -> RequestOutput:
+        """A copy that later steps do not change. It shares the lists: steps replace them and never change them."""
+        copied = copy.copy(self)
+        copied.outputs = [copy.copy(output) for output in self.outputs]
+        return copied
+
     def add_prompt_logprobs(self, ranked: Sequence[list[RankedToken]], tokenizer: Any) -> None:
         """Add the log-probabilities of the next prompt tokens."""
-        self.prompt_logprobs = [*(self.prompt_logprobs or [None]), *(decoded(one, tokenizer) for one in ranked)]
+        self.prompt_logprobs = [*(self.prompt_logprobs or ()), *(decoded(one, tokenizer) for one in ranked)]
 
     def mark_delivered(self) -> None:
         """Set ``new_token_ids`` to the tokens added since the last call."""

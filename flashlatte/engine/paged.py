@@ -13,6 +13,7 @@ from torch import nn
 from flashlatte import kv_cache
 from flashlatte.distributed.model.single_process import SingleProcess
 from flashlatte.engine.batch import EngineLimits, StepBatch
+from flashlatte.engine.model_types import refusal
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.layers import models
 from flashlatte.layers.missing_weights import warn_of_missing
@@ -152,12 +153,20 @@ def config_of(model: Any) -> Any:
     return AutoConfig.from_pretrained(model, local_files_only=True)
 
 
+def check_placement(model: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    """Raise ValueError for a dtype or device of a model that is loaded already."""
+    for name, value in (("dtype", dtype), ("device", device)):
+        if value is not None and not isinstance(model, (str, Path)):
+            raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
+
+
 def check_type(config: Any, known: Sequence[str]) -> None:
     """Raise ValueError for a model of another type, with the reason if there is one."""
-    models.check_not_refused(config.model_type)
     if config.model_type not in known:
+        reason = refusal(config.model_type) or models.refusal(config.model_type)
         raise ValueError(
             f"model must be of a type that the engine supports ({', '.join(known)}), got {config.model_type!r}"
+            + ("" if reason is None else f": {reason}")
         )
 
 

@@ -83,6 +83,16 @@ class Scheduler:
         """Number of unfinished requests."""
         return len(self._unfinished)
 
+    @property
+    def num_running(self) -> int:
+        """Number of requests that have pages."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for their first step, or for their next one after preemption."""
+        return len(self._waiting)
+
     def check(self, request: Request) -> None:
         """Raise ValueError for an id that is in use, or more tokens than the cache can hold."""
         if request.id in self._unfinished:

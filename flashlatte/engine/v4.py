@@ -16,7 +16,7 @@ from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups,
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import window_format
 from flashlatte.engine.loading import load
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_type, config_of, normed
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of, normed
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
@@ -41,6 +41,7 @@ class V4Model(PagedModel):
 
     Args:
         model: a transformers ``DeepseekV4ForCausalLM``, whose weights it uses, or the directory of its checkpoint.
+        dtype, device: for a checkpoint's weights; default: the stored dtype, and the rank's GPU if there is one.
         backend: backend of the layers' operations; None chooses.
         ranks: ranks that compute it together, each with some of the groups of heads, as in ``Model``; None: this
             process. All ranks store all keys.
@@ -50,18 +51,27 @@ class V4Model(PagedModel):
             from which the matrix cannot be recovered.
         OSError: no checkpoint can be read there, or one of its files is missing.
         ValueError: a model of another type; a checkpoint with a damaged file, or without some of the model's weights;
-            weights that ranks cannot divide, as in ``Model``.
+            a dtype or device for a loaded model; weights that ranks cannot divide, as in ``Model``.
     """
 
     # Limits of prompts that attend over a workspace.
     workspaces = DEFAULT_LIMITS
 
-    def __init__(self, model: Any, *, backend: str | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         check_type(config := config_of(model), (MODEL_TYPE,))
         of_checkpoint, slices = isinstance(model, (str, Path)), None
+        check_placement(model, dtype, device if ranks is None else None)
         if of_checkpoint:
-            slices = None if ranks is None else Slices.of(model, config, None, ranks.device)
-            model = slices.model if slices else load(model, device=None if ranks is None else "cpu")
+            slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
+            model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
         check_parts(model)
         self.layers = self.config = V4Config.layers(model.config)
         if ranks is not None:
@@ -70,9 +80,9 @@ class V4Model(PagedModel):
             pairs = zip(self.layers, model.model.layers, strict=True)
             self.layers = tuple(_keep_share(config, layer, ranks) for config, layer in pairs)
             if slices is not None:
-                slices.fill(ranks, model.config.o_groups, ranks.device)
+                slices.fill(ranks, model.config.o_groups, device or ranks.device)
             else:
-                take(model, ranks.device, copies=not of_checkpoint)
+                take(model, device or ranks.device, copies=not of_checkpoint)
         super().__init__(model, model.model.embed_tokens.weight.device, ranks)
         self.backend = backend
         attentions = [layer.self_attn for layer in model.model.layers]

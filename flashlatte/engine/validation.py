@@ -79,17 +79,22 @@ def _checked_sampling(params: SamplingParams, model: PagedModel, tokenizer: Any)
         if (getattr(params, name) or 0) > model.vocabulary:
             raise ValueError(f"{name} must be at most the vocabulary's {model.vocabulary}, got {getattr(params, name)}")
     eos_token_ids = () if params.ignore_eos else model.eos_token_ids
-    allowed = set(range(model.vocabulary) if params.allowed_token_ids is None else params.allowed_token_ids)
-    if not allowed.difference(params.suppress_tokens or ()):
+    if not _leaves_token(params, model.vocabulary, params.suppress_tokens or ()):
         raise ValueError("suppress_tokens must leave a token to choose, got all of them")
-    if params.min_tokens and not allowed.difference(
-        params.suppress_tokens or (), params.stop_token_ids or (), eos_token_ids
-    ):
+    excluded = (*(params.suppress_tokens or ()), *(params.stop_token_ids or ()), *eos_token_ids)
+    if params.min_tokens and not _leaves_token(params, model.vocabulary, excluded):
         raise ValueError("min_tokens must leave a token to choose, and all tokens that are allowed end the output")
     words = tuple(tokens for word in params.bad_words or () for tokens in _bad_word_tokens(word, tokenizer))
     for tokens in words:
         _checked_tokens("bad_words", tokens, model)
     return dataclasses.replace(params, _eos_token_ids=tuple(eos_token_ids), _bad_words_token_ids=words)
+
+
+def _leaves_token(params: SamplingParams, vocabulary: int, excluded: Iterable[int]) -> bool:
+    """Whether a token of the vocabulary is allowed and not excluded."""
+    if params.allowed_token_ids is None:
+        return len({token for token in excluded if token < vocabulary}) < vocabulary
+    return bool(set(params.allowed_token_ids).difference(excluded))
 
 
 def _bad_word_tokens(word: str, tokenizer: Any) -> list[tuple[int, ...]]:

@@ -205,10 +205,20 @@ def index_format_of(cache: torch.Tensor, head_dim: int, name: str = "cache") -> 
     )
 
 
-def as_index_cache(cache: object, head_dim: int, name: str = "cache") -> tuple[torch.Tensor, IndexFormat]:
+def check_head_dim(name: str, head_dim: int) -> None:
+    """Check the head dim of the argument ``name``."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"{name} must have a head dim of 32, 64 or 128, got {head_dim}")
+
+
+def as_index_cache(
+    cache: object, head_dim: int, name: str = "cache", device: torch.device | None = None
+) -> tuple[torch.Tensor, IndexFormat]:
     """Check a cache [pages, page_size, 1, width] or [pages, page_size, width]; returns it 4-D with its format."""
     if not isinstance(cache, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
+    if device is not None and cache.device != device:
+        raise ValueError(f"{name} must be on {device} like the other arguments, got {cache.device}")
     if cache.dim() == 3:
         cache = cache.unsqueeze(2)
     if cache.dim() != 4 or cache.shape[2] != 1 or 0 in cache.shape:

@@ -2,9 +2,10 @@
 
 from flashlatte.layers.attention import MLAAttention
 from flashlatte.layers.builder import MLAMetadataBuilder
-from flashlatte.layers.config import IndexerConfig, MLAConfig, QueryScaling, Rope, Yarn
+from flashlatte.layers.config import IndexerConfig, MLAConfig
 from flashlatte.layers.indexer import Indexer
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.rope_config import QueryScaling, Rope, Yarn
 from flashlatte.layers.v4 import V4Attention, V4Cache, V4Config, V4IndexerConfig, V4Step, WorkspaceLimits
 
 __all__ = [

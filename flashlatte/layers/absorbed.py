@@ -51,6 +51,7 @@ def attend_pages(
     softmax_scale: float,
     backend: str | None,
     batch_invariant: bool = False,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries [T, h, head_dim] over cached tokens, the new ones included: [T, h, value_dim].
 
@@ -59,21 +60,30 @@ def attend_pages(
         indices: int [T, topk], the slots that each query attends to; None: all tokens of its request up to its own.
         backend: backend of the decode operation.
         batch_invariant: passed to the decode operation; no effect if keys are sharded over ranks.
+        sink: float32 [h], a logit in the denominator of each head's softmax; None: none. Not with sharded keys.
     """
     sharded = None if part is None else part.sharded
+    if sharded is not None and sink is not None:
+        raise ValueError("attention sinks need the whole cache on each rank, got sharded keys")
     if indices is not None:
         if sharded is not None:
             return sharded.attend_selected(query, cache, indices, softmax_scale, backend)
-        return attend_selected(query, cache, indices, softmax_scale, backend, batch_invariant)
+        return attend_selected(query, cache, indices, softmax_scale, backend, batch_invariant, sink)
     if part is None:
         raise ValueError("metadata must have a decode part for queries in absorbed form, got decode=None")
     if sharded is not None:
         return _by_token(sharded.attend(_by_request(query, part), cache, softmax_scale, backend), part)
     if cache.layout.plain:
-        return _attend_dense(query, cache, part, softmax_scale, backend, batch_invariant)
+        return _attend_dense(query, cache, part, softmax_scale, backend, batch_invariant, sink)
     # dense_decode would need a dequantised copy of the whole history at every step. sparse_decode reads the stored
     # bytes, given the slots of all tokens.
-    return _attend_all_slots(query, cache, part, softmax_scale, backend, batch_invariant)
+    return _attend_all_slots(query, cache, part, softmax_scale, backend, batch_invariant, sink)
+
+
+def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> None:
+    """Multiply attention's outputs [..., h, v] in place by e^lse / (e^lse + e^sink), for lse [..., h] and sink [h]."""
+    if sink is not None:
+        out.mul_(torch.sigmoid(lse - sink).to(out.dtype)[..., None])
 
 
 def _attend_dense(
@@ -83,8 +93,9 @@ def _attend_dense(
     softmax_scale: float,
     backend: str | None,
     batch_invariant: bool,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    out, _ = dense_decode(
+    out, lse = dense_decode(
         _by_request(query, part),
         cache.pages,
         part.block_table,
@@ -96,6 +107,7 @@ def _attend_dense(
         batch_invariant=batch_invariant,
         backend=backend,
     )
+    apply_sink(out, lse.transpose(1, 2), sink)
     return _by_token(out, part)
 
 
@@ -106,6 +118,7 @@ def _attend_all_slots(
     softmax_scale: float,
     backend: str | None,
     batch_invariant: bool,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
     if part.all_slots is None:
         raise ValueError(
@@ -117,6 +130,7 @@ def _attend_all_slots(
         part.all_slots[:, None].expand(-1, part.queries, -1),
         cache_format=cache.layout,
         topk_length=part.visible_lens,
+        attn_sink=sink,
         softmax_scale=softmax_scale,
         head_dim_v=cache.value_dim,
         batch_invariant=batch_invariant,
@@ -132,6 +146,7 @@ def attend_selected(
     softmax_scale: float,
     backend: str | None,
     batch_invariant: bool = False,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries [T, h, head_dim], each over its selected slots ``indices`` (int [T, topk])."""
     out, _ = sparse_decode(
@@ -139,6 +154,7 @@ def attend_selected(
         cache.pages,
         indices[:, None],
         cache_format=cache.layout,
+        attn_sink=sink,
         softmax_scale=softmax_scale,
         head_dim_v=cache.value_dim,
         batch_invariant=batch_invariant,
@@ -198,9 +214,12 @@ def attend_selected_rows(
     indices: torch.Tensor,
     softmax_scale: float,
     backend: str | None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries [T, h, head_dim], each over ``indices`` (int32 [T, topk]) of rows, or of slots."""
     if rows is None:
-        return attend_selected(query, cache, indices, softmax_scale, backend)
-    out, _, _ = sparse_prefill(query, rows, indices.unsqueeze(1), softmax_scale, d_v=cache.value_dim, backend=backend)
+        return attend_selected(query, cache, indices, softmax_scale, backend, sink=sink)
+    out, _, _ = sparse_prefill(
+        query, rows, indices.unsqueeze(1), softmax_scale, d_v=cache.value_dim, attn_sink=sink, backend=backend
+    )
     return out

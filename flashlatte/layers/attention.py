@@ -11,15 +11,17 @@ from torch import nn
 
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.kv_cache.codec import as_cache
-from flashlatte.layers import checkpoint
+from flashlatte.layers import checkpoint, models
 from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
-from flashlatte.layers.forward import forward, hidden_projections
+from flashlatte.layers.forward import forward
 from flashlatte.layers.fused_projections import fuse_weights, linear
 from flashlatte.layers.indexer import Indexer, StepIndexer, make_step_indexer
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.parts import hidden_projections
 from flashlatte.layers.rope import rotary_table, table_id
+from flashlatte.layers.training import Rotation, TrainingBatch, TrainingOutput, attend, check_config
 from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch, gradients
@@ -28,9 +30,10 @@ from flashlatte.runtime import checks, dispatch, gradients
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged cache. A batch may mix prefill (multi-head) and decode (absorbed).
 
-    Parameters have transformers' names. The layer is for inference: no gradient flows through it. The first call that
-    would record gradients of its input or of a parameter warns (``requires_grad`` of new parameters is False). If the
-    config has an indexer, a token attends to the tokens that the indexer selects (DeepSeek-V3.2's sparse attention).
+    Parameters have transformers' names. No gradient flows through ``forward``: the first call that would record
+    gradients of its input or of a parameter warns (``requires_grad`` of new parameters is False). ``forward_training``
+    has gradients. If the config has an indexer, a token attends to the tokens that the indexer selects (DeepSeek-V3.2's
+    sparse attention).
 
     Args:
         config: sizes of the whole layer.
@@ -100,12 +103,26 @@ class MLAAttention(nn.Module):
         else:
             self.q_a_proj = linear(hidden, config.q_lora_rank, dtype, device, bias=bias)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.norm_eps, dtype=dtype, device=device)
-            self.q_b_proj = linear(config.q_lora_rank, count * config.qk_head_dim, dtype, device)
+            if config.output_gate == "query":
+                width = count * (config.qk_head_dim + config.v_head_dim)
+                self.q_gate_proj = linear(2 * config.q_lora_rank, width, dtype, device)
+            else:
+                self.q_b_proj = linear(config.q_lora_rank, count * config.qk_head_dim, dtype, device)
         self.kv_a_proj_with_mqa = linear(hidden, config.head_dim, dtype, device, bias=bias)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.norm_eps, dtype=dtype, device=device)
         self.kv_b_proj = linear(
             config.kv_lora_rank, count * (config.qk_nope_head_dim + config.v_head_dim), dtype, device
         )
+        if config.key_rope_norm:
+            self.k_rope_only_layernorm = nn.RMSNorm(
+                config.qk_rope_head_dim, config.norm_eps, dtype=dtype, device=device
+            )
+        if config.output_gate == "head":
+            self.g_proj = linear(hidden, count, dtype, device)
+        elif config.output_gate == "channel":
+            self.gate_proj = linear(hidden, count * config.v_head_dim, dtype, device)
+        if config.attn_sink:
+            self.sinks = nn.Parameter(torch.empty(count, dtype=torch.float32, device=device))
         # The shards' outputs are summed, so only the first shard adds the bias.
         self.o_proj = linear(count * config.v_head_dim, hidden, dtype, device, bias=bias and first == 0)
         self.indexer = None
@@ -219,7 +236,9 @@ class MLAAttention(nn.Module):
                 f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "
                 f"{config.rope.max_position}"
             )
-        if indices is not None:
+        if config.window is not None:
+            indices = self._window(metadata, indices)
+        elif indices is not None:
             checks.tensor("indices", indices, (metadata.num_tokens, "topk"), checks.INDEX_DTYPES, device)
         if metadata.num_tokens == 0:
             return torch.empty_like(hidden)
@@ -243,6 +262,59 @@ class MLAAttention(nn.Module):
                 batch_invariant=self.batch_invariant,
             )
 
+    def forward_training(
+        self,
+        hidden: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        *,
+        indices: torch.Tensor | None = None,
+        dense: bool = False,
+    ) -> TrainingOutput:
+        """Causal attention of packed sequences without a cache, with gradients of the input and of the parameters.
+
+        Attention is in multi-head form (``dense_prefill``), or, if the layer's config has an indexer and a sequence may
+        have more tokens than it selects, over the selected tokens in absorbed form (``sparse_attention``). The indexer
+        is trained by its loss alone, which has gradients of the indexer's parameters only. Each token's position is
+        that in its sequence. The backends of operations are chosen by themselves.
+
+        Args:
+            hidden: [tokens, hidden_size] in the parameters' dtype, or any dtype under autocast.
+            cu_seqlens: int32 or int64 [n + 1], boundaries of the sequences, from 0.
+            max_seqlen: tokens of the longest sequence.
+            indices: the selection of the layer before, from its output, for a layer with ``shares_selection``.
+            dense: attend to every token in spite of an indexer, which then learns from all of them (the warm-up).
+
+        Returns:
+            The layer's output [tokens, hidden_size] (for a shard, its summand), the loss of its indexer, and its
+            selection. The target of a shard's loss is the mean over the shard's heads.
+
+        Raises:
+            TypeError, ValueError: arguments of a wrong type, dtype, shape or device; a config with parts that have no
+                gradient.
+        """
+        config, weight = self.config, self.kv_a_layernorm.weight
+        check_config(config)
+        if config.indexer is not None:
+            check_config(config.indexer)
+        dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)
+        checks.tensor("hidden", hidden, ("tokens", config.hidden_size), dtypes, weight.device)
+        tokens = hidden.shape[0]
+        checks.tensor("cu_seqlens", cu_seqlens, ("n + 1",), checks.INDEX_DTYPES, weight.device)
+        if checks.positive_int("max_seqlen", max_seqlen) > config.rope.max_position:
+            raise ValueError(
+                f"max_seqlen must be at most the config's rope.max_position {config.rope.max_position}, "
+                f"got {max_seqlen}"
+            )
+        if indices is not None:
+            checks.tensor("indices", indices, (tokens, 1, "topk"), checks.INDEX_DTYPES, weight.device)
+        batch = TrainingBatch.packed(cu_seqlens, max_seqlen, tokens)
+        positions = (batch.key_end - 1 - batch.key_start).clamp_(0, config.rope.max_position - 1)
+        cosines, sines = rotary_table(self._rope_table_id, weight.device)[positions].chunk(2, dim=-1)
+        rotation = Rotation(cosines, sines, config.rope.layout == models.INTERLEAVED)
+        options = {"indexer": self.indexer, "config": config.indexer, "indices": indices}
+        return attend(self, hidden, batch, rotation, **options, dense=checks.flag("dense", dense))
+
     def _step_indexer(
         self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary
     ) -> StepIndexer | None:
@@ -254,8 +326,24 @@ class MLAAttention(nn.Module):
             return None
         return make_step_indexer(self.indexer, config, index_cache, pages, rotary, self.backend)
 
+    def _window(self, metadata: MLAMetadata, indices: torch.Tensor | None) -> torch.Tensor:
+        """The slots that a layer with a window attends to."""
+        if indices is not None:
+            raise ValueError("indices must be None for a layer with a window")
+        if metadata.sharding is not None:
+            raise ValueError(f"a layer with a window needs a whole cache, got metadata for {metadata.sharding}")
+        slots = metadata.windows.get(self.config.window or 0)
+        if slots is None:
+            raise ValueError(
+                f"metadata must be built with the layer's window {self.config.window}: MLAMetadataBuilder(windows=…), "
+                f"got {sorted(metadata.windows)}"
+            )
+        return slots
+
     def _check_selection(self, metadata: MLAMetadata, layout: CacheFormat, indices: torch.Tensor | None) -> None:
         """Check that the step was built for this selection; otherwise kernels would silently attend to other tokens."""
+        if self.config.window is not None:
+            return
         selection, config = metadata.selection, self.config.indexer
         topk = None if selection is None else selection.topk
         if indices is None and topk != (None if config is None else config.topk):

@@ -19,6 +19,7 @@ from flashlatte.layers.metadata import (
     uses_sparse_decode,
 )
 from flashlatte.layers.selection import GATHER_TOKENS, LOGIT_BYTES, IndexSelection, plan_selection
+from flashlatte.layers.window import request_ids, window_slots
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.runtime import checks
 from flashlatte.runtime.transfer import to_device
@@ -51,6 +52,7 @@ class MLAMetadataBuilder:
         logit_bytes: limit on the index logits allocated at once (at least those of one token); only with ``topk``.
         gather_tokens: limit on the cached tokens that prefill gathers at once: their index keys, and their rows if
             the cache is quantised; only with ``topk``.
+        windows: widths of the layers' sliding windows.
 
     Raises:
         TypeError, ValueError: a size below 1, an unknown cache format or device.
@@ -71,6 +73,7 @@ class MLAMetadataBuilder:
         topk: int | None = None,
         logit_bytes: int = LOGIT_BYTES,
         gather_tokens: int = GATHER_TOKENS,
+        windows: Sequence[int] = (),
     ) -> None:
         self.page_size = checks.positive_int("page_size", page_size)
         self.max_requests = checks.positive_int("max_requests", max_requests)
@@ -105,6 +108,8 @@ class MLAMetadataBuilder:
             )
             width = self.max_pages * page_size if selects and not selection_width else 0
             self._all_slots = torch.zeros(max_requests, width, dtype=torch.int32)
+            sizes = [checks.positive_int("windows", window) for window in windows]
+            self._windows = {size: torch.full((max_tokens, size), -1, dtype=torch.int32) for size in sizes}
 
     @property
     def device(self) -> torch.device:
@@ -174,6 +179,7 @@ class MLAMetadataBuilder:
         self._copy_in(self._seq_lens[: requests + pads], visible + [0] * pads)
         decode_lens = query_lens[:decoding] + pads * [queries]
         selection = self._selection(query_lens, lengths, decoding, total, selects_in_prefill)
+        self._fill_windows(query_lens, tokens, total)
         return MLAMetadata(
             num_tokens=total,
             num_decode_tokens=starts[decoding] + total - tokens,
@@ -187,6 +193,7 @@ class MLAMetadataBuilder:
             if decoding < requests
             else None,
             selection=selection,
+            windows={width: slots[:total] for width, slots in self._windows.items()},
             buffers=self._buffers,
             build_index=self._buffers.num_builds,
             required_pages=required_pages,
@@ -194,12 +201,14 @@ class MLAMetadataBuilder:
 
     def _slots_of(self, positions: torch.Tensor, query_lens: list[int], table: torch.Tensor) -> torch.Tensor:
         """The slots of new tokens, on the table's device: int64 [tokens]."""
-        if not len(positions):
-            return positions
-        requests = torch.arange(len(query_lens), device="cpu")
-        ids = torch.repeat_interleave(requests, torch.tensor(query_lens, device="cpu"))
-        positions, ids = to_device(positions, table.device), to_device(ids, table.device)
+        positions, ids = to_device(positions, table.device), to_device(request_ids(query_lens), table.device)
         return to_cache_indices(positions, table.contiguous(), self.page_size, request_ids=ids, dtype=torch.int64)
+
+    def _fill_windows(self, query_lens: list[int], tokens: int, total: int) -> None:
+        if self._windows and total:
+            ids = to_device(nn.functional.pad(request_ids(query_lens), (0, total - tokens), value=-1), self.device)
+            for width, slots in self._windows.items():
+                slots[:total] = window_slots(self._positions[:total], ids, self._table, self.page_size, width)
 
     def _copy_in(self, buffer: torch.Tensor, values: Sequence[int] | torch.Tensor) -> None:
         """Copy values into a buffer, in stream order and without synchronising."""

@@ -152,4 +152,13 @@ def _refuse_unused(
 
 
 # The axis of each weight that concatenates the heads.
-_HEAD_AXES = {"q_proj.weight": 0, "q_b_proj.weight": 0, "kv_b_proj.weight": 0, "o_proj.weight": 1}
+_HEAD_AXES = {
+    "q_proj.weight": 0,
+    "q_b_proj.weight": 0,
+    "q_gate_proj.weight": 0,
+    "kv_b_proj.weight": 0,
+    "g_proj.weight": 0,
+    "gate_proj.weight": 0,
+    "sinks": 0,
+    "o_proj.weight": 1,
+}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.layers import models
+from flashlatte.layers.config_fields import check_fields, of_layer
+from flashlatte.layers.rope_config import QueryScaling, Rope
 from flashlatte.ops.topk.api import MAX_K
 from flashlatte.runtime import checks
 
-if TYPE_CHECKING:
-    import torch
-
-LAYOUTS = (models.INTERLEAVED, models.HALF)
+# Sources of the output's factor: one for each head, one for each value dim, or the latter from the queries' projection.
+OUTPUT_GATES = ("head", "channel", "query")
 # Sizes that every config must define.
 _SIZES = (
     "hidden_size",
@@ -26,119 +25,6 @@ _SIZES = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN (arXiv:2309.00071) as DeepSeek and transformers compute it.
-
-    Attributes:
-        factor: length of the context relative to the original one.
-        original_max_position: length of the context before extension.
-        beta_fast, beta_slow: frequencies are blended that rotate between beta_slow and beta_fast times over the
-            original context.
-        mscale, mscale_all_dim: cos and sin are scaled by get_mscale(factor, mscale) / get_mscale(factor,
-            mscale_all_dim), and the softmax scale by the square of get_mscale(factor, mscale_all_dim).
-        attention_factor: scale of cos and sin; None: from mscale and mscale_all_dim.
-        truncate: whether the bounds of the blended range are rounded to whole dims.
-    """
-
-    factor: float
-    original_max_position: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        checks.positive_int("original_max_position", self.original_max_position)
-        for name in ("factor", "beta_fast", "beta_slow"):
-            checks.positive_number(name, getattr(self, name))
-        for name in ("mscale", "mscale_all_dim"):
-            checks.finite(name, getattr(self, name))
-        if self.attention_factor is not None:
-            checks.positive_number("attention_factor", self.attention_factor)
-        checks.flag("truncate", self.truncate)
-
-    @classmethod
-    def from_rope_parameters(cls, parameters: Mapping[str, Any], max_position: int) -> Yarn:
-        """Read standardised ``rope_parameters``; a factor of None is ``max_position`` over the original length.
-
-        Raises:
-            TypeError, ValueError: a field is not a number in its range.
-        """
-        name = "original_max_position_embeddings"
-        original = checks.positive_int(name, parameters[name])
-        factor = parameters.get("factor")
-        return cls(
-            factor=max_position / original if factor is None else checks.number("factor", factor),
-            original_max_position=original,
-            beta_fast=parameters.get("beta_fast") or 32.0,
-            beta_slow=parameters.get("beta_slow") or 1.0,
-            mscale=parameters.get("mscale") or 0.0,
-            mscale_all_dim=parameters.get("mscale_all_dim") or 0.0,
-            attention_factor=parameters.get("attention_factor"),
-            truncate=parameters.get("truncate", True),
-        )
-
-    @property
-    def rotation_scale(self) -> float:
-        """The factor of cos and sin."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return get_mscale(self.factor, self.mscale) / get_mscale(self.factor, self.mscale_all_dim)
-        return get_mscale(self.factor, 1.0)
-
-    @property
-    def softmax_factor(self) -> float:
-        """The factor of the softmax scale."""
-        return get_mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-
-def get_mscale(factor: float, mscale: float) -> float:
-    """0.1 · mscale · ln(factor) + 1, and 1 for a factor up to 1."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-@dataclass(frozen=True)
-class Rope:
-    """A rotary embedding.
-
-    Attributes:
-        theta: base of the frequencies.
-        layout: the dims that frequency i rotates: "interleaved" 2i and 2i + 1, "half" i and i + dim / 2.
-        max_position: positions 0 to max_position - 1 are supported.
-        yarn: extension of the context, or None.
-    """
-
-    theta: float = 10000.0
-    layout: str = "interleaved"
-    max_position: int = 4096
-    yarn: Yarn | None = None
-
-    def __post_init__(self) -> None:
-        checks.choice("layout", self.layout, LAYOUTS)
-        checks.positive_int("max_position", self.max_position)
-        checks.instance("yarn", self.yarn, Yarn, or_none=True)
-        if not 1 < checks.number("theta", self.theta) < math.inf:
-            raise ValueError(f"theta must be a finite number above 1, got {self.theta}")
-
-    @classmethod
-    def from_rope_parameters(cls, parameters: Mapping[str, Any], layout: str, max_position: int) -> Rope:
-        """Read standardised ``rope_parameters`` (``models.standardised_rope``).
-
-        Raises:
-            TypeError, ValueError: a field is not a number in its range.
-        """
-        return cls(
-            theta=checks.number("rope_theta", parameters["rope_theta"]),
-            layout=layout,
-            max_position=max_position,
-            yarn=Yarn.from_rope_parameters(parameters, max_position) if parameters["rope_type"] == "yarn" else None,
-        )
 
 
 def check_indexer_sizes(num_heads: int, head_dim: int, topk: int) -> None:
@@ -158,8 +44,9 @@ class IndexerConfig:
     Attributes:
         num_heads, head_dim: heads and head dim of the queries; head_dim is 32, 64 or 128.
         topk: maximum number of tokens that a query selects, at most 4,096.
-        rope_layout: layout of the rotated (first) dims of queries and keys, "half" (DeepSeek-V3.2) or "interleaved"
-            (GLM-5).
+        rope_layout: layout of the rotated dims of queries and keys, "half" (DeepSeek-V3.2) or "interleaved" (GLM-5).
+        rope_last: whether the rotated dims are the last ones of a head (Hy4) instead of the first.
+        norm_eps: epsilon of the keys' LayerNorm.
         hadamard: whether queries and keys are multiplied by a Hadamard matrix before quantisation, as in DeepSeek's
             code. It changes scores by rounding only.
         scale_rounding: rounding of quantisation scales: "exact", or "power_of_two" (DeepSeek's ue8m0).
@@ -173,53 +60,22 @@ class IndexerConfig:
     hadamard: bool = False
     scale_rounding: str = "exact"
     shared_layers: tuple[int, ...] = ()
+    rope_last: bool = False
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         check_indexer_sizes(self.num_heads, self.head_dim, self.topk)
-        checks.choice("rope_layout", self.rope_layout, LAYOUTS)
+        checks.choice("rope_layout", self.rope_layout, (models.INTERLEAVED, models.HALF))
         checks.choice("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         checks.flag("hadamard", self.hadamard)
+        checks.flag("rope_last", self.rope_last)
+        checks.epsilon("norm_eps", self.norm_eps)
         checks.instance("shared_layers", self.shared_layers, Sequence)
         for layer in self.shared_layers:
             if checks.integer("shared_layers", layer) < 1:
                 raise ValueError(
                     f"shared_layers must be layer indices from 1 on: layer 0 has no layer before it, got {layer}"
                 )
-
-
-@dataclass(frozen=True)
-class QueryScaling:
-    """Queries at position p are multiplied by 1 + beta · log(1 + ⌊p / original_max_position⌋) (Llama 4, Mistral 4).
-
-    Attributes:
-        beta: 0 or above.
-        original_max_position: positions below it have factor 1.
-    """
-
-    beta: float
-    original_max_position: int
-
-    def __post_init__(self) -> None:
-        if checks.number("beta", self.beta) < 0 or not math.isfinite(self.beta):
-            raise ValueError(f"beta must be a finite number from 0, got {self.beta}")
-        checks.positive_int("original_max_position", self.original_max_position)
-
-    def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """float32 factors of int positions [...]."""
-        # In true division the result would have the default dtype, and bf16 cannot represent 8191 / 8192.
-        return 1 + self.beta * (1 + positions // self.original_max_position).float().log()
-
-    @classmethod
-    def from_rope_parameters(cls, rope: Mapping[str, Any]) -> QueryScaling:
-        """Read ``rope_parameters`` of a transformers config.
-
-        Raises:
-            ValueError: a missing field.
-        """
-        names = "llama_4_scaling_beta", "original_max_position_embeddings"
-        if missing := [name for name in names if rope.get(name) is None]:
-            raise ValueError(f"rope_parameters must have {', '.join(missing)}, got {dict(rope)}")
-        return cls(*(rope[name] for name in names))
 
 
 @dataclass(frozen=True)
@@ -230,15 +86,24 @@ class MLAConfig:
         hidden_size: width of the model.
         num_attention_heads: query heads of the whole layer.
         kv_lora_rank: width of the latent.
-        qk_nope_head_dim, qk_rope_head_dim: widths of the unrotated and rotated parts of a head's query and key.
+        qk_nope_head_dim, qk_rope_head_dim: widths of the unrotated and rotated parts of a head's query and key. The
+            latter may be 0: all of a key is then expanded from the latent (GLM-5.3-Flash).
         v_head_dim: width of a head's value.
         q_lora_rank: width of the query's latent; None: queries are projected from hidden states directly.
         rope: the rotary embedding.
-        norm_eps: epsilon of the two RMSNorms.
+        norm_eps: epsilon of the RMSNorms of latents and of keys' rope dims.
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         query_factor, latent_factor: factors of queries, and of normalised latents (LongCat-Flash).
         query_scaling: position-dependent factor of queries; None: none.
         indexer: selects the tokens that a query attends to; None: a query attends to all tokens up to its own.
+        output_gate: attention's output o [h, v] of a token is multiplied by a sigmoid before ``o_proj``. None: it is
+            not. With hidden states x, "head": o[i] · σ(g_proj(x)[i]) (Ling 3.0, dots3-note); "channel": o ·
+            σ(gate_proj(x)) (Hy4). "query": o · σ(g), where (q, g) = q_gate_proj((norm(c), c)) replaces q_b_proj, with
+            the query's latent c = q_a_proj(x) and nope + rope + v dims for each head (A.X-K2).
+        attn_sink: whether head i has a learned logit ``sinks[i]`` in its softmax's denominator, e^lse + e^sink (Hy4).
+        window: a query at position p attends to positions p - window + 1 to p (dots3-note); None: to all up to p.
+        key_rope_norm: whether an RMSNorm, ``k_rope_only_layernorm``, precedes the rotation of keys' rope dims
+            (dots3-note).
     """
 
     hidden_size: int
@@ -248,17 +113,23 @@ class MLAConfig:
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
     q_lora_rank: int | None = None
-    rope: Rope = Rope()
+    rope: Rope = field(default_factory=Rope)
     norm_eps: float = 1e-6
     attention_bias: bool = False
     query_factor: float = 1.0
     latent_factor: float = 1.0
     query_scaling: QueryScaling | None = None
     indexer: IndexerConfig | None = None
+    output_gate: str | None = None
+    attn_sink: bool = False
+    key_rope_norm: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            checks.positive_int(name, getattr(self, name))
+            if name != "qk_rope_head_dim":
+                checks.positive_int(name, getattr(self, name))
+        checks.positive_int("qk_rope_head_dim", self.qk_rope_head_dim, or_zero=True)
         if self.q_lora_rank is not None:
             checks.positive_int("q_lora_rank", self.q_lora_rank)
         if self.qk_rope_head_dim % 2:
@@ -267,6 +138,17 @@ class MLAConfig:
         checks.instance("query_scaling", self.query_scaling, QueryScaling, or_none=True)
         checks.instance("indexer", self.indexer, IndexerConfig, or_none=True)
         checks.flag("attention_bias", self.attention_bias)
+        if self.output_gate is not None:
+            checks.choice("output_gate", self.output_gate, OUTPUT_GATES)
+        if self.output_gate == "query" and self.q_lora_rank is None:
+            raise ValueError("q_lora_rank must be set in a config with output_gate 'query', got None")
+        checks.flag("attn_sink", self.attn_sink)
+        if checks.flag("key_rope_norm", self.key_rope_norm) and self.qk_rope_head_dim == 0:
+            raise ValueError("key_rope_norm needs rope dims, got qk_rope_head_dim 0")
+        if self.window is not None:
+            checks.positive_int("window", self.window)
+            if self.indexer is not None:
+                raise ValueError(f"window must be None in a config with an indexer, got {self.window}")
         checks.epsilon("norm_eps", self.norm_eps)
         for name in ("query_factor", "latent_factor"):
             checks.positive_number(name, getattr(self, name))
@@ -295,15 +177,33 @@ class MLAConfig:
         return scale if self.rope.yarn is None else scale * self.rope.yarn.softmax_factor
 
     @staticmethod
-    def from_transformers(config: Any) -> MLAConfig:
+    def layers(config: Any) -> tuple[MLAConfig, ...]:
+        """``from_transformers`` for every layer of a model; layers of other kinds have the config of those of MLA.
+
+        Raises:
+            TypeError, ValueError: as ``from_transformers``; no ``num_hidden_layers``.
+        """
+        fields = models.text_config(models.config_fields(config))
+        count = checks.positive_int("num_hidden_layers", fields.get("num_hidden_layers"))
+        if fields.get("model_type") is not None and models.traits(fields["model_type"]).has_layers:
+            return tuple(MLAConfig.from_transformers(config, layer) for layer in range(count))
+        return (MLAConfig.from_transformers(config),) * count
+
+    @staticmethod
+    def from_transformers(config: Any, layer: int | None = None) -> MLAConfig:
         """Read the config of a transformers model, or the content of a checkpoint's ``config.json`` as a mapping.
 
+        For a model with other layers between those of MLA (Ling 3.0, Kimi Linear), it describes its MLA layers.
+
         The rotary embedding is read as transformers reads it (``standardize_rope_params``).
+
+        Args:
+            layer: index of the layer, for a family whose layers differ (dots3-note).
 
         Raises:
             TypeError: a field of another type, such as a ``max_position_embeddings`` of None.
             ValueError: no ``kv_lora_rank`` (the attention is not MLA); a missing size; an unsupported or unknown
-                family; a rope_type other than "default" and "yarn".
+                family; a rope_type other than "default" and "yarn"; a field about attention that is unknown.
         """
         whole = models.config_fields(config)
         fields = models.text_config(whole)
@@ -311,20 +211,27 @@ class MLAConfig:
         if fields.get("kv_lora_rank") is None:
             raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
         traits = models.traits(fields.get("model_type"))
+        fields = of_layer(fields, layer) if traits.has_layers else fields
         missing = [name for name in _SIZES if fields.get(name) is None]
         if missing:
             raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
         rope = _rope_parameters(fields, traits)
+        check_fields(fields, traits)
         max_position = max_position_embeddings(fields, traits.max_position)
         return MLAConfig(
             **{name: fields[name] for name in _SIZES},
             q_lora_rank=fields.get("q_lora_rank"),
             rope=Rope.from_rope_parameters(rope, traits.layout(fields.get("rope_interleave", True)), max_position),
+            norm_eps=fields.get("rms_norm_eps", 1e-6) if traits.model_eps else 1e-6,
             attention_bias=fields.get("attention_bias") or False,
             query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
             latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
             query_scaling=QueryScaling.from_rope_parameters(rope) if traits.scales_queries else None,
-            indexer=_indexer(fields, traits) if traits.has_indexer else None,
+            indexer=indexer_config(fields, traits) if _has_indexer(fields, traits) else None,
+            output_gate=traits.output_gate,
+            attn_sink=traits.attn_sink,
+            key_rope_norm=traits.key_rope_norm,
+            window=fields["sliding_window"] if traits.has_layers else None,
         )
 
 
@@ -332,12 +239,22 @@ def _model_type(fields: Mapping[str, Any]) -> Any:
     return fields.get("model_type", "(none)")
 
 
+def _has_indexer(fields: Mapping[str, Any], traits: models.Traits) -> bool:
+    # In a family whose layers differ, ``of_layer`` has left the layer's own type.
+    return traits.has_indexer and not (traits.has_layers and "indexed_attention" not in fields["layer_types"])
+
+
 def _latent_factor(fields: Mapping[str, Any], rank: str) -> float:
     """√(hidden_size / rank); 1 if the model has no such latent."""
     return (fields["hidden_size"] / fields[rank]) ** 0.5 if fields.get(rank) else 1.0
 
 
-def _indexer(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
+def indexer_config(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
+    """The indexer of a family that has one.
+
+    Raises:
+        ValueError: a missing or unsupported size.
+    """
     names = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
     missing = [name for name in names.values() if fields.get(name) is None]
     if missing:
@@ -346,8 +263,10 @@ def _indexer(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
     return IndexerConfig(
         **{ours: fields[theirs] for ours, theirs in names.items()},
         rope_layout=traits.index_rope_layout,
+        rope_last=traits.index_rope_last,
+        norm_eps=fields.get("rms_norm_eps", 1e-6) if traits.index_model_eps else 1e-6,
         scale_rounding="power_of_two" if quantization.get("scale_fmt") == "ue8m0" else "exact",
-        shared_layers=models.shared_selection_layers(fields),
+        shared_layers=models.shared_selection_layers(fields, traits.index_frequency),
     )
 
 
@@ -367,4 +286,6 @@ def _rope_parameters(fields: Mapping[str, Any], traits: models.Traits) -> dict[s
 
 def max_position_embeddings(fields: Mapping[str, Any], default: int) -> int:
     """The validated field of a config, or ``default``."""
-    return checks.positive_int("max_position_embeddings", fields.get("max_position_embeddings", default))
+    # Kimi Linear's and Ling 3.0's checkpoints name it model_max_length.
+    found = fields.get("max_position_embeddings", fields.get("model_max_length", default))
+    return checks.positive_int("max_position_embeddings", found)

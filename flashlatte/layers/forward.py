@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+from flashlatte import kv_cache
 from flashlatte.layers.absorbed import (
     attend_pages,
     attend_selected_rows,
@@ -22,36 +23,25 @@ from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.fused_projections import fused_linear
 from flashlatte.layers.indexer import OverlappedIndexer, StepIndexer
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.parts import (
+    Projections,
+    QueryLatent,
+    eps_of,
+    has_query_latent,
+    hidden_projections,
+    key_rope_norm,
+    latent_factor,
+    owns_latents,
+    project_output,
+    project_query,
+    sinks,
+    softmax_scale,
+)
 from flashlatte.layers.prefill import Expansion, attend_heads
 from flashlatte.layers.selection import IndexSelection, SelectionChunk
 from flashlatte.layers.weights import linear_weight, norm_weight
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
-
-
-class Projections(Protocol):
-    """An MLA module of this package or of transformers (DeepseekV2, DeepseekV3, Glm4MoeLite, …).
-
-    It has either ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, or ``q_proj`` (if ``q_lora_rank`` is None); and
-    ``kv_a_proj_with_mqa``, ``kv_a_layernorm``, ``kv_b_proj``, ``o_proj``. The projections may hold a subset of the
-    layer's heads. LongCat-Flash's module also has ``mla_scale_q_lora`` and ``mla_scale_kv_lora``, the factors of
-    queries and normalised latents.
-    """
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    scaling: float
-    q_proj: Any
-    q_a_proj: Any
-    q_a_layernorm: Any
-    q_b_proj: Any
-    kv_a_proj_with_mqa: Any
-    kv_a_layernorm: Any
-    kv_b_proj: Any
-    o_proj: Any
 
 
 def forward(
@@ -75,7 +65,7 @@ def forward(
             selection, or every token of its request up to its own.
         indexer: stores the index keys and fills the metadata's selection; None for a module that reuses another's
             selection, or attends to every token.
-        query_factors: float32 [T], factors of each token's queries; None: none.
+        query_factors: [T] or [T, h], factors of each token's queries; None: none.
         backend: backend of the operations that read the cache.
         batch_invariant: passed to the decode operation.
     """
@@ -87,27 +77,31 @@ def forward(
         overlapped = OverlappedIndexer(indexer, hidden, metadata, selection if indices is None else None)
         overlapped.start()
     rows, q_latent = store_latents(module, hidden, rotary, cache, metadata.slot_mapping)
+    sink = sinks(module)
     if overlapped is not None:
-        overlapped.select(q_latent)
-    query = project_query(module, hidden, q_latent, query_factors)
+        overlapped.select(hidden if q_latent is None else q_latent.normalised)
+    query, gate = project_query(module, hidden, q_latent, query_factors)
     tokens, heads = query.shape[:2]
     out = query.new_empty(tokens, heads, module.v_head_dim)
     absorbed = tokens if indices is not None else metadata.num_decode_tokens
     if absorbed:
+        parts = (slice(0, absorbed),) if indices is None else query_slices(0, absorbed, query)
         if indices is None and selection is not None and selection.slots is not None:
             indices = selection.slots[:absorbed]
 
-        def attend(folded: torch.Tensor) -> torch.Tensor:
+        def attend(folded: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
             if overlapped is not None:
                 overlapped.join()
             return attend_pages(
-                folded, cache, metadata.decode, indices, softmax_scale(module), backend, batch_invariant
+                folded, cache, metadata.decode, chosen, softmax_scale(module), backend, batch_invariant, sink
             )
 
-        rotation = rotary.part(0, absorbed)
-        _attend_absorbed(module, kv_b, query[:absorbed], cache, rotation, backend, attend, out[:absorbed])
+        for part in parts:
+            attend_part = functools.partial(attend, chosen=None if indices is None else indices[part])
+            rotation = rotary.part(part.start, part.stop)
+            _attend_absorbed(module, kv_b, query[part], cache, rotation, backend, attend_part, out[part])
     if absorbed == tokens:
-        return module.o_proj(out.flatten(1))
+        return project_output(module, out, gate)
     if selection is not None and selection.chunks is not None:
         _attend_chunks(module, kv_b, query, cache, selection, selection.chunks, absorbed, rotary, backend, out)
     elif metadata.prefill is not None:
@@ -120,21 +114,11 @@ def forward(
             module.qk_rope_head_dim,
             module.v_head_dim,
         )
-        attend_heads(query, rows[absorbed:], cache, metadata.prefill, expand, softmax_scale(module), out[absorbed:])
-    return module.o_proj(out.flatten(1))
-
-
-def hidden_projections(module: Projections) -> list[Any]:
-    """The projections of hidden states, which ``fused_projections`` may compute as one product."""
-    return ([] if module.q_lora_rank is None else [module.q_a_proj]) + [module.kv_a_proj_with_mqa]
-
-
-def check_weights(module: Projections, dtype: torch.dtype) -> None:
-    """Raise TypeError for a projection or norm whose weight cannot replace a call of the module, in ``dtype``."""
-    linear_weight(module, "kv_b_proj", dtype)
-    norm_weight(module, "kv_a_layernorm")
-    if module.q_lora_rank is not None:
-        norm_weight(module, "q_a_layernorm")
+        part, scale = metadata.prefill, softmax_scale(module)
+        if rows is None:
+            rows = read_rows(cache, metadata.slot_mapping, query.dtype)
+        attend_heads(query, rows[absorbed:], cache, part, expand, scale, out[absorbed:], sink)
+    return project_output(module, out, gate)
 
 
 def project(
@@ -144,56 +128,83 @@ def project(
     cache: LatentCache,
     slot_mapping: torch.Tensor,
     query_factors: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``project_query`` and ``store_latents``: queries, rows and the query's latent."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, QueryLatent | None]:
+    """``store_latents`` and ``project_query``: queries, the gate's logits, rows and the query's latent."""
     rows, q_latent = store_latents(module, hidden, rotary, cache, slot_mapping)
-    return project_query(module, hidden, q_latent, query_factors), rows, q_latent
+    if rows is None:
+        rows = read_rows(cache, slot_mapping, hidden.dtype)
+    return *project_query(module, hidden, q_latent, query_factors), rows, q_latent
 
 
 def store_latents(
     module: Projections, hidden: torch.Tensor, rotary: Rotary, cache: LatentCache, slot_mapping: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Project the tokens' rows [T, latent + rope] and store them; also return the query's normalised latent [T, rank].
+) -> tuple[torch.Tensor | None, QueryLatent | None]:
+    """Project the tokens' rows [T, latent + rope] and store them; also return the query's latent.
 
-    The query's latent is None if the module projects queries directly.
+    The rows are None if an earlier layer has stored them, the query's latent if the module projects queries directly.
     """
+    if not owns_latents(module):
+        return None, _query_latent(module, hidden)
     query_latent: dict[str, Any] = {}
     *q_a, kv_a = fused_linear(hidden, *hidden_projections(module))
     if q_a:
         q_weight = norm_weight(module, "q_a_layernorm")
-        query_latent = {"q_a": q_a[0], "q_weight": q_weight, "q_eps": _eps(module.q_a_layernorm)}
+        query_latent = {"q_a": q_a[0], "q_weight": q_weight, "q_eps": eps_of(module.q_a_layernorm)}
+    if key_rope_norm(module) is not None:
+        _normalise_rope(module, kv_a[:, module.kv_lora_rank :])
     # latent_rows also stores the rows in an unquantised cache. Other formats have their own write kernels.
     target: dict[str, Any] = {} if cache.is_quantised else {"cache": cache.pages, "slot_mapping": slot_mapping}
-    factor = getattr(module, "mla_scale_kv_lora", 1.0)
+    factor = latent_factor(module)
     weight = norm_weight(module, "kv_a_layernorm")
-    weight = weight if factor == 1.0 else weight * factor
-    rows, q_latent = latent_rows(kv_a, weight, rotary, _eps(module.kv_a_layernorm), **query_latent, **target)
-    if cache.is_quantised:
+    weight, eps = weight if factor == 1.0 else weight * factor, eps_of(module.kv_a_layernorm)
+    if module.qk_rope_head_dim:
+        rows, normalised = latent_rows(kv_a, weight, rotary, eps, **query_latent, **target)
+    else:
+        rows, normalised = _unrotated_rows(kv_a, weight, eps, **query_latent)
+    if cache.is_quantised or not module.qk_rope_head_dim:
         cache.write(slot_mapping, rows)
-    return rows, q_latent
+    return rows, None if normalised is None else QueryLatent(q_a[0], normalised)
 
 
-def project_query(
-    module: Projections,
-    hidden: torch.Tensor,
-    q_latent: torch.Tensor | None,
-    factors: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Unrotated queries [T, h, nope + rope], times ``factors`` [T]."""
-    query = module.q_proj(hidden) if q_latent is None else module.q_b_proj(q_latent)
-    query = query.unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim))
-    return query if factors is None else query * factors.to(query.dtype)[:, None, None]
+def _query_latent(module: Projections, hidden: torch.Tensor) -> QueryLatent | None:
+    """The query's latent of a module without latents of its own."""
+    if not has_query_latent(module):
+        return None
+    projected = module.q_a_proj(hidden)
+    return QueryLatent(projected, module.q_a_layernorm(projected))
 
 
-def softmax_scale(module: Projections) -> float:
-    """The softmax scale, including the factor of queries."""
-    return module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
+def read_rows(cache: LatentCache, slot_mapping: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tokens' rows [T, latent + rope], which an earlier layer has stored in the cache."""
+    return kv_cache.read(cache.pages, slot_mapping, cache_format=cache.layout, scale=cache.scale, dtype=dtype)
+
+
+def _unrotated_rows(
+    kv_a: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    q_a: torch.Tensor | None = None,
+    q_weight: torch.Tensor | None = None,
+    q_eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``latent_rows`` of a model without rope dims; it stores nothing."""
+    rows = functional.rms_norm(kv_a, weight.shape, weight, eps)
+    if q_a is None or q_weight is None:
+        return rows, None
+    return rows, functional.rms_norm(q_a, q_weight.shape, q_weight, q_eps)
+
+
+def _normalise_rope(module: Projections, rope: torch.Tensor) -> None:
+    """Normalise keys' rope dims [T, rope] in place."""
+    weight = norm_weight(module, "k_rope_only_layernorm")
+    rope.copy_(functional.rms_norm(rope, weight.shape, weight, eps_of(key_rope_norm(module))))
 
 
 def rotate_query(module: Projections, query: torch.Tensor, rotary: Rotary) -> None:
     """Rotate queries [T, h, nope + rope] in place."""
-    rope = query[..., module.qk_nope_head_dim :]
-    rotate_heads(rope, rotary, out=rope)
+    if module.qk_rope_head_dim:
+        rope = query[..., module.qk_nope_head_dim :]
+        rotate_heads(rope, rotary, out=rope)
 
 
 def _attend_chunks(
@@ -221,6 +232,7 @@ def _attend_chunks(
                 indices=indices,
                 softmax_scale=softmax_scale(module),
                 backend=backend,
+                sink=sinks(module),
             )
             rotation = rotary.part(part.start, part.stop)
             _attend_absorbed(module, kv_b, query[part], cache, rotation, backend, attend, out[part])
@@ -242,11 +254,7 @@ def _attend_absorbed(
     q_nope, q_rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=-1)
     folded = query.new_empty(tokens, heads, module.kv_lora_rank + module.qk_rope_head_dim)
     fold_query(q_nope, w_uk, out=folded[..., : module.kv_lora_rank])
-    rotate_heads(q_rope, rotary, out=folded[..., module.kv_lora_rank :])
+    if module.qk_rope_head_dim:
+        rotate_heads(q_rope, rotary, out=folded[..., module.kv_lora_rank :])
     folded = folded.to(cache.query_dtype(query.dtype, reference=backend == "reference"))
     unfold_value(attend(folded)[..., : module.kv_lora_rank].to(query.dtype), w_uv, out)
-
-
-def _eps(norm: Any) -> float:
-    """The epsilon of an RMSNorm of PyTorch or of transformers."""
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps

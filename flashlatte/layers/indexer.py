@@ -15,6 +15,7 @@ from flashlatte.layers import models
 from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.fused_projections import fused_linear, linear, plain_weight
 from flashlatte.layers.metadata import DecodePart, MLAMetadata
+from flashlatte.layers.parts import head_factors, part
 from flashlatte.layers.selection import IndexSelection, SelectionChunk
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_gather, index_quantize
@@ -25,13 +26,16 @@ from flashlatte.ops.norm_rope import rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime.side_stream import SideStream
 
-NORM_EPS = 1e-6
 # Steps with more tokens fill the GPU, and overlap does not help. 64 requests of 4,096 tokens gain a tenth of the step.
 MAX_OVERLAPPED_TOKENS = 64
 
 
 class IndexProjections(Protocol):
-    """An indexer module of this package or of transformers (DeepseekV32, GlmMoeDsa)."""
+    """An indexer module of this package or of transformers (DeepseekV32, GlmMoeDsa).
+
+    Mistral-Large-4's has no query latent to project: ``q_input_norm`` normalises hidden states for ``wq_b``, and
+    ``softmax_scaling`` scales the queries (``head_factors``).
+    """
 
     wq_b: Any
     wk: Any
@@ -64,7 +68,7 @@ class Indexer(nn.Module):
 
         self.wq_b = linear(q_lora_rank, config.num_heads * config.head_dim, dtype, device)
         self.wk = linear(hidden_size, config.head_dim, dtype, device)
-        self.k_norm = nn.LayerNorm(config.head_dim, NORM_EPS, dtype=dtype, device=device)
+        self.k_norm = nn.LayerNorm(config.head_dim, config.norm_eps, dtype=dtype, device=device)
         self.weights_proj = linear(hidden_size, config.num_heads, torch.float32, device)
         self.requires_grad_(False)
 
@@ -80,6 +84,7 @@ class StepIndexer:
         layout: format of the index keys.
         rotary: rotation of the step's tokens in the indexer's layout.
         backend: backend of its operations; None chooses.
+        positions: int [T], positions of the step's tokens, for a module with ``softmax_scaling``.
     """
 
     module: IndexProjections
@@ -88,10 +93,12 @@ class StepIndexer:
     layout: IndexFormat
     rotary: Rotary
     backend: str | None = None
+    positions: torch.Tensor | None = None
 
     def store_keys(self, hidden: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store the index keys of hidden states [T, hidden_size] in their slots."""
-        keys = self.module.k_norm(self.module.wk(hidden))
+        keys, norm = self.module.wk(hidden), self.module.k_norm
+        keys = self._rope_first(norm(keys.to(norm.weight.dtype)).to(keys.dtype))
         self._rotate(keys.unsqueeze(1))
         if self.config.hadamard:
             keys = keys @ hadamard(keys.shape[-1], keys.device, keys.dtype)
@@ -106,15 +113,20 @@ class StepIndexer:
             return index_weights(hidden, weight, backend=self.backend)
         return fused_linear(hidden, projection)[0]
 
-    def queries(self, q_latent: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries(self, q_input: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Index queries [T, H, head_dim] in the cache's query dtype, and scaled float32 head weights [T, H].
 
         Args:
-            q_latent: [T, q_lora_rank], normalised.
+            q_input: [T, q_lora_rank], the query's normalised latents; [T, hidden_size], hidden states, for a model
+                without these latents.
             weights: [T, H], ``head_weights`` of the same tokens.
         """
         config = self.config
-        q = self.module.wq_b(q_latent).unflatten(-1, (-1, config.head_dim))
+        norm, scaling = part(self.module, "q_input_norm"), part(self.module, "softmax_scaling")
+        q = self.module.wq_b(q_input if norm is None else norm(q_input))
+        q = self._rope_first(q.unflatten(-1, (-1, config.head_dim)))
+        if scaling is not None and self.positions is not None:
+            q = q * head_factors(scaling, self.positions, q.dtype)[..., None]
         if self.layout.scale_bytes:
             return index_query(
                 q,
@@ -138,19 +150,19 @@ class StepIndexer:
         return metadata.num_decode_tokens if selection.chunks is None else metadata.num_tokens
 
     def select(
-        self, q_latent: torch.Tensor, weights: torch.Tensor, metadata: MLAMetadata, selection: IndexSelection
+        self, q_input: torch.Tensor, weights: torch.Tensor, metadata: MLAMetadata, selection: IndexSelection
     ) -> None:
         """Fill ``selection`` for every token of the step, whose index keys must already be stored.
 
         Args:
-            q_latent: [T, q_lora_rank], normalised.
+            q_input: as for ``queries``.
             weights: [num_selecting, H], from ``head_weights``.
         """
         selection.is_filled = True
         tokens, decoding = weights.shape[0], metadata.num_decode_tokens
         if tokens == 0 or selection.slots is None:
             return
-        q, weights = self.first(tokens).queries(q_latent[:tokens], weights)
+        q, weights = self.first(tokens).queries(q_input[:tokens], weights)
         if metadata.decode is not None and decoding:
             self._select_decode(q[:decoding], weights[:decoding], metadata.decode, selection)
         for chunk in selection.chunks or ():
@@ -222,14 +234,20 @@ class StepIndexer:
             backend=self.backend,
         )
 
+    def _rope_first(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., head_dim] with the rotated dims first. Scores depend only on queries and keys having one order."""
+        return x.roll(self.rotary.table.shape[1], dims=-1) if self.config.rope_last else x
+
     def _rotate(self, x: torch.Tensor) -> None:
         """Rotate the first dims of x [T, h, head_dim] in place."""
-        rope = x[..., : self.rotary.table.shape[1]]
-        rotate_heads(rope, self.rotary, out=rope)
+        if rope_dim := self.rotary.table.shape[1]:
+            rope = x[..., :rope_dim]
+            rotate_heads(rope, self.rotary, out=rope)
 
     def first(self, tokens: int) -> StepIndexer:
         """This indexer for the first ``tokens`` of the step."""
-        return dataclasses.replace(self, rotary=self.rotary.part(0, tokens))
+        positions = None if self.positions is None else self.positions[:tokens]
+        return dataclasses.replace(self, rotary=self.rotary.part(0, tokens), positions=positions)
 
 
 def make_step_indexer(
@@ -239,6 +257,7 @@ def make_step_indexer(
     pages: torch.Tensor,
     rotary: Rotary,
     backend: str | None,
+    positions: torch.Tensor | None = None,
 ) -> StepIndexer:
     """Bind an indexer to a step whose latents are stored in ``pages``; ``backend`` is the layer's attention backend.
 
@@ -254,7 +273,9 @@ def make_step_indexer(
     rotary = dataclasses.replace(rotary, interleaved=config.rope_layout == models.INTERLEAVED)
     # Not all of the indexer's operations have a "hopper" backend.
     index_backend = backend if backend in ("portable", "reference") else None
-    return StepIndexer(module, config, index_pages, layout, rotary, index_backend)
+    if positions is None and part(module, "softmax_scaling") is not None:
+        raise ValueError("positions must be given for an indexer whose queries are scaled by them, got None")
+    return StepIndexer(module, config, index_pages, layout, rotary, index_backend, positions)
 
 
 class OverlappedIndexer:
@@ -274,7 +295,7 @@ class OverlappedIndexer:
     ) -> None:
         self._indexer, self._hidden = indexer, hidden
         self._metadata, self._selection = metadata, selection
-        self._q_latent = self._weights = None
+        self._q_input = self._weights = None
         few = metadata.num_tokens <= MAX_OVERLAPPED_TOKENS and metadata.prefill is None
         # Collectives must stay in the order of one stream.
         self._side = SideStream(hidden.device, few and metadata.sharding is None)
@@ -283,11 +304,11 @@ class OverlappedIndexer:
         """Launch what depends on the hidden states only."""
         self._side.run(self._store_keys)
 
-    def select(self, q_latent: torch.Tensor | None) -> None:
-        """Select tokens, given the query's normalised latent [T, rank]."""
-        if self._selection is not None and q_latent is not None:
+    def select(self, q_input: torch.Tensor) -> None:
+        """Select tokens, given the input of index queries (``StepIndexer.queries``)."""
+        if self._selection is not None:
             # The side stream may read it until the step has ended.
-            self._q_latent = q_latent
+            self._q_input = q_input
             self._side.run(self._select)
 
     def join(self) -> None:
@@ -301,5 +322,5 @@ class OverlappedIndexer:
             self._weights = self._indexer.head_weights(self._hidden[:selecting])
 
     def _select(self) -> None:
-        if self._selection is not None and self._q_latent is not None and self._weights is not None:
-            self._indexer.select(self._q_latent, self._weights, self._metadata, self._selection)
+        if self._selection is not None and self._q_input is not None and self._weights is not None:
+            self._indexer.select(self._q_input, self._weights, self._metadata, self._selection)

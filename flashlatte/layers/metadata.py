@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -119,6 +120,7 @@ class MLAMetadata:
         slot_mapping: int [num_tokens], slot of each token in the cache; below 0 it is not stored.
         decode, prefill: the two parts; None if empty.
         selection: the indexers' selection; None for layers without an indexer.
+        windows: int32 [num_tokens, width] for each width of a sliding window, the slots of each token's window.
         sharding: the rank's share of the keys; None: all of them.
         buffers, build_index: the builder's buffers that hold the tensors, and the index of this build; None if the
             tensors are not shared.
@@ -134,6 +136,7 @@ class MLAMetadata:
     decode: DecodePart | None
     prefill: PrefillPart | None
     selection: IndexSelection | None = None
+    windows: Mapping[int, torch.Tensor] = field(default_factory=dict)
     sharding: Sharding | None = None
     buffers: BuilderBuffers | None = None
     build_index: int = 0
@@ -156,6 +159,8 @@ def _to_device(part: _Dataclass, device: torch.device) -> _Dataclass:
             values[name] = value.to(device)
         elif dataclasses.is_dataclass(value):
             values[name] = _to_device(value, device)
+        elif isinstance(value, dict):
+            values[name] = {key: item.to(device) for key, item in value.items()}
         elif isinstance(value, tuple) and not isinstance(value, Sharding):
             values[name] = tuple(_to_device(item, device) for item in value)
     return type(part)(**values)

@@ -6,10 +6,10 @@ Families with a similar but different attention are listed with the reason, and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-INTERLEAVED, HALF = "interleaved", "half"
+INTERLEAVED, HALF, UNROTATED = "interleaved", "half", "none"
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,11 @@ class Traits:
     """Differences of a family's attention to DeepSeek-V3's.
 
     Attributes:
+        names: models of the family, for the table of the guide.
+        has_layers: whether layers differ in sizes and kinds, so that a config describes one of them.
+        also: other differences, which ``MLAConfig`` does not have, for the same table.
+        layer_refusal: why ``MLAConfig`` cannot describe the family, which ``enable`` supports; None if it can.
+        runs_as: family whose transformers classes the models have; None: this one.
         rope_layout: layout of the rope dims, whatever the config says. None: by the config's ``rope_interleave``,
             which defaults to true; null counts as false.
         rope_theta: default base of the frequencies.
@@ -24,10 +29,20 @@ class Traits:
         scales_queries: whether queries are multiplied by a factor that grows with their position (Mistral 4).
         scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
             arXiv:2509.01322, §2.1).
+        model_eps: whether the norms of latents have the config's ``rms_norm_eps`` instead of 1e-6.
+        output_gate, attn_sink, key_rope_norm: as in ``MLAConfig``.
         has_indexer: whether an indexer selects the tokens that a query attends to (DeepSeek-V3.2).
         index_rope_layout: layout of the rope dims in the indexer.
+        index_rope_last: whether these are the last dims of a head.
+        index_frequency: default of ``index_topk_freq``.
+        index_model_eps: whether the norm of index keys has the config's ``rms_norm_eps`` instead of 1e-6.
     """
 
+    names: str = ""
+    runs_as: str | None = None
+    has_layers: bool = False
+    also: str = ""
+    layer_refusal: str | None = None
     rope_layout: str | None = None
     rope_theta: float = 10000.0
     max_position: int = 4096
@@ -35,6 +50,13 @@ class Traits:
     scales_latents: bool = False
     has_indexer: bool = False
     index_rope_layout: str = HALF
+    index_rope_last: bool = False
+    index_frequency: int = 1
+    index_model_eps: bool = False
+    model_eps: bool = False
+    output_gate: str | None = None
+    attn_sink: bool = False
+    key_rope_norm: bool = False
 
     def layout(self, rope_interleave: bool | None) -> str:
         if self.rope_layout is not None:
@@ -42,33 +64,81 @@ class Traits:
         return INTERLEAVED if rope_interleave else HALF
 
 
+_HY4 = Traits(
+    "Hy4 preview",
+    rope_layout=HALF,
+    max_position=262144,
+    has_indexer=True,
+    index_rope_last=True,
+    index_frequency=4,
+    index_model_eps=True,
+    output_gate="channel",
+    attn_sink=True,
+)
 SUPPORTED: dict[str, Traits] = {
-    "axk1": Traits(max_position=32768),
-    "deepseek_v2": Traits(rope_layout=INTERLEAVED, max_position=2048),
-    "deepseek_v3": Traits(),
-    "deepseek_v32": Traits(rope_layout=INTERLEAVED, max_position=163840, has_indexer=True),
-    "glm4_moe_lite": Traits(max_position=202752),
-    "glm_moe_dsa": Traits(
-        rope_layout=INTERLEAVED, max_position=202752, has_indexer=True, index_rope_layout=INTERLEAVED
+    "axk1": Traits("A.X K1", max_position=32768),
+    "axk2": Traits("A.X-K2", rope_layout=INTERLEAVED, max_position=131072, has_indexer=True, output_gate="query"),
+    "bailing_hybrid": Traits(
+        "Ling-3.0", rope_layout=INTERLEAVED, rope_theta=6e6, max_position=262144, output_gate="head"
     ),
-    "kimi_k2": Traits(),
-    "longcat_flash": Traits(rope_layout=INTERLEAVED, rope_theta=1e7, max_position=131072, scales_latents=True),
-    "minicpm3": Traits(rope_layout=HALF, max_position=32768),
-    "mistral4": Traits(max_position=1048576, scales_queries=True),
-    "sarvam_mla": Traits(),
-    "youtu": Traits(max_position=131072),
+    "deepseek_v2": Traits("DeepSeek-V2, V2-Lite", rope_layout=INTERLEAVED, max_position=2048),
+    "deepseek_v3": Traits("DeepSeek-V3, V3.1, R1"),
+    "deepseek_v32": Traits("DeepSeek-V3.2", rope_layout=INTERLEAVED, max_position=163840, has_indexer=True),
+    "dots3_note": Traits(
+        "dots3-note",
+        also="layers with windows and other sizes between",
+        has_layers=True,
+        rope_layout=INTERLEAVED,
+        rope_theta=8e7,
+        max_position=524288,
+        scales_latents=True,
+        has_indexer=True,
+        index_rope_layout=INTERLEAVED,
+        model_eps=True,
+        output_gate="head",
+        key_rope_norm=True,
+    ),
+    "glm4_moe_lite": Traits("GLM-4.7-Flash", max_position=202752),
+    "glm5_next": Traits(
+        "GLM-5.3-Flash",
+        also="the selected tokens are pools",
+        layer_refusal="its indexer selects pools of tokens",
+        rope_layout=UNROTATED,
+        max_position=1048576,
+        has_indexer=True,
+        model_eps=True,
+    ),
+    "glm_moe_dsa": Traits(
+        "GLM-5", rope_layout=INTERLEAVED, max_position=202752, has_indexer=True, index_rope_layout=INTERLEAVED
+    ),
+    "hy_v4": _HY4,
+    # transformers rotates other dims than in Hy4 preview.
+    "hy_v4_vl": replace(
+        _HY4, names="Hy4, with vision", rope_layout=INTERLEAVED, index_rope_layout=INTERLEAVED, model_eps=True
+    ),
+    "kimi_k2": Traits("Kimi K2, and the language model of Kimi K2.5", runs_as="deepseek_v3"),
+    "kimi_linear": Traits("Kimi Linear", rope_layout=UNROTATED, max_position=1048576),
+    "longcat_flash": Traits(
+        "LongCat-Flash", rope_layout=INTERLEAVED, rope_theta=1e7, max_position=131072, scales_latents=True
+    ),
+    "minicpm3": Traits("MiniCPM3", rope_layout=HALF, max_position=32768),
+    "mistral_large4": Traits(
+        "Mistral Large 4",
+        also="learned factors of queries by head and position; some layers are not rotated; latents are shared",
+        layer_refusal="the frequencies of its rotation are learned, and no config has them",
+        rope_layout=INTERLEAVED,
+        max_position=1048576,
+        has_indexer=True,
+        index_rope_layout=INTERLEAVED,
+        model_eps=True,
+    ),
+    "mistral4": Traits("Mistral 4, also in a vision model", max_position=1048576, scales_queries=True),
+    "sarvam_mla": Traits("Sarvam-105B", runs_as="deepseek_v3"),
+    "youtu": Traits("Youtu-LLM", max_position=131072),
 }
 
-REFUSED: dict[str, str] = {
-    "axk2": "an indexer selects its tokens, and a gate multiplies its attention's output",
-    "bailing_hybrid": "a gate multiplies its attention's output, and most of its layers are linear attention",
-    "dots3_note": "it normalises the rope part of its keys, gates its attention's output, and has an indexer",
-    "glm5_next": "its attention has an indexer whose selection several layers share, and no rotary embedding",
-    "hy_v4": "its attention has an indexer, attention sinks and a gate",
-    "hy_v4_vl": "its attention has an indexer, attention sinks and a gate",
-    "kimi_linear": "most of its layers are linear attention, and its MLA has no rotary embedding",
-    "mistral_large4": "its attention has an indexer, shares caches between layers and scales queries by their position",
-}
+# Families with latents whose attention is another, and the reason. None of transformers 5.24's is.
+REFUSED: dict[str, str] = {}
 
 
 def traits(model_type: str | None) -> Traits:
@@ -82,23 +152,31 @@ def traits(model_type: str | None) -> Traits:
     if not isinstance(model_type, str):
         raise TypeError(f"model_type must be a str, got {model_type!r}")
     check_not_refused(model_type)
-    if model_type not in SUPPORTED:
+    found = supported(model_type)
+    if found is None:
         raise ValueError(
             f"model_type must be one of {', '.join(SUPPORTED)}, got {model_type!r}: if its attention is "
             "DeepSeek-V3's MLA, construct an MLAConfig directly"
         )
-    return SUPPORTED[model_type]
+    return found
+
+
+def supported(model_type: str) -> Traits | None:
+    """The traits of a supported family, or of the language model of one; else None."""
+    return SUPPORTED.get(model_type.removesuffix("_text"))
 
 
 def refusal(model_type: object) -> str | None:
-    """Why a family, or the language model of one, is not supported (``REFUSED``); else None."""
+    """Why a family, or the language model of one, is not supported at all (``REFUSED``); else None."""
     return REFUSED.get(model_type.removesuffix("_text")) if isinstance(model_type, str) else None
 
 
 def check_not_refused(*model_types: object) -> None:
-    """Raise ValueError with the reason if one of the types is refused."""
+    """Raise ValueError with the reason if no ``MLAConfig`` describes one of the types."""
     for model_type in model_types:
-        if (reason := refusal(model_type)) is not None:
+        found = supported(model_type) if isinstance(model_type, str) else None
+        reason = refusal(model_type) if found is None else found.layer_refusal
+        if reason is not None:
             raise ValueError(f"model_type {model_type!r} is not supported: {reason}")
 
 
@@ -161,17 +239,17 @@ def standardised_rope(parameters: Mapping[str, Any], rope_theta: Any, original: 
     return defaults | dict(parameters) | {"rope_type": kind}
 
 
-def shared_selection_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+def shared_selection_layers(config: Mapping[str, Any], frequency: int = 1) -> tuple[int, ...]:
     """Layers that reuse the selection of the layer before (GLM-5's IndexCache, arXiv:2603.12201).
 
     A config defines them by ``indexer_types`` (transformers), by ``index_topk_pattern`` ("FSSF", S for shared), or by
-    ``index_topk_freq`` and ``index_skip_topk_offset``: layers up to the offset, and every freq-th layer after it, have
-    an indexer.
+    ``index_topk_freq`` (default ``frequency``) and ``index_skip_topk_offset``: layers up to the offset, and every
+    freq-th layer after it, have an indexer.
     """
     types = config.get("indexer_types") or config.get("index_topk_pattern")
     if types is not None:
         return tuple(layer for layer, kind in enumerate(types) if kind in ("S", "shared"))
-    freq = max(config.get("index_topk_freq") or 1, 1)
+    freq = max(config.get("index_topk_freq") or frequency, 1)
     offset = config.get("index_skip_topk_offset")
     offset = 2 if offset is None else offset
     return tuple(layer for layer in range(config.get("num_hidden_layers") or 0) if max(layer - offset + 1, 0) % freq)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashlatte.layers.absorbed import apply_sink
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
 from flashlatte.ops.cache_gather import cache_gather
@@ -48,6 +49,7 @@ def attend_heads(
     expand: Expansion,
     softmax_scale: float,
     out: torch.Tensor,
+    sink: torch.Tensor | None = None,
 ) -> None:
     """Attention of the prefill part, into ``out`` [T, h, v].
 
@@ -58,6 +60,7 @@ def attend_heads(
     Args:
         query: [T, h, nope + rope], rotated.
         rows: [T, latent + rope], unquantised rows of the new tokens.
+        sink: float32 [h], a logit in the denominator of each head's softmax; None: none.
     """
     keys, values = expand.keys_and_values(rows)
     _, lse = dense_prefill(
@@ -80,6 +83,7 @@ def attend_heads(
         context, context_lse = _attend_chunk(query[tokens], cache, chunk, expand, softmax_scale, part.workspace)
         acc, acc_lse = out[tokens], lse[tokens]
         merge_states((acc, context), (acc_lse, context_lse), out=acc, lse=acc_lse)
+    apply_sink(out, lse, sink)
 
 
 def _attend_chunk(

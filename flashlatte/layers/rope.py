@@ -7,7 +7,8 @@ import math
 
 import torch
 
-from flashlatte.layers.config import Rope, Yarn
+from flashlatte.layers import models
+from flashlatte.layers.rope_config import Rope, Yarn
 
 
 def inverse_frequencies(rope: Rope, rope_dim: int) -> torch.Tensor:
@@ -61,13 +62,26 @@ inverse_table._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMe
 
 @functools.lru_cache(maxsize=16)
 def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of all positions, float32 [max_position, rope_dim]; layers share a table."""
+    """Cosines and sines of all positions, float32 [max_position, rope_dim]; layers share a table.
+
+    Without a rotation it has one row, that of angle 0: operations clamp positions to the table.
+    """
     # A table created in inference mode could not be used in a graph captured outside of it.
     with torch.inference_mode(False):
+        if rope.layout == models.UNROTATED:
+            return _with_static_shape(unrotated_table(rope_dim, device))
         positions = torch.arange(rope.max_position, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * inverse_frequencies(rope, rope_dim)
         scale = 1.0 if rope.yarn is None else rope.yarn.rotation_scale
         return _with_static_shape((torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device))
+
+
+@functools.lru_cache(maxsize=16)
+def unrotated_table(rope_dim: int, device: torch.device) -> torch.Tensor:
+    """The table [1, rope_dim] of no rotation: cosines 1, sines 0."""
+    # A tensor created in inference mode could not be used outside of it.
+    with torch.inference_mode(False):
+        return (torch.arange(rope_dim, device=device) < rope_dim // 2).float()[None]
 
 
 @functools.lru_cache(maxsize=16)

@@ -67,6 +67,7 @@ def warmup_steps(
             workspace_tokens=FEW_TOKENS,
             max_decode_queries=max_queries,
             topk=topk,
+            windows=() if config.window is None else (config.window,),
         )
         steps = _steps(length, max_batch, max_queries)
         if topk is not None and length == max_length:

@@ -61,6 +61,12 @@ def tensor(
     return value
 
 
+def dtype(name: str, value: object, accepted: Sequence[torch.dtype]) -> None:
+    """Check an argument that is itself a dtype."""
+    if value not in accepted:
+        raise TypeError(f"{name} must be {dtype_names(accepted)}, got {value}")
+
+
 def same_dtype(name: str, value: object, q: torch.Tensor, *others: torch.dtype) -> None:
     """Check that ``value`` has q's dtype or one of ``others``. The message names both: either may be the wrong one."""
     if isinstance(value, torch.Tensor) and value.dtype not in (q.dtype, *others):

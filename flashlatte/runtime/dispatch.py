@@ -35,6 +35,7 @@ class CallSpec:
     """The properties of a call that the choice of an implementation depends on. None: the operation has no such one.
 
     Attributes:
+        index_dim: head dim of the indexer, beside that of the attention.
         rows, columns, k: of a selection: its rows, their columns, and the number selected from each row.
         rows_aligned: the rows of all operands that are copied many bytes at a time (as by TMA) are aligned for it.
         pages_reachable: each page is contiguous, in memory that the device can address.
@@ -51,6 +52,7 @@ class CallSpec:
     page_size: int | None = None
     head_dim: int | None = None
     head_dim_v: int | None = None
+    index_dim: int | None = None
     h_q: int | None = None
     h_kv: int | None = None
     rows: int | None = None

@@ -27,12 +27,13 @@ ElementPointer: TypeAlias = Any
 Int32: TypeAlias = Any
 Int64: TypeAlias = Any
 Float32: TypeAlias = Any
-# A compile-time value if it is 1 or None, a run-time value otherwise.
-OneOrInt32: TypeAlias = Any
+# A compile-time value if it is None, a run-time value below 2^31 otherwise.
+OptionalInt32: TypeAlias = Any
 Constant: TypeAlias = Any
 
 _SCALARS = {"Int32": "int32", "Int64": "int64", "Float32": "float32"}
-_POINTERS = ("Pointer", "ElementPointer", "OneOrInt32")
+_WITHOUT_TYPE = ("", "Pointer", "ElementPointer", "OptionalInt32")
+_KINDS = (*_WITHOUT_TYPE, *_SCALARS, *_SCALARS.values(), "Constant", "constexpr")
 # By which the generated function refers to Triton's types and to the kernel's body.
 _LANGUAGE, _BODY = "tl", "body"
 
@@ -52,7 +53,7 @@ class Parameter:
     @property
     def declaration(self) -> str:
         kind = "constexpr" if self.kind == "Constant" else _SCALARS.get(self.kind, self.kind)
-        return f"{self.name}: {_LANGUAGE}.{kind}" if kind and kind not in _POINTERS else self.name
+        return self.name if kind in _WITHOUT_TYPE else f"{self.name}: {_LANGUAGE}.{kind}"
 
 
 def records_of(function: Callable[..., None]) -> dict[str, type[Any]]:
@@ -63,10 +64,17 @@ def records_of(function: Callable[..., None]) -> dict[str, type[Any]]:
 
 
 def parameters_of(function: Callable[..., None], records: Mapping[str, type[Any]]) -> list[Parameter]:
-    """The parameters of the generated function, or those of a kernel without records."""
+    """The parameters of the generated function, or those of a kernel without records.
+
+    Raises:
+        TypeError: an annotation is neither a record nor a kind of argument.
+    """
     parameters: list[Parameter] = []
     for name, item in inspect.signature(function).parameters.items():
         parameters += _fields(name, records[name]) if name in records else [Parameter(name, _kind(item.annotation))]
+    for parameter in parameters:
+        if parameter.kind not in _KINDS:
+            raise TypeError(f"{parameter.name} of {function.__name__} must be a record, a scalar or a kind of pointer")
     return parameters
 
 
@@ -147,6 +155,8 @@ def _construction(prefix: str, record: type[Any], names: dict[str, Any]) -> str:
 
 def _record(annotation: Any, scope: Mapping[str, Any]) -> type[Any] | None:
     """The record that an annotation names, or None."""
+    if isinstance(annotation, type):
+        return annotation if hasattr(annotation, "_fields") else None
     text = _text(annotation)
     value = scope.get(text.split(".")[0])
     for part in text.split(".")[1:]:
@@ -155,9 +165,12 @@ def _record(annotation: Any, scope: Mapping[str, Any]) -> type[Any] | None:
 
 
 def _kind(annotation: Any) -> str:
-    return "" if annotation is inspect.Parameter.empty else _text(annotation).rpartition(".")[2]
+    kind = "" if annotation is inspect.Parameter.empty else _text(annotation).rpartition(".")[2]
+    return "float32" if kind == "fp32" else kind  # str(tl.float32)
 
 
 def _text(annotation: Any) -> str:
     """The text of an annotation. A named tuple keeps those of its fields as ``ForwardRef``."""
+    if isinstance(annotation, type):
+        return annotation.__name__
     return str(getattr(annotation, "__forward_arg__", annotation))

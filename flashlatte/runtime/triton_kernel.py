@@ -14,7 +14,7 @@ from flashlatte.runtime.kernel_records import entry_of, flat_records, parameters
 from flashlatte.runtime.recording import is_recording, record_launch
 from flashlatte.runtime.triton_internals import ClusterLaunch, join
 
-_RUN_TIME_SCALARS = ("int32", "int64", "float32", "Int32", "Int64", "Float32")
+_RUN_TIME_SCALARS = ("int32", "int64", "float32", "Int32", "Int64", "Float32", "OptionalInt32")
 
 
 def kernel(
@@ -56,7 +56,7 @@ def _compiled_by(
         return lambda decorated: _compiled_by(jit, decorated, by_element, cluster)
     records = records_of(function)
     parameters = parameters_of(function, records)
-    of_any_alignment = [item.name for item in parameters if item.kind in ("ElementPointer", "OneOrInt32")]
+    of_any_alignment = [item.name for item in parameters if item.kind == "ElementPointer"]
     jitted = jit(
         entry_of(function, records, jit(function)) if records else function,
         do_not_specialize=[item.name for item in parameters if item.kind in _RUN_TIME_SCALARS],

@@ -148,27 +148,25 @@ def combine_kernel(
     D_V: tl.constexpr,
     IS_FIXED: tl.constexpr,
     AT_BOUNDARIES: tl.constexpr,
-    CTA_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLS: tl.constexpr,
+    TILE: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """A CTA combines CTA_ROWS rows of a work item, ROWS at a time, and COLS columns.
+    """A CTA combines some rows of a work item and some columns: ``TILE``, a ``CombineTile``.
 
     AT_BOUNDARIES: the CTA's work item is the one that is first split at the beginning of range number + 1, if any;
         otherwise the work item is given by the program id.
     OVERLAPPED: the kernel that writes ``scratch`` may still run (programmatic dependent launch).
     """
     PARTIAL: tl.constexpr = BLOCK_H * (D_V + 1)
-    col_tiles: tl.constexpr = (D_V + COLS - 1) // COLS
+    col_tiles: tl.constexpr = (D_V + TILE.cols - 1) // TILE.cols
+    cta_rows: tl.constexpr = TILE.rows * TILE.steps
     rows_in_use = tl.minimum(outputs.rows, BLOCK_H)
-    row_tiles = tl.cdiv(rows_in_use, CTA_ROWS)
+    row_tiles = tl.cdiv(rows_in_use, cta_rows)
     cta = tl.program_id(0)
-    cols = cta % col_tiles * COLS + tl.arange(0, COLS)
+    cols = cta % col_tiles * TILE.cols + tl.arange(0, TILE.cols)
     row_tile = cta // col_tiles % row_tiles
     group = cta // col_tiles // row_tiles % grid.num_groups
     number = cta // col_tiles // row_tiles // grid.num_groups
@@ -192,10 +190,10 @@ def combine_kernel(
         splits = Splits(scratch, first_range, number, count, group, grid.num_groups, grid.num_splits)
         kv_head = group // grid.groups_per_head
         group_row = group % grid.groups_per_head * BLOCK_H
-        first_row = row_tile * CTA_ROWS
-        for start in range(first_row, tl.minimum(first_row + CTA_ROWS, rows_in_use), ROWS):
-            row = start + tl.arange(0, ROWS)
-            combined, lse2 = _combine(splits, row, cols, IS_FIXED, BLOCK_H, D_V, SPLITS)
+        first_row = row_tile * cta_rows
+        for start in range(first_row, tl.minimum(first_row + cta_rows, rows_in_use), TILE.rows):
+            row = start + tl.arange(0, TILE.rows)
+            combined, lse2 = _combine(splits, row, cols, IS_FIXED, BLOCK_H, D_V, TILE.splits)
             write_out(
                 outputs, item, kv_head, group_row + row, cols, combined, lse2, D_V, ROW_ALIGN, INTERPRETED, NATIVE_FP8
             )
@@ -230,10 +228,7 @@ def launch_combine(
         D_V=cols,
         IS_FIXED=is_fixed,
         AT_BOUNDARIES=at_boundaries,
-        CTA_ROWS=tile.rows * tile.steps,
-        ROWS=tile.rows,
-        SPLITS=tile.splits,
-        COLS=tile.cols,
+        TILE=tile,
         ROW_ALIGN=row_align,
         INTERPRETED=machine.interpreting(),
         NATIVE_FP8=converts_e4m3(scratch.device),

@@ -31,19 +31,19 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, OneOrInt32
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, OptionalInt32
 
 # Lengths per step of a CTA's scan.
 SCAN = tl.constexpr(256)
 
 
 class KeyLengths(NamedTuple):
-    """The number of keys of the work items. Item i is token i % tokens of request i // tokens (tokens = 1 in dense
-    decode).
+    """The number of keys of the work items. Item i is token i % tokens of request i // tokens (tokens = None in dense
+    decode: one).
 
     Attributes:
         num_items: requests · tokens.
-        tokens: work items of a request.
+        tokens: work items of a request; None: 1.
         lengths: number of keys at [request · stride_request + token · stride_token], any integer; None: ``limit`` keys
             each.
         limit: maximum number of keys of a work item; lengths are clamped to 0 … limit. extra_lengths,
@@ -52,7 +52,7 @@ class KeyLengths(NamedTuple):
     """
 
     num_items: Int32
-    tokens: OneOrInt32
+    tokens: OptionalInt32
     lengths: ElementPointer
     lengths_stride_request: Int64
     lengths_stride_token: Int64
@@ -60,12 +60,12 @@ class KeyLengths(NamedTuple):
     extra_lengths: ElementPointer = None
     extra_lengths_stride_request: Int64 = 0
     extra_lengths_stride_token: Int64 = 0
-    extra_limit: OneOrInt32 = None
+    extra_limit: OptionalInt32 = None
 
 
 def key_lengths(
     requests: int,
-    tokens: int,
+    tokens: int | None,
     lengths: torch.Tensor | None,
     limit: int,
     extra_lengths: torch.Tensor | None = None,
@@ -73,7 +73,7 @@ def key_lengths(
 ) -> KeyLengths:
     """Make ``KeyLengths`` from lengths [requests] or [requests, tokens]."""
     return KeyLengths(
-        requests * tokens,
+        requests if tokens is None else requests * tokens,
         tokens,
         lengths,
         *_strides_of(lengths),
@@ -118,6 +118,15 @@ class Range(NamedTuple):
 
 
 @triton.jit
+def request_and_token(item, tokens):
+    """The request of a work item, and its query token in the request. ``tokens``: work items of a request; None: 1."""
+    if tokens is None:
+        return item, item % 1
+    else:
+        return item // tokens, item % tokens
+
+
+@triton.jit
 def key_count(item, key_lengths):
     """Number of keys in the first list of a work item, or of a vector of work items (0 after the last one)."""
     return _clamped_length(
@@ -149,7 +158,8 @@ def _clamped_length(item, key_lengths, lengths, stride_request, stride_token, li
     if lengths is None:
         return tl.where(in_batch, limit, 0).to(tl.int32)
     else:
-        offset = (item // key_lengths.tokens) * stride_request + (item % key_lengths.tokens) * stride_token
+        request, token = request_and_token(item, key_lengths.tokens)
+        offset = request * stride_request + token * stride_token
         length = tl.load(lengths + offset, mask=in_batch, other=0).to(tl.int64)
         return tl.minimum(tl.maximum(length, 0), limit).to(tl.int32)
 

@@ -13,20 +13,22 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, from_float32
 from flashlatte.kernels.triton.online_softmax import LN_2, sink_weight
-from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, OneOrInt32, Pointer
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, OptionalInt32, Pointer
+from flashlatte.split_kv.device import request_and_token
 
 
 class Outputs(NamedTuple):
     """The outputs of work items: out [b, s_q, h_q, d_v] and lse [b, h_q, s_q].
 
     Row r of kv head k of work item i is query token i % tokens + r // heads of request i // tokens, head k · heads + r
-    % heads. With tokens = 1 a work item has the rows of all tokens of a request, with tokens = s_q those of one token.
+    % heads. With tokens = None a work item has the rows of all tokens of a request, with tokens = s_q those of one
+    token.
 
     Attributes:
         out_stride_request, out_stride_token, out_stride_head: in units of ROW_ALIGN elements.
         lse_stride_request, lse_stride_token, lse_stride_head: in elements.
         sink: float32 [h_q] with stride sink_stride; out is scaled by e^lse / (e^lse + e^sink). None: no sink.
-        tokens: work items of a request.
+        tokens: work items of a request; None: 1.
         heads: query heads of a kv head.
         rows: query rows of a kv head in a work item.
         empty_lse: lse of a row without a visible key.
@@ -46,7 +48,7 @@ class Outputs(NamedTuple):
     lse_stride_head: Int64
     sink: ElementPointer
     sink_stride: Int64
-    tokens: OneOrInt32
+    tokens: OptionalInt32
     heads: Int32
     rows: Int32
     empty_lse: Float32
@@ -61,7 +63,7 @@ def outputs_of(
     lse: torch.Tensor,
     sink: torch.Tensor | None,
     *,
-    tokens: int,
+    tokens: int | None,
     heads: int,
     rows: int,
     empty_lse: float,
@@ -89,10 +91,35 @@ def outputs_of(
 
 
 @triton.jit
+def with_rows(outputs, tokens, heads, rows):
+    """The same outputs with values that the kernel has from another record, so that it divides by them once."""
+    return Outputs(
+        outputs.out,
+        outputs.out_stride_request,
+        outputs.out_stride_token,
+        outputs.out_stride_head,
+        outputs.lse,
+        outputs.lse_stride_request,
+        outputs.lse_stride_token,
+        outputs.lse_stride_head,
+        outputs.sink,
+        outputs.sink_stride,
+        tokens,
+        heads,
+        rows,
+        outputs.empty_lse,
+        outputs.tiles,
+        outputs.tiles_stride,
+        outputs.out_scale,
+        outputs.out_scale_value,
+    )
+
+
+@triton.jit
 def _request_token_head(outputs, item, kv_head, rows):
-    request = item // outputs.tokens
+    request, token = request_and_token(item, outputs.tokens)
     if outputs.tiles is None:
-        token = item % outputs.tokens + rows // outputs.heads
+        token += rows // outputs.heads
     else:
         token = tl.load(outputs.tiles + item * outputs.tiles_stride) + rows // outputs.heads
     head = kv_head * outputs.heads + rows % outputs.heads
@@ -119,9 +146,10 @@ def row_pointers(outputs, item, kv_head, rows, ROW_ALIGN: tl.constexpr):
 @triton.jit
 def head_pointers(outputs, item, heads, ROW_ALIGN: tl.constexpr):
     """``row_pointers`` for work items whose rows are the heads of one token."""
+    request, token = request_and_token(item, outputs.tokens)
     offset = (
-        (item // outputs.tokens).to(tl.int64) * outputs.out_stride_request
-        + (item % outputs.tokens).to(tl.int64) * outputs.out_stride_token
+        request.to(tl.int64) * outputs.out_stride_request
+        + token.to(tl.int64) * outputs.out_stride_token
         + heads.to(tl.int64) * outputs.out_stride_head
     )
     return outputs.out + offset * ROW_ALIGN

@@ -179,8 +179,12 @@ def indexer_loss(
     softmax_scale: float | None = None,
     index_scale: float | None = None,
     use_relu: bool = True,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flashlatte.ops.indexer_loss``: the sum of the divergences in float64, differentiable, and their number."""
+    """``flashlatte.ops.indexer_loss``: the sum of the divergences, differentiable, and their number.
+
+    Products and softmaxes are in ``dtype``, divergences and their sum in float64.
+    """
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     score_scale = index_q.shape[2] ** -0.5 if index_scale is None else index_scale
     lengths, starts, ends = _lengths(topk_length), _lengths(key_start), _lengths(key_end)
@@ -196,11 +200,11 @@ def indexer_loss(
         keys = [key for key in keys if 0 <= key < kv.shape[0]]
         if not keys:
             continue
-        probabilities, _ = _weights(q[token], kv[keys, 0].double(), scale, torch.float64)
-        target = probabilities.mean(dim=0).detach()
-        scores = index_q[token].double() @ index_k[keys].double().T * score_scale
-        logits = index_weights[token].double() @ (scores.relu() if use_relu else scores)
-        losses.append(torch.nn.functional.kl_div(logits.log_softmax(dim=-1), target, reduction="sum"))
+        probabilities, _ = _weights(q[token], kv[keys, 0].to(dtype), scale, dtype)
+        target = probabilities.mean(dim=0).detach().double()
+        scores = index_q[token].to(dtype) @ index_k[keys].to(dtype).T * score_scale
+        logits = index_weights[token].to(dtype) @ (scores.relu() if use_relu else scores)
+        losses.append(torch.nn.functional.kl_div(logits.log_softmax(dim=-1).double(), target, reduction="sum"))
     total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=q.device)
     return total, torch.tensor(len(losses), device=q.device)
 

@@ -10,19 +10,11 @@ import sys
 import pytest
 from support import rank_engine_jobs
 from support.engine_models import generated_by_transformers, greedy, model
+from support.letters import CHAT, Letters, save_letters
 
 from flashlatte import cli
 from flashlatte.engine import Engine
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def encode(self, text: str, **_: bool) -> list[int]:
-        return [ord(letter) - 30 for letter in text]
-
-    def decode(self, tokens: list[int], **_: bool) -> str:
-        return "".join(chr(token + 30) for token in tokens)
+from flashlatte.engine.loading import load_tokenizer
 
 
 @pytest.fixture
@@ -84,6 +76,56 @@ def test_a_text_from_standard_input(checkpoint, capsys, monkeypatch):
     assert capsys.readouterr().out == expected + "\n"
 
 
+def test_without_a_prompt_standard_input_is_the_text(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello")))
+    assert cli.main(["generate", str(checkpoint), "--max-tokens", "3"]) == 0
+    expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 3))
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_a_text_ends_before_a_stop_string(checkpoint, capsys):
+    text = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9))
+    arguments = ["generate", str(checkpoint), "--prompt", "Hello", "--max-tokens", "9", "--stop", "nowhere"]
+    assert cli.main([*arguments, "--stop", text[4:6]]) == 0
+    assert capsys.readouterr().out == text[: text.index(text[4:6])] + "\n"
+
+
+def test_a_dtype_and_a_device(checkpoint, capsys):
+    arguments = ["generate", str(checkpoint), "--prompt", "Hello", "--max-tokens", "3"]
+    assert cli.main([*arguments, "--dtype", "bfloat16", "--device", "cpu"]) == 0
+    assert "cache bf16" in capsys.readouterr().err
+    for device in ("nonsense", "meta", "cuda:99"):
+        assert cli.main([*arguments, "--device", device]) == 2
+        assert f"got {device!r}" in capsys.readouterr().err
+
+
+def test_chat_answers_each_line_of_standard_input(checkpoint, capsys, monkeypatch):
+    pytest.importorskip("jinja2", reason="jinja2 is in the extra 'serve'")
+    save_letters(checkpoint, CHAT)
+    tokenizer = load_tokenizer(checkpoint)
+    monkeypatch.setattr("flashlatte.engine.command.load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nBye\n"))
+    assert cli.main(["generate", str(checkpoint), "--chat", "--max-tokens", "5"]) == 0
+
+    def answer(text):
+        return Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode(text), 5))
+
+    first = answer("uHello;a")
+    second = answer(f"uHello;a{first};uBye;a")
+    output = capsys.readouterr()
+    assert output.out == f"{first}\n{second}\n"
+    assert "10 tokens in" in output.err
+
+    assert cli.main(["generate", str(checkpoint), "--chat", "--prompt", "Hello", "--max-tokens", "5"]) == 0
+    assert capsys.readouterr().out == first + "\n"
+
+
+def test_chat_without_a_template_is_refused(checkpoint, capsys):
+    pytest.importorskip("jinja2", reason="jinja2 is in the extra 'serve'")
+    assert cli.main(["generate", str(checkpoint), "--chat", "--prompt", "Hello"]) == 2
+    assert "messages need a chat template, and the model's tokenizer has none" in capsys.readouterr().err
+
+
 def test_only_the_first_rank_reads_the_text(checkpoint, capsys, monkeypatch):
     """Ranks share one standard input: what another reads, the first would miss."""
     text = io.TextIOWrapper(io.BytesIO(b"Hello"))
@@ -134,15 +176,6 @@ def test_a_checkpoint_without_a_tokenizer_or_a_config(tmp_path, capsys):
 def test_no_directory_is_no_question_of_a_tokenizer(tmp_path, capsys):
     assert cli.main(["generate", str(tmp_path / "nothing"), "--prompt", "x"]) == 2
     assert "must be the directory of a checkpoint" in capsys.readouterr().err
-
-
-def save_letters(path):
-    """Save ``Letters`` as a tokenizer of transformers."""
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(30 + token): token for token in range(97)}, " "))
-    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    letters.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(path)
 
 
 def test_an_engine_takes_the_tokenizer_of_its_checkpoint(tmp_path):

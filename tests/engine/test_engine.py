@@ -22,6 +22,9 @@ FAMILIES = (
     "AXK1",
     "DeepseekV32",
     "GlmMoeDsa",
+    "AXK2",
+    "HYV4",
+    "Dots3Note",
     "Mistral4",
     "SarvamMLA",
 )
@@ -43,7 +46,9 @@ def check(engine: Engine, family: str = "DeepseekV3", new: int = 9) -> list[Any]
     return outputs
 
 
-@pytest.mark.parametrize("family", mostly_full(FAMILIES, "DeepseekV3", "Glm4MoeLite", "GlmMoeDsa"))
+@pytest.mark.parametrize(
+    "family", mostly_full(FAMILIES, "DeepseekV3", "Glm4MoeLite", "GlmMoeDsa", "AXK2", "HYV4", "Dots3Note")
+)
 def test_mixed_lengths(family):
     check(engine(family), family)
 
@@ -57,7 +62,15 @@ def test_every_chunk_size(max_num_batched_tokens):
 
 @pytest.mark.parametrize(
     ("family", "swap_space"),
-    [("DeepseekV3", 0), ("DeepseekV3", 12), pytest.param("GlmMoeDsa", 0, marks=pytest.mark.full), ("GlmMoeDsa", 12)],
+    [
+        ("DeepseekV3", 0),
+        ("DeepseekV3", 12),
+        pytest.param("GlmMoeDsa", 0, marks=pytest.mark.full),
+        ("GlmMoeDsa", 12),
+        ("HYV4", 0),
+        ("Dots3Note", 12),
+        pytest.param("AXK2", 0, marks=pytest.mark.full),
+    ],
 )
 def test_a_pool_so_small_that_requests_give_way(family, swap_space):
     small = engine(family, num_pages=7, swap_space=swap_space, enable_prefix_caching=False)
@@ -68,7 +81,12 @@ def test_a_pool_so_small_that_requests_give_way(family, swap_space):
 
 @pytest.mark.parametrize(
     ("family", "num_speculative_tokens"),
-    [("DeepseekV3", 4), pytest.param("DeepseekV3", 1, marks=pytest.mark.full), ("DeepseekV32", 3)],
+    [
+        ("DeepseekV3", 4),
+        pytest.param("DeepseekV3", 1, marks=pytest.mark.full),
+        ("DeepseekV32", 3),
+        pytest.param("Dots3Note", 3, marks=pytest.mark.full),
+    ],
 )
 def test_drafts_change_no_token(family, num_speculative_tokens):
     speculating = engine(family, num_speculative_tokens=num_speculative_tokens)
@@ -81,7 +99,7 @@ def test_drafts_change_no_token(family, num_speculative_tokens):
     check(speculating, family)
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa"])
+@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa", "HYV4", "AXK2", "Dots3Note"])
 def test_a_prefix_is_computed_once(family):
     shared = prompt(40)
     served = engine(family)
@@ -329,7 +347,7 @@ def test_a_model_with_other_layers_is_refused_by_name():
     with pytest.raises(ValueError, match=r"deepseek_v3.*got 'minicpm3'"):
         Engine(other)
     other.config.model_type = "hy_v4_vl"
-    with pytest.raises(ValueError, match=r"^model_type 'hy_v4_vl' is not supported: .* attention sinks and a gate$"):
+    with pytest.raises(ValueError, match=r"got 'hy_v4_vl': it is a vision model, and the engine takes tokens$"):
         Engine(other)
     with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
         Engine(None)

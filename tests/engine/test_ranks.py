@@ -81,6 +81,8 @@ def test_heads_over_two_and_keys_over_two(four, family):
         ("DeepseekV3", {"context_parallel": 2, "num_speculative_tokens": 3, "cache_format": "fp32"}),
         ("Youtu", {"context_parallel": 2}),
         ("Mistral4", {"context_parallel": 2}),
+        ("HYV4", {}),
+        pytest.param("AXK2", {"context_parallel": 2}, marks=pytest.mark.full),
     ],
 )
 def test_two_ranks(two, family, options):

@@ -185,6 +185,11 @@ def test_prompt_logprobs_are_the_models(plan):
         assert output.outputs[0].logprobs is None
 
 
+def test_prompt_logprobs_of_one_token_are_none():
+    (output,) = engine().generate([[5]], greedy(1, prompt_logprobs=1))
+    assert output.prompt_logprobs == [None]
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_n_outputs_are_those_of_n_requests(plan):
     served = engine(**plan)

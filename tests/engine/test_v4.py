@@ -175,3 +175,11 @@ def test_pages_as_large_as_indexers_want_them():
 def test_what_is_not_served(options, message):
     with pytest.raises(ValueError, match=message):
         engine(**options)
+
+
+def test_a_checkpoint_takes_a_dtype_and_a_device(tmp_path):
+    model(FAMILY).save_pretrained(tmp_path)
+    served = V4Model(tmp_path, dtype=torch.bfloat16, device="cpu")
+    assert (served.dtype, served.device) == (torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^dtype must be None for a model that is loaded, .* got torch\.bfloat16$"):
+        V4Model(model(FAMILY), dtype=torch.bfloat16)

@@ -112,6 +112,36 @@ def sparse_attention() -> Iterator[tuple[str, Run, Tolerances]]:
         yield brief(case), run, {"out": compare.SPARSE_PREFILL_OUT, "lse": compare.SPARSE_PREFILL_LSE, **gradients}
 
 
+def indexer_loss() -> Iterator[tuple[str, Run, Tolerances]]:
+    names = ("d_index_q", "d_index_k", "d_index_weights")
+    for case, dense in (
+        (SparsePrefillCase(s_q=5, s_kv=200, h_q=128, topk=130, empty_rows=0.2), False),
+        (SparsePrefillCase(s_q=3, s_kv=90, h_q=17, topk=70, head_dim=512, topk_lengths=True, duplicates=True), False),
+        (SparsePrefillCase(s_q=150, s_kv=150, h_q=3, topk=65, head_dim=48, d_v=32, strided=True), True),
+    ):
+        given, draw = case.inputs(DEVICE), Draw(1, DEVICE)
+        shapes = ((case.s_q, 20, 128), (case.s_kv, 128), (case.s_q, 20))
+        leaves = [draw.normal(*shape, dtype=torch.bfloat16, factor=1.0).requires_grad_() for shape in shapes]
+        seen: dict[str, Any] = {"indices": given["indices"], "topk_length": given["topk_length"]}
+        if dense:
+            given["kv"].nan_to_num_(nan=0.1)
+            start = draw.integers(-3, case.s_kv + 3, case.s_q)
+            seen = {"key_start": start, "key_end": start + 40}
+
+        def run(
+            backend: str,
+            *,
+            arguments: tuple[torch.Tensor, ...] = (*leaves, given["q"], given["kv"]),
+            leaves: list[torch.Tensor] = leaves,
+            seen: dict[str, Any] = seen,
+        ) -> dict[str, torch.Tensor]:
+            loss, _ = flashlatte.indexer_loss(*arguments, **seen, deterministic=True, backend=backend)
+            return {"loss": loss, **dict(zip(names, torch.autograd.grad(loss, leaves), strict=True))}
+
+        tolerances = {"loss": compare.INDEXER_LOSS, **dict.fromkeys(names, compare.INDEXER_LOSS_GRADIENT)}
+        yield f"{brief(case)}{', dense' * dense}", run, tolerances
+
+
 def dense_prefill() -> Iterator[tuple[str, Run, Tolerances]]:
     gradients = dict.fromkeys(("dq", "dk", "dv"), compare.DENSE_PREFILL_GRADIENT)
     for case in (
@@ -203,7 +233,7 @@ def main() -> int:
     parser.add_argument("--races", action="store_true", help="only kernels that racecheck can judge")
     arguments = parser.parse_args()
     operations = (
-        *(dense_decode, sparse_decode, sparse_prefill, sparse_attention, dense_prefill),
+        *(dense_decode, sparse_decode, sparse_prefill, sparse_attention, indexer_loss, dense_prefill),
         *(merge_states, topk, write_and_gather),
     )
     wrong = 0

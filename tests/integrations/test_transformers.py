@@ -235,9 +235,7 @@ def test_gradients_come_from_stock_attention(make_model, prompts):
     stock, enabled = pair(make_model())
     inputs = prompts((4, 0), length=20)
     for model in (stock, enabled):
-        model.train()
         model(**inputs, labels=inputs["input_ids"]).loss.backward()
-        model.eval()
     for (name, expected), got in zip(stock.named_parameters(), enabled.parameters(), strict=True):
         if expected.grad is not None:
             assert got.grad is not None, name

@@ -50,6 +50,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "longcat": ("LongcatFlash", {"head_dim": 8}),
     "minicpm3": ("MiniCPM3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "mistral4": ("Mistral4", {"rope_parameters": YARN | MISTRAL}),
+    "ling3": ("BailingHybrid", {"q_lora_rank": 24}),
+    "ling3-direct": ("BailingHybrid", {"q_lora_rank": None}),
+    "kimi-linear": ("KimiLinear", {"q_lora_rank": None}),
     "glm4": ("Glm4MoeLite", {"qk_nope_head_dim": 24, "v_head_dim": 16}),
 }
 
@@ -59,6 +62,8 @@ INDEXED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", INDEXED),
     "v32-yarn": ("DeepseekV32", INDEXED | {"rope_parameters": YARN}),
     "glm5": ("GlmMoeDsa", INDEXED | {"rope_interleave": False}),
+    "axk2": ("AXK2", INDEXED),
+    "hy4": ("HYV4", INDEXED | {"rms_norm_eps": 1e-3}),
 }
 
 
@@ -83,14 +88,15 @@ class Stock:
                 0.2 if weight.dim() < 2 else spread,
                 generator=generator,
             )
-        self.rope = getattr(host, f"{family}RotaryEmbedding")(self.config)
+        rope = getattr(host, f"{family}RotaryEmbedding", None)
+        self.rope = None if rope is None else rope(self.config)
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """The output [n, hidden_size] for one request's tokens [n, hidden_size]."""
         count = hidden.shape[0]
         ids = torch.arange(count)[None]
-        positions = self.rope(hidden[None], ids)
+        positions = None if self.rope is None else self.rope(hidden[None], ids)
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         return self.module(hidden[None], position_embeddings=positions, attention_mask=mask, position_ids=ids)[0][0]
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from flashlatte.layers import models
-from flashlatte.layers.config import IndexerConfig, MLAConfig, QueryScaling, Rope, Yarn
+from flashlatte.layers.config import IndexerConfig, MLAConfig
 from flashlatte.layers.rope import inverse_frequencies, table
+from flashlatte.layers.rope_config import QueryScaling, Rope, Yarn
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
 
 # What deepseek-ai/DeepSeek-V3's config.json says of attention.
@@ -91,12 +92,12 @@ def test_a_checkpoint_that_says_little_of_rotation_is_read_as_transformers_does(
     assert rope.layout == ("half" if honours and said else "interleaved")
 
 
-@pytest.mark.parametrize("family", ["dots3_note", "glm5_next", "hy_v4_vl", "kimi_linear", "mistral_large4"])
+@pytest.mark.parametrize("family", ["glm5_next", "mistral_large4"])
 def test_a_family_that_is_refused_has_its_reason(family):
     transformers = pytest.importorskip("transformers")
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    with pytest.raises(ValueError, match=f"is not supported: {models.REFUSED[family]}$"):
+    with pytest.raises(ValueError, match=f"is not supported: {models.SUPPORTED[family].layer_refusal}$"):
         MLAConfig.from_transformers(transformers.CONFIG_MAPPING[family]())
 
 
@@ -122,10 +123,11 @@ def test_what_is_no_config_is_refused(read, config):
         ({"kv_lora_rank": None}, "config must be an MLA model's, with kv_lora_rank, got model_type deepseek_v3"),
         ({"v_head_dim": None, "hidden_size": None}, "config must have hidden_size, v_head_dim"),
         ({"model_type": "deepseek_v9"}, "model_type must be one of .*deepseek_v2.*, got 'deepseek_v9'"),
-        ({"model_type": "kimi_linear"}, "model_type 'kimi_linear' is not supported: most of its layers are linear"),
-        ({"model_type": "hy_v4_vl_text"}, "'hy_v4_vl_text' is not supported: .* attention sinks and a gate"),
-        ({"model_type": "glm5_next", "text_config": V3_JSON}, "'glm5_next' is not supported: .* no rotary embedding"),
-        ({"model_type": "axk2", "kv_lora_rank": None}, "'axk2' is not supported: an indexer selects its tokens"),
+        (
+            {"model_type": "glm5_next", "text_config": V3_JSON},
+            "'glm5_next' is not supported: its indexer selects pools",
+        ),
+        ({"model_type": "mistral_large4", "kv_lora_rank": None}, "'mistral_large4' is not supported: the frequencies"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default or yarn, got 'linear'"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
@@ -139,6 +141,14 @@ def test_what_is_no_config_is_refused(read, config):
             {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
             "original_max_position_embeddings must be at least 1, got 0",
         ),
+        ({"sliding_window": 512}, "no fields about attention that are unknown here, got sliding_window: "),
+        ({"use_qk_norm": True, "attn_sinks": [0.0]}, "unknown here, got attn_sinks, use_qk_norm: "),
+        ({"rope_scaling": YARN | {"ntk_alpha": 8}}, "unknown here, got rope_parameters.ntk_alpha: "),
+        ({"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "must have no llama_4_scaling_beta, got 0.1"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be .*, got 'sliding_attention'"),
+        ({"model_type": "kimi_linear", "mla_use_nope": False}, "mla_use_nope of a kimi_linear must be True, got False"),
+        ({"model_type": "longcat_flash", "mla_scale_q_lora": False}, "mla_scale_q_lora of a longcat_flash must be"),
+        ({"indexer_rope_interleave": True}, "indexer_rope_interleave of a deepseek_v3 must be False, got True"),
         ({"attention_bias": "no"}, "attention_bias must be True or False, got 'no'"),
         ({"text_config": 5}, "text_config of a config must be an object, got 5"),
         ({"model_type": ["deepseek_v3"]}, "model_type must be a str"),
@@ -216,7 +226,7 @@ def test_layers_that_cannot_share_a_selection(layer, error):
 
 
 def test_a_layout_that_does_not_exist():
-    with pytest.raises(ValueError, match="layout must be one of interleaved, half, got 'neox'"):
+    with pytest.raises(ValueError, match="layout must be one of interleaved, half, none, got 'neox'"):
         Rope(layout="neox")
 
 
@@ -284,3 +294,93 @@ def test_an_indexer_that_its_operations_do_not_take(kind, sizes, message):
     kind(topk=4096)
     with pytest.raises(ValueError, match=message):
         kind(**sizes)
+
+
+def test_fields_that_switch_nothing_on_or_are_of_other_parts_are_accepted():
+    harmless = {"sliding_window": None, "use_sliding_window": False, "attn_softcap": 0.0, "moe_gate": "sigmoid"}
+    harmless |= {"num_nextn_predict_layers": 1, "router_sink": 4, "attn_implementation": "eager"}
+    assert MLAConfig.from_transformers(V3_JSON | harmless) == MLAConfig.from_transformers(V3_JSON)
+
+
+ONE_CONFIG = [name for name, traits in models.SUPPORTED.items() if not (traits.layer_refusal or traits.has_layers)]
+
+
+@pytest.mark.parametrize("name", [*ONE_CONFIG, "hy_v4_vl_text"])
+def test_every_field_of_transformers_configs_is_known(name):
+    transformers = pytest.importorskip("transformers")
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    MLAConfig.from_transformers(transformers.CONFIG_MAPPING[name]())
+
+
+DOTS3_JSON = V3_JSON | {
+    "model_type": "dots3_note_text",
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 3,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 512,
+    "rope_scaling": None,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        "indexed_attention": {"rope_type": "default", "rope_theta": 8e7},
+    },
+    "per_layer_config": {"1": {"kv_lora_rank": 1024, "num_attention_heads": 64}},
+}
+
+
+def test_layers_that_differ():
+    first, second, third = MLAConfig.layers(DOTS3_JSON)
+    assert first == third
+    assert (first.kv_lora_rank, first.window, first.rope.theta, first.latent_factor) == (512, None, 8e7, 14**0.5)
+    assert first.indexer == IndexerConfig(16, rope_layout="interleaved")
+    assert (second.kv_lora_rank, second.window, second.rope.theta, second.latent_factor) == (1024, 512, 5e4, 7**0.5)
+    assert (second.num_attention_heads, second.indexer, second.output_gate) == (64, None, "head")
+    assert MLAConfig.layers(V3_JSON | {"num_hidden_layers": 2}) == (MLAConfig.from_transformers(V3_JSON),) * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer", "message"),
+    [
+        ({}, None, "layer must be given for a dots3_note_text, whose layers differ, got None"),
+        ({}, 3, "layer must be from 0 to 2, got 3"),
+        ({"sliding_window": None}, 1, "config must have sliding_window for layers of sliding_attention, got None"),
+        ({"layer_types": ["full_attention", "indexed_attention"]}, 0, "must not have both indexed_attention and full"),
+        ({"swa_kv_lora_rank": 1024}, 0, "unknown here, got swa_kv_lora_rank"),
+    ],
+)
+def test_layers_that_cannot_be_read(changes, layer, message):
+    with pytest.raises(ValueError, match=message):
+        MLAConfig.from_transformers(DOTS3_JSON | changes, layer)
+
+
+def test_what_the_new_families_are():
+    common = V3_JSON | {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 2048, "rms_norm_eps": 1e-5}
+    common |= {"num_hidden_layers": 6}
+    hy4 = MLAConfig.from_transformers(common | {"model_type": "hy_v4_vl_text"})
+    assert (hy4.output_gate, hy4.attn_sink, hy4.norm_eps, hy4.rope.layout) == ("channel", True, 1e-5, "interleaved")
+    assert hy4.indexer == IndexerConfig(
+        16, rope_layout="interleaved", rope_last=True, norm_eps=1e-5, shared_layers=(2, 3, 4)
+    )
+    assert MLAConfig.from_transformers(common | {"model_type": "hy_v4"}).norm_eps == 1e-6
+    kimi = MLAConfig.from_transformers(common | {"model_type": "kimi_linear", "mla_use_nope": True})
+    assert (kimi.rope.layout, kimi.rope.yarn, kimi.softmax_scale) == ("none", None, 192**-0.5)
+    assert MLAConfig.from_transformers(common | {"model_type": "bailing_hybrid"}).output_gate == "head"
+    assert MLAConfig.from_transformers(common | {"model_type": "axk2"}).output_gate == "query"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output_gate": "token"}, "output_gate must be one of head, channel, query, got 'token'"),
+        ({"output_gate": "query"}, "q_lora_rank must be set in a config with output_gate 'query', got None"),
+        ({"key_rope_norm": True, "qk_rope_head_dim": 0}, "key_rope_norm needs rope dims, got qk_rope_head_dim 0"),
+        ({"qk_rope_head_dim": -2}, "qk_rope_head_dim must be at least 0, got -2"),
+        ({"attn_sink": 1}, "attn_sink must be True or False, got 1"),
+    ],
+)
+def test_parts_that_contradict_each_other(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        MLAConfig(64, 4, **options)

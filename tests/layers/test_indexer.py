@@ -29,7 +29,7 @@ from flashlatte.layers.models import shared_selection_layers
 TOPK = INDEXED["index_topk"]
 
 
-@pytest.fixture(params=["v32", "glm5", pytest.param("v32-yarn", marks=pytest.mark.full)])
+@pytest.fixture(params=["v32", "glm5", "axk2", "hy4", pytest.param("v32-yarn", marks=pytest.mark.full)])
 def model(request):
     return stock(request.param)
 

@@ -10,7 +10,7 @@ import torch
 from layers.stock import Engine, hidden_states, layer_like, stock
 from torch import nn
 
-from flashlatte.layers import forward
+from flashlatte.layers import parts
 from flashlatte.layers.indexer import StepIndexer
 from flashlatte.layers.weights import linear_weight, norm_weight
 
@@ -90,10 +90,10 @@ def test_a_hook_of_an_indexers_head_weights_is_heard():
 
 def test_weights_are_checked_before_a_model_is_changed():
     module = copy.deepcopy(stock("v3").module)
-    forward.check_weights(module, torch.float32)
+    parts.check_weights(module, torch.float32)
     hooked(module, "kv_a_layernorm")
     with pytest.raises(TypeError, match=r"^kv_a_layernorm of layer 0 must be a plain module"):
-        forward.check_weights(module, torch.float32)
+        parts.check_weights(module, torch.float32)
 
 
 def test_a_norm_may_have_the_forward_of_a_kernel():

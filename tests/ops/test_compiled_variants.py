@@ -50,6 +50,8 @@ SAME_CODE = [
     ("sparse_decode", "portable", {**BATCHES, "topk": [200, 2048, 4000], "pages": [2, 9]}, 2),
     ("sparse_prefill", "portable", {"s_q": [1, 64, 200], "topk": [1, 300, 4000], "s_kv": [1, 100, 9000]}, 1),
     ("sparse_attention_backward", "portable", {"s_q": [1, 64, 200], "topk": [1, 300], "s_kv": [1, 100, 9000]}, 1),
+    ("indexer_loss", "portable", {"s_q": [1, 64, 200], "topk": [1, 300], "s_kv": [1, 100, 9000]}, 1),
+    ("indexer_loss", "portable", {"s_q": [1, 64, 200], "topk": [None], "s_kv": [1, 100, 9000]}, 1),
     ("dense_prefill", "portable", {**TOKENS, **WINDOWS}, 1),
     ("dense_prefill_backward", "portable", {**TOKENS, **WINDOWS}, 1),
     (

@@ -56,11 +56,12 @@ def test_a_call_of_one_request_fills_the_gpu(launches, operation, backend, call)
 
 
 @pytest.mark.parametrize(
-    "operation", ["sparse_prefill", "sparse_attention_backward", "dense_prefill", "dense_prefill_backward"]
+    "operation",
+    ["sparse_prefill", "sparse_attention_backward", "indexer_loss", "dense_prefill", "dense_prefill_backward"],
 )
 def test_grids_of_many_tokens_have_one_axis(launches, operation):
     """The other axes of a grid end at 65,535."""
-    call = {"s_q": 70_000, "heads": 1} if operation.startswith("sparse") else {"tokens": 70_000}
+    call = {"tokens": 70_000} if operation.startswith("dense") else {"s_q": 70_000, "heads": 1}
     for one in launches(operation, "portable", **call):
         assert len(one.launch.grid) == 1
 

@@ -69,6 +69,8 @@ PORTABLE = [
     Variant("dense_prefill", "portable"),
     # Addresses of the rows that a thread copies, next to dq of 64 heads; an accumulator would be 128 and more.
     Variant("sparse_attention_backward", "portable", {"lengths": True}, spills=120),
+    Variant("indexer_loss", "portable", {"lengths": True}),
+    Variant("indexer_loss", "portable", {"topk": None}),
     Variant("paged_attention", "portable", {"tokens": 2048}),
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
@@ -213,6 +215,14 @@ MORE_PORTABLE = [
         for arch in (80, 86, 120)
         for heads in (16, 128)
     ),
+    *(
+        Variant("indexer_loss", "portable", {"heads": heads, "index_heads": heads // 2, "topk": topk}, arch, "hmma")
+        for arch in (80, 86, 120)
+        for heads in (16, 128)
+        for topk in (256, None)
+    ),
+    Variant("indexer_loss", "portable", {"head_dim": 512, "with_lse": True}),
+    Variant("indexer_loss", "portable", {"weights_dtype": BF16, "index_dtype": torch.int64, "kv_pad": 8}),
     *(Variant("merge_states", "portable", {"parts": parts}, arch, None) for parts in (2, 8) for arch in (80, 90)),
     *(
         Variant(operation, "portable", {"form": form}, arch, None)
@@ -336,6 +346,14 @@ OTHER_GPUS = [
         for head_dim in (512, 576)
     ),
     *(("sparse_attention_backward", arch, {"head_dim": 48, "d_v": 32, "dtype": FP16}) for arch in (86, 90)),
+    *(
+        ("indexer_loss", arch, {"heads": heads, "index_heads": index_heads, "topk": topk})
+        for arch in (80, 86, 90, 100, 120)
+        for heads, index_heads in ((1, 1), (16, 16), (32, 32), (128, 64))
+        for topk in (256, None)
+    ),
+    *(("indexer_loss", arch, {"use_relu": False}) for arch in (80, 90)),
+    *(("indexer_loss", arch, {"head_dim": 48, "index_dim": 256, "dtype": FP16}) for arch in (86, 90, 100)),
     *(("sparse_prefill", arch, {"head_dim": 48, "d_v": 32, "dtype": FP16}) for arch in (86, 90)),
     *(("paged_attention", arch, {"tokens": tokens}) for arch in (80, 86, 100) for tokens in (2, 16, 2048)),
     *(

@@ -38,7 +38,7 @@ def test_every_kernel_can_be_written_down(monkeypatch: pytest.MonkeyPatch) -> No
 def _kernels() -> set[Any]:
     """All kernels of these operations."""
     found = set()
-    for package in ("split_kv", *(f"ops.{name}" for name in OPERATIONS)):
+    for package in ("split_kv", "kernels.triton", *(f"ops.{name}" for name in OPERATIONS)):
         package = importlib.import_module(f"flashlatte.{package}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             values = vars(importlib.import_module(module.name)).values()

@@ -21,7 +21,7 @@ FLOORS = (
     ("engine",),
     ("testing",),
     ("bench",),
-    ("integrations", "doctor", "precompile"),
+    ("integrations", "doctor", "precompile", "serve"),
     ("demo",),
     ("cli", "__main__"),
 )

@@ -19,7 +19,7 @@ from flashlatte.runtime.kernel_records import (  # noqa: E402
     ElementPointer,
     Int32,
     Int64,
-    OneOrInt32,
+    OptionalInt32,
     flat_records,
 )
 from flashlatte.runtime.triton_kernel import kernel  # noqa: E402
@@ -31,7 +31,7 @@ class Vector(NamedTuple):
     start: ElementPointer
     stride: Int64
     size: Int32
-    repeats: OneOrInt32 = 1
+    repeats: OptionalInt32 = None
 
 
 class Pair(NamedTuple):
@@ -46,11 +46,15 @@ def scale_kernel(pair: Pair, offset: tl.int32, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < pair.source.size
     value = tl.load(pair.source.start + index * pair.source.stride, mask=inside)
-    for _ in range(pair.target.repeats):
-        tl.store(pair.target.start + index * pair.target.stride, value * pair.factor + offset, mask=inside)
+    target = pair.target.start + index * pair.target.stride
+    if pair.target.repeats is None:
+        tl.store(target, value * pair.factor + offset, mask=inside)
+    else:
+        for _ in range(pair.target.repeats):
+            tl.store(target, value * pair.factor + offset, mask=inside)
 
 
-def pair(size: int, stride: int = 1, repeats: int = 1, factor: float = 2.0) -> Pair:
+def pair(size: int, stride: int = 1, repeats: int | None = None, factor: float = 2.0) -> Pair:
     source, target = torch.arange(size * stride, dtype=torch.float32), torch.zeros(size)
     return Pair(Vector(source, stride, size), Vector(target, 1, size, repeats), factor)
 
@@ -87,8 +91,8 @@ def test_run_time_fields_are_not_specialised() -> None:
 
 
 @compiled_only
-@pytest.mark.parametrize(("repeats", "loops"), [(1, False), (3, True)])
-def test_one_is_a_compile_time_value(repeats: int, loops: bool) -> None:
+@pytest.mark.parametrize(("repeats", "loops"), [(None, False), (1, True), (3, True)])
+def test_none_is_a_compile_time_value(repeats: int | None, loops: bool) -> None:
     recorder = Recorder(scale_kernel)
     recorder[(1,)](pair(8, repeats=repeats), offset=1, BLOCK=32)
     code = compile_launch(scale_kernel, recorder.launches[0], 80)
@@ -111,3 +115,14 @@ def test_refuses_what_is_no_record(arguments: list[Any], message: str) -> None:
 
 def test_a_kernel_without_records_takes_any_arguments() -> None:
     assert flat_records({}, [1, (2, 3)]) == (1, (2, 3))
+
+
+def test_refuses_a_field_of_no_kind() -> None:
+    class Untyped(NamedTuple):
+        start: Any
+
+    def untyped_kernel(vector: Any) -> None: ...
+
+    untyped_kernel.__annotations__["vector"] = Untyped
+    with pytest.raises(TypeError, match="vector_start of untyped_kernel must be a record, a scalar"):
+        kernel(untyped_kernel)

@@ -14,7 +14,7 @@ from flashlatte.runtime import machine, repeat
 pytest.importorskip("triton")
 
 from support import no_gpu
-from support.operation_calls import CALLS, use_hopper
+from support.operation_calls import CALLS, NOT_REPEATED, use_hopper
 
 from flashlatte import flash_mla, kv_cache
 from flashlatte.ops.merge_states import merge_states
@@ -63,7 +63,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     repeat.forget()
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [call for call in CALLS if call not in NOT_REPEATED])
 def test_a_repeat_launches_what_the_call_would(
     monkeypatch: pytest.MonkeyPatch, launches: list[Any], call: Callable[[], None]
 ) -> None:

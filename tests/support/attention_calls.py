@@ -13,6 +13,9 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
+from flashlatte.ops.sparse_decode.params import SparseDecodeParams
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 
 BF16 = torch.bfloat16
 UNLIMITED = 2**31 - 1
@@ -134,7 +137,7 @@ def paged_attention(
 
 
 def sparse_decode(
-    record: Recording,
+    record: Callable[..., list[Recorded]],
     backend: str,
     form: str = "v32",
     batch: int = 3,
@@ -165,26 +168,28 @@ def sparse_decode(
     return record(
         "sparse_decode",
         backend,
-        torch.empty(batch, s_q, heads, layout.head_dim + q_pad, dtype=dtype)[..., : layout.head_dim],
-        cache,
-        torch.empty(batch, s_q, topk, dtype=index_dtype),
-        layout,
-        length,
-        torch.empty(heads) if sink else None,
-        cache if extra_topk else None,
-        torch.empty(batch, s_q, extra_topk, dtype=index_dtype) if extra_topk else None,
-        length if extra_topk else None,
-        layout.head_dim**-0.5,
-        -math.inf,
-        batch_invariant,
-        torch.empty(batch, s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
-        torch.empty(batch, s_q, heads).transpose(1, 2),
+        SparseDecodeParams(
+            q=torch.empty(batch, s_q, heads, layout.head_dim + q_pad, dtype=dtype)[..., : layout.head_dim],
+            k_cache=cache,
+            indices=torch.empty(batch, s_q, topk, dtype=index_dtype),
+            cache_format=layout.name,
+            topk_length=length,
+            attn_sink=torch.empty(heads) if sink else None,
+            extra_k_cache=cache if extra_topk else None,
+            extra_indices=torch.empty(batch, s_q, extra_topk, dtype=index_dtype) if extra_topk else None,
+            extra_topk_length=length if extra_topk else None,
+            softmax_scale=layout.head_dim**-0.5,
+            empty_lse=-math.inf,
+            batch_invariant=batch_invariant,
+            out=torch.empty(batch, s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
+            lse=torch.empty(batch, s_q, heads).transpose(1, 2),
+        ),
         arch=arch,
     )
 
 
 def sparse_prefill(
-    record: Recording,
+    record: Callable[..., list[Recorded]],
     backend: str,
     s_q: int = 8,
     heads: int = 128,
@@ -203,16 +208,18 @@ def sparse_prefill(
     return record(
         "sparse_prefill",
         backend,
-        torch.empty(s_q, heads, head_dim, dtype=dtype),
-        torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
-        torch.empty(s_q, 1, topk, dtype=index_dtype),
-        torch.empty(s_q, dtype=index_dtype) if lengths else None,
-        torch.empty(heads) if sinks else None,
-        head_dim**-0.5,
-        -math.inf,
-        torch.empty(s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
-        torch.empty(s_q, heads),
-        torch.empty(s_q, heads),
+        SparsePrefillParams(
+            q=torch.empty(s_q, heads, head_dim, dtype=dtype),
+            kv=torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
+            indices=torch.empty(s_q, 1, topk, dtype=index_dtype),
+            topk_length=torch.empty(s_q, dtype=index_dtype) if lengths else None,
+            attn_sink=torch.empty(heads) if sinks else None,
+            softmax_scale=head_dim**-0.5,
+            empty_lse=-math.inf,
+            out=torch.empty(s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
+            max_logits=torch.empty(s_q, heads),
+            lse=torch.empty(s_q, heads),
+        ),
         arch=arch,
     )
 
@@ -235,23 +242,74 @@ def sparse_attention_backward(
     kv_pad: int = 0,
     arch: int | None = 90,
 ) -> list[Recorded]:
+    q = torch.empty(s_q, heads, head_dim, dtype=dtype)
+    params = SparseAttentionBackwardParams(
+        dout=torch.empty(s_q, heads, d_v, dtype=dtype),
+        dlse=torch.empty(s_q, heads) if dlse else None,
+        q=q,
+        kv=torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
+        indices=torch.zeros(s_q, 1, topk, dtype=index_dtype),
+        topk_length=torch.zeros(s_q, dtype=index_dtype) if lengths else None,
+        attn_sink=torch.empty(heads) if sinks else None,
+        out=torch.empty(s_q, heads, d_v, dtype=dtype),
+        lse=torch.empty(s_q, heads),
+        softmax_scale=head_dim**-0.5,
+        deterministic=deterministic,
+    )
+    gradients = SparseAttentionGradients(
+        torch.empty_like(q), torch.empty(s_kv, 1, head_dim, dtype=dtype), torch.empty(heads)
+    )
+    return record("sparse_attention_backward", backend, params, gradients, arch=arch)
+
+
+def indexer_loss(
+    record: Recording,
+    backend: str,
+    s_q: int = 8,
+    heads: int = 128,
+    head_dim: int = 576,
+    index_heads: int = 64,
+    index_dim: int = 128,
+    s_kv: int = 64,
+    topk: int | None = 256,
+    dtype: torch.dtype = BF16,
+    weights_dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    lengths: bool = False,
+    with_lse: bool = False,
+    use_relu: bool = True,
+    deterministic: bool = False,
+    with_gradient: bool = True,
+    kv_pad: int = 0,
+    arch: int | None = 90,
+) -> list[Recorded]:
+    """``topk`` None: a range of keys."""
+    in_range = torch.zeros(s_q, dtype=index_dtype) if topk is None else None
+    gradients = (
+        torch.empty(s_q, index_heads, index_dim, dtype=dtype),
+        torch.empty(s_kv, index_dim),
+        torch.empty(s_q, index_heads),
+    )
     return record(
-        "sparse_attention_backward",
+        "indexer_loss",
         backend,
-        torch.empty(s_q, heads, d_v, dtype=dtype),
-        torch.empty(s_q, heads) if dlse else None,
+        torch.empty(s_q, index_heads, index_dim, dtype=dtype),
+        torch.empty(s_kv, index_dim, dtype=dtype),
+        torch.empty(s_q, index_heads, dtype=weights_dtype),
         torch.empty(s_q, heads, head_dim, dtype=dtype),
         torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
-        torch.zeros(s_q, 1, topk, dtype=index_dtype),
+        torch.empty(s_q, heads) if with_lse else None,
+        None if topk is None else torch.zeros(s_q, 1, topk, dtype=index_dtype),
         torch.zeros(s_q, dtype=index_dtype) if lengths else None,
-        torch.empty(heads) if sinks else None,
-        torch.empty(s_q, heads, d_v, dtype=dtype),
-        torch.empty(s_q, heads),
+        in_range,
+        in_range,
         head_dim**-0.5,
+        index_dim**-0.5,
+        use_relu,
         deterministic,
-        torch.empty(s_q, heads, head_dim, dtype=dtype),
-        torch.empty(s_kv, 1, head_dim, dtype=dtype),
-        torch.empty(heads),
+        torch.empty(()),
+        torch.empty((), dtype=torch.int64),
+        *(gradients if with_gradient else (None, None, None)),
         arch=arch,
     )
 

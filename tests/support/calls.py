@@ -10,6 +10,7 @@ from support.attention_calls import (
     dense_decode,
     dense_prefill,
     dense_prefill_backward,
+    indexer_loss,
     paged_attention,
     sparse_attention_backward,
     sparse_decode,
@@ -23,12 +24,14 @@ from flashlatte.ops.cache_gather.params import CacheGatherParams
 from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.ops.compress.params import CompressParams
 from flashlatte.ops.gather_records.params import GatherRecordsParams
+from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
 from flashlatte.ops.mhc.params import MhcPreParams
 from flashlatte.ops.norm_rope.params import LatentRowsParams
 from flashlatte.ops.q_kv_norm.params import QKvNormParams
 from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
 from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
 from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
+from flashlatte.ops.topk.params import TopkParams
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 
@@ -244,9 +247,8 @@ def index_workspace(
 
     lengths = ints(requests + 1), ints(requests), ints(requests)
     numbers = topk, 128, 4, 4096, 1024
-    return record(
-        "index_workspace", backend, ints(tokens, topk), *lengths, *numbers, ints(tokens, 640), ints(tokens), arch=arch
-    )
+    params = IndexWorkspaceParams(ints(tokens, topk), *lengths, *numbers, ints(tokens, 640), ints(tokens))
+    return record("index_workspace", backend, params, arch=arch)
 
 
 def q_kv_norm(
@@ -311,7 +313,7 @@ def topk(
     logits = torch.empty(1, 1, dtype=dtype).expand(rows, width)
     indices, values = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k) if with_values else None
     start = ends if with_start else None
-    return record("topk", backend, logits, start, ends, 1, indices, values, arch=arch)
+    return record("topk", backend, TopkParams(logits, start, ends, 1, indices, values), arch=arch)
 
 
 def latent_rows(
@@ -399,6 +401,7 @@ CALLS: dict[str, Any] = {
         sparse_attention_backward,
         dense_prefill,
         dense_prefill_backward,
+        indexer_loss,
         cache_copy,
         compress,
         concat_mla_q,

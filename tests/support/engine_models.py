@@ -36,6 +36,7 @@ SIZES = {
 }
 # Many index heads, so that no two scores are both zero for want of a positive product.
 INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 8}
+FOUR_LAYERS = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
 # Queries grow every 16 positions.
 MISTRAL = {
     "rope_type": "yarn",
@@ -50,7 +51,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Mistral4": {"rope_parameters": MISTRAL},
     "SarvamMLA": {"q_lora_rank": None},
     "DeepseekV32": INDEXED,
-    "GlmMoeDsa": INDEXED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    "AXK2": INDEXED | {"n_group": None, "topk_group": None},
+    "HYV4": INDEXED | FOUR_LAYERS | {"hc_mult": 3, "swiglu_limit": 2.0},
+    # Two layers with windows of 9 tokens, and other heads and rows.
+    "Dots3Note": INDEXED
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "use_dsa": True,
+        "sliding_window": 9,
+        "shared_experts_intermediate_size": 32,
+        "head_dim": 24,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 20,
+        "swa_kv_lora_rank": 40,
+        "swa_head_dim": 20,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 14,
+    },
+    "GlmMoeDsa": INDEXED | FOUR_LAYERS,
 }
 # Whose model is of another family than its config.
 CLASSES = {"SarvamMLA": "DeepseekV3"}
@@ -110,11 +130,13 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     sizes = (V4_SIZES if family == "DeepseekV4" else SIZES | OPTIONS.get(family, {})) | changes
-    config = getattr(transformers, f"{family}Config")(**sizes)
+    config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
     made = getattr(transformers, f"{CLASSES.get(family, family)}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in made.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_(generator=generator)
             if weight.dim() > 1:
                 gain = 4.0 if "q_b_proj" in name or "o_proj" in name else 1.0
                 weight.normal_(0.0, gain / weight.shape[-1] ** 0.5, generator=generator)

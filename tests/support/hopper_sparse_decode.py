@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
+from support import attention_calls
+from support.attention_calls import Recorded
 from support.compile import Launch, Recorder
 
-from flashlatte.kv_cache import get_format
 from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
+from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.split_kv import combine
 
@@ -19,15 +20,6 @@ CLUSTER_KERNEL = launch.cluster_kernel
 COMBINE = combine.combine_kernel
 COMBINE_EQUAL = equal_splits.combine_equal_kernel
 
-# Numbers that a token of a format has in q, and the width of its cache and its dtype.
-FORMATS = {
-    "v32": (576, 656, torch.uint8),
-    "v32_no_rope": (512, 528, torch.uint8),
-    "model1": (512, 584, torch.uint8),
-    "v41": (512, 528, torch.uint8),
-    "bf16": (576, 576, torch.bfloat16),
-    "bf16 512": (512, 512, torch.bfloat16),
-}
 LENGTHS: dict[str, Any] = {"extra_topk": 512, "lengths": True}
 CALLS: dict[str, dict[str, Any]] = {
     "v32, whole items": {"batch": 128},
@@ -52,41 +44,18 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def decode(
-    form: str = "v32",
-    batch: int = 3,
-    s_q: int = 2,
-    heads: int = 128,
-    topk: int = 2048,
-    pages: int = 8,
-    page_size: int = 64,
-    extra_topk: int = 0,
-    lengths: bool = False,
-    sink: bool = True,
-    index_dtype: torch.dtype = torch.int32,
-    q_pad: int = 0,
-    out_pad: int = 0,
-) -> None:
-    """A call of the implementation with tensors whose contents do not matter."""
-    head_dim, width, dtype = FORMATS[form]
-    cache = torch.empty(pages, page_size, 1, width, dtype=dtype)
-    length = torch.empty(batch, dtype=index_dtype) if lengths else None
-    launch.sparse_decode(
-        torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=torch.bfloat16)[..., :head_dim],
-        cache,
-        torch.empty(batch, s_q, topk, dtype=index_dtype),
-        get_format(form.split()[0], head_dim),
-        length,
-        torch.empty(heads) if sink else None,
-        cache if extra_topk else None,
-        torch.empty(batch, s_q, extra_topk, dtype=index_dtype) if extra_topk else None,
-        length if extra_topk else None,
-        head_dim**-0.5,
-        -math.inf,
-        False,
-        torch.empty(batch, s_q, heads, 512 + out_pad, dtype=torch.bfloat16)[..., :512],
-        torch.empty(batch, heads, s_q),
-    )
+def decode(form: str = "v32", **call: Any) -> None:
+    """A call of the implementation with tensors whose contents do not matter: ``attention_calls.sparse_decode``.
+
+    ``form``: a format's name, and the width of its rows if that varies: "bf16 512".
+    """
+
+    def run(operation: str, backend: str, params: SparseDecodeParams, *, arch: int | None) -> list[Recorded]:
+        launch.sparse_decode(params)
+        return []
+
+    name, _, width = form.partition(" ")
+    attention_calls.sparse_decode(run, "hopper", form=name, head_dim=int(width or 576), **call)
 
 
 class Recording:

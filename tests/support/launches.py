@@ -20,7 +20,7 @@ MODULES = {
 # Kernels beside the one that attends: they merge, clear and convert rows.
 OTHERS = (
     *("combine", "find_tiles", "clear", "merge_even", "prepare", "finish"),
-    *("row_sums", "rotate_queries", "sum_by_key"),
+    *("row_sums", "rotate_queries", "sum_by_key", "loss_kernel"),
 )
 
 

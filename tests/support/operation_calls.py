@@ -71,6 +71,14 @@ def _sparse_attention() -> None:
         out.sum().backward()
 
 
+def _indexer_loss() -> None:
+    index_q, index_k, weights = (_rows(*shape).requires_grad_() for shape in ((3, 64, 128), (200, 128), (3, 64)))
+    given = (index_q, index_k, weights, _rows(3, 16, 576), _rows(200, 1, 576))
+    for deterministic in (False, True):
+        flashlatte.indexer_loss(*given, _ints(3, 1, 128), deterministic=deterministic, backend="portable")
+    flashlatte.indexer_loss(*given, key_start=_ints(3), key_end=_ints(3), backend="portable")
+
+
 def _dense_prefill(backend: str) -> None:
     q, k, v = (_rows(70, 2, d).requires_grad_() for d in (192, 192, 128))
     for deterministic in (False, True):
@@ -225,6 +233,7 @@ OPERATIONS = (
     "index_query",
     "index_weights",
     "index_workspace",
+    "indexer_loss",
     "inverse_rope_quantize",
     "merge_states",
     "mhc",
@@ -259,6 +268,7 @@ CALLS: list[Callable[[], None]] = [
     *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),
     lambda: _sparse_prefill("hopper", s_q=400, heads=16, topk=512),
     _sparse_attention,
+    _indexer_loss,
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_caches, form) for form in ("v32", "v32_no_rope", "model1", "v41", "nvfp4_ds_mla", "bf16")),
     _norm_rope,
@@ -284,3 +294,5 @@ CALLS: list[Callable[[], None]] = [
     _merge_states,
     _turboquant,
 ]
+# Calls that also run operations of PyTorch, and so are not repeated by their launches.
+NOT_REPEATED = [_indexer_loss]

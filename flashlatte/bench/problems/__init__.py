@@ -14,6 +14,7 @@ from flashlatte.bench.problems.attention import (
 from flashlatte.bench.problems.caches import CacheCopy, CacheGather, CacheWrite, GatherRecords, ReshapeAndCache
 from flashlatte.bench.problems.index_cache import IndexConvert, IndexGather, IndexQuantize
 from flashlatte.bench.problems.indexer import (
+    IndexerLoss,
     IndexLogits,
     IndexSelect,
     PagedIndexLogits,
@@ -55,6 +56,7 @@ Problem = (
     | GatherRecords
     | IndexConvert
     | IndexGather
+    | IndexerLoss
     | IndexLogits
     | IndexQuantize
     | IndexQuery
@@ -104,6 +106,7 @@ __all__ = [
     "IndexSelect",
     "IndexWeights",
     "IndexWorkspace",
+    "IndexerLoss",
     "InverseRopeQuantize",
     "LatentRows",
     "MergeStates",

@@ -41,6 +41,40 @@ class IndexLogits:
 
 
 @dataclass(frozen=True)
+class IndexerLoss:
+    """The indexer's loss and its gradients: ``topk`` keys for each of ``s_q`` queries, or all keys up to its own if 0.
+
+    Attributes: ``h_q`` and ``head_dim`` of the attention, ``heads`` and ``index_dim`` of the indexer.
+    """
+
+    h_q: int
+    heads: int
+    topk: int
+    s_kv: int
+    s_q: int = 4096
+    head_dim: int = 576
+    index_dim: int = 128
+    deterministic: bool = False
+    operation: ClassVar[str] = "indexer_loss"
+
+    @property
+    def name(self) -> str:
+        keys = f"top{self.topk}" if self.topk else "causal"
+        shape = f"indexer-loss-h{self.h_q}-{self.heads}-{keys}-q{self.s_q}-kv{self.s_kv}"
+        return shape + ("-deterministic" if self.deterministic else "")
+
+    def scaled_down(self) -> IndexerLoss:
+        return replace(
+            self,
+            h_q=min(self.h_q, SMALL_HEADS),
+            heads=min(self.heads, SMALL_HEADS),
+            topk=min(self.topk, SMALL_TOPK),
+            s_kv=min(self.s_kv, SMALL_KEYS),
+            s_q=min(self.s_q, SMALL_QUERIES),
+        )
+
+
+@dataclass(frozen=True)
 class PagedIndexLogits:
     """The same over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens.
 

@@ -21,6 +21,7 @@ from flashlatte.bench.workloads.index_cache import (
 )
 from flashlatte.bench.workloads.index_select import IndexSelectWorkload, PagedIndexSelectWorkload
 from flashlatte.bench.workloads.indexer import IndexLogitsWorkload, PagedIndexLogitsWorkload, TopKWorkload
+from flashlatte.bench.workloads.indexer_loss import IndexerLossWorkload
 from flashlatte.bench.workloads.layer import (
     ConcatMlaQWorkload,
     IndexWeightsWorkload,
@@ -60,6 +61,7 @@ _WORKLOADS = {
     problems.DensePrefillBackward: DensePrefillBackwardWorkload,
     problems.DensePrefill: DensePrefillWorkload,
     problems.GatherRecords: GatherRecordsWorkload,
+    problems.IndexerLoss: IndexerLossWorkload,
     problems.IndexConvert: IndexConvertWorkload,
     problems.IndexGather: IndexGatherWorkload,
     problems.IndexLogits: IndexLogitsWorkload,

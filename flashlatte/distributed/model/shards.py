@@ -47,9 +47,20 @@ def keep_heads(config: MLAConfig, module: Any, ranks: Ranks) -> tuple[int, int]:
         raise ValueError(f"tensor_parallel {ranks.size} needs {at_least} heads, and the model has {heads}")
     first, end = ranks.share(heads)
     expansion = config.qk_nope_head_dim + config.v_head_dim
-    query = module.q_proj if config.q_lora_rank is None else module.q_b_proj
-    for linear, width in ((query, config.qk_head_dim), (module.kv_b_proj, expansion)):
-        partition.keep_outputs(linear, first * width, end * width)
+    widths = {
+        "q_proj": config.qk_head_dim,
+        "q_b_proj": config.qk_head_dim,
+        "q_gate_proj": config.qk_head_dim + config.v_head_dim,
+        "g_proj": 1,
+        "gate_proj": config.v_head_dim,
+        "kv_b_proj": expansion,
+    }
+    for name, width in widths.items():
+        # transformers sets the unused one of q_proj and q_b_proj to None.
+        if (linear := getattr(module, name, None)) is not None:
+            partition.keep_outputs(linear, first * width, end * width)
+    if config.attn_sink:
+        module.sinks = partition.share(module.sinks.data, 0, first, end)
     partition.keep_inputs(module.o_proj, first * config.v_head_dim, end * config.v_head_dim, ranks)
     return first, end
 

@@ -41,12 +41,14 @@ def enable(
     backend: str | None = None,
     k_scale: float | None = None,
     index_format: str | None = None,
+    indexer_loss_coef: float = 1.0,
 ) -> Model:
     """Patch a transformers model in place to use FlashLatte's paged cache and attention.
 
-    Supported families: AXK1, DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32, DeepseekV4, Glm4MoeLite, GlmMoeDsa
-    (GLM-5), LongcatFlash, MiniCPM3, Mistral4 and Youtu, and models with one of them as their language model, such as
-    Kimi-K2.5.
+    Supported families: AXK1, AXK2, BailingHybrid (Ling 3.0), DeepseekV2, DeepseekV3 (with Kimi-K2), DeepseekV32,
+    DeepseekV4, Dots3Note, Glm4MoeLite, Glm5Next (GLM-5.3-Flash), GlmMoeDsa (GLM-5), HYV4 and HYV4VL (Hy4), KimiLinear,
+    LongcatFlash, MiniCPM3, Mistral4, MistralLarge4 and Youtu, and models with one of them as their language model, such
+    as Kimi-K2.5.
 
     A forward pass with a cache then runs FlashLatte's MLA layer (``flashlatte.layers``) with the model's own
     projections, and stores latents in a paged cache. Prefill attends in multi-head form (``dense_prefill``), decode in
@@ -60,9 +62,20 @@ def enable(
     ``attention_mask`` [b, columns], any ``position_ids`` from 0 on, and beams, but no cropping of the cache.
 
     The model's own attention implementation computes a prefill over the paged cache if the mask does more than hide
-    padding on the left, or if the implementation is not PyTorch's SDPA.
+    padding on the left, or if the implementation is not the one that transformers chooses (PyTorch's SDPA; "eager" for
+    Hy4).
 
-    Stock attention computes passes in training mode, passes that record gradients, passes with
+    Layers of linear attention (BailingHybrid, Glm5Next, KimiLinear) run as transformers' modules. Their states stay in
+    the cache as transformers' layers, and cannot be cropped. Glm5Next's indexer, which selects pools of tokens, is
+    transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
+    all tokens.
+
+    In training mode (``model.train()``) with gradients, DeepseekV3, DeepseekV32 and GlmMoeDsa attend with
+    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. The
+    output then has ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if
+    the indexers' parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
+
+    Stock attention computes other passes in training mode, passes that record gradients, passes with
     ``output_attentions=True``, without a cache, under autocast to another dtype than the model's, and passes that
     continue with a filled ``DynamicCache``. A paged cache passed to it is converted to a ``DynamicCache`` with the same
     tokens.
@@ -83,8 +96,9 @@ def enable(
         backend: "hopper", "portable" or "reference" for the decode operation; None chooses. It must support the model
             on its current device.
         k_scale: the scale of format ``fp8``; 1 if None.
-        index_format: format of the index keys of DeepseekV32 and GlmMoeDsa: "index_fp8", "index_bf16", "index_fp32" or
-            "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.
+        index_format: format of the index keys of models with an indexer, except Glm5Next: "index_fp8", "index_bf16",
+            "index_fp32" or "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.
+        indexer_loss_coef: factor of the indexers' loss in the model's loss.
 
     Returns:
         ``model``.
@@ -93,25 +107,27 @@ def enable(
         ImportError: transformers is missing, older than 5.17, or passes caches under an unknown argument name.
         TypeError, ValueError: an unsupported model; a wrong argument; a latent that does not fit the format; an
             adapter or hook on a module whose weight is read without calling it (``kv_b_proj``, norms of latents,
-            DeepSeek-V4's ``o_a_proj``); a quantised weight that cannot be dequantised. A forward pass raises the
+            DeepSeek-V4's ``o_a_proj``); attention with other parts than MLA's; a quantised weight that cannot be
+            dequantised. A forward pass raises the
             same, and for a cache other than ``DynamicCache`` (``StaticCache``, ``QuantizedCache``, an offloaded one),
             or an attention mask that shows tokens which an earlier mask hid.
     """
     check_transformers()
     _check_loaded(model)
-    from flashlatte.integrations.transformers import attention, hooks
+    from flashlatte.integrations.transformers import attention, hooks, training
     from flashlatte.integrations.transformers.calls import check_cache_argument
     from flashlatte.integrations.transformers.families import find_decoder
     from flashlatte.integrations.transformers.patching import change_class, refuse_continuous_batching
-    from flashlatte.layers.forward import check_weights, hidden_projections
     from flashlatte.layers.fused_projections import fuse_weights_on_gpu
     from flashlatte.layers.missing_weights import warn_of_missing
+    from flashlatte.layers.parts import check_parts, check_weights, hidden_projections
 
     checks.positive_int("page_size", page_size)
     if backend is not None:
         checks.choice("backend", backend, dispatch.backends())
     if k_scale is not None:
         scales.check("k_scale", checks.number("k_scale", k_scale))
+    indexer_loss_coef = checks.number("indexer_loss_coef", indexer_loss_coef)
     settings = hooks.Settings(cache_format, page_size, backend, k_scale, index_format)
     if (v4_decoder := _v4_decoder(model)) is not None:
         from flashlatte.integrations.transformers.v4 import attention as v4
@@ -125,21 +141,26 @@ def enable(
     decoder, family = find_decoder(model)
     check_cache_argument(decoder)
     warn_of_missing(decoder, getattr(model, "lm_head", None))
-    hooks.check_backend(decoder, hooks.new_latents(decoder, settings))
     modules = _attentions(decoder, family)
+    hooks.check_backend(decoder, hooks.new_latents(decoder, settings, family), family)
     for module in modules:
+        check_parts(module)
         check_weights(module, decoder.dtype)
 
     disable(model)
     fuse_weights_on_gpu(map(hidden_projections, modules))
     for module in modules:
         change_class(module, attention.paged(family))
+    loss = training.LossHooks(indexer_loss_coef)
     decoder._flashlatte = _Enabled(
         [
             decoder.register_forward_pre_hook(hooks.BeginForward(family, settings), with_kwargs=True),
             decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
+            decoder.register_forward_hook(loss.end_decoder, with_kwargs=True),
         ]
     )
+    if model is not decoder:
+        decoder._flashlatte.hooks.append(model.register_forward_hook(loss.end_model))
     refuse_continuous_batching(model)
     return model
 
@@ -176,7 +197,7 @@ def disable(model: Model) -> Model:
         return model
     for hook in enabled.hooks:
         hook.remove()
-    for _, module in attentions(decoder):
+    for _, module in attentions(decoder, family):
         if type(module) is paged(family):
             change_class(module, family.attention_class)
     return model
@@ -214,13 +235,15 @@ def check_transformers() -> None:
 def _attentions(decoder: Any, family: Family) -> list[Any]:
     """The decoder's attention modules. Raise TypeError unless each has the family's class, or FlashLatte's."""
     from flashlatte.integrations.transformers.attention import paged
-    from flashlatte.integrations.transformers.families import attentions
+    from flashlatte.integrations.transformers.families import attentions, check_selections, check_sources
     from flashlatte.integrations.transformers.patching import check_forward
 
     stock, modules = family.attention_class, []
-    for index, module in attentions(decoder):
+    for index, module in attentions(decoder, family):
         if type(module) not in (stock, paged(family)):
             raise TypeError(f"layer {index}'s attention must be a {stock.__name__}, got {type(module).__name__}")
         check_forward(module, index)
         modules.append(module)
+    check_sources(modules, family)
+    check_selections(modules, family)
     return modules

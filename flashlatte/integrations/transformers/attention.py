@@ -9,18 +9,22 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flashlatte.integrations.transformers import indexer as stock_indexer
+from flashlatte.integrations.transformers import training
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.integrations.transformers.families import Family, cosines_and_sines
 from flashlatte.integrations.transformers.padded import PagedLatents
-from flashlatte.layers.forward import forward, project, rotate_query, softmax_scale
+from flashlatte.integrations.transformers.pooled_indexer import select_columns
+from flashlatte.layers.forward import forward, project, rotate_query
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.parts import head_factors, part, project_output, sinks, softmax_scale
+from flashlatte.layers.rope import unrotated_table
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import gradients
 
 
 class PagedLatentAttention:
-    """Attention over a ``PagedLatentCache``; with another cache, or none, it runs the original forward.
+    """Attention over a ``PagedLatentCache``, or of a training step; else it runs the original forward.
 
     Over a paged cache it runs FlashLatte's MLA layer with the module's own projections. The class adds no state: it is
     set on existing attention modules by changing their class, and removed by changing it back.
@@ -29,23 +33,34 @@ class PagedLatentAttention:
     family: Family
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (step := kwargs.pop(training.STEP, None)) is not None:
+            out, selected = training.attend(self, self.family, hidden_states, step, kwargs)
+            return (out, None, selected) if self.family.returns_selection else (out, None)
         if args or not isinstance(kwargs.get(CACHE), PagedLatentCache):
             stock: Any = super()
             return stock.forward(hidden_states, *args, **kwargs)
         module: Any = self
-        embeddings, mask = kwargs.pop("position_embeddings"), kwargs.pop("attention_mask", None)
+        embeddings, mask = kwargs.pop("position_embeddings", None), kwargs.pop("attention_mask", None)
         latents = kwargs.pop(CACHE).store
         metadata = latents.metadata(hidden_states.device)
         # Prefill uses the attention implementation that the user configured.
-        has_custom_implementation = module.config._attn_implementation != "sdpa"
+        has_custom_implementation = module.config._attn_implementation != module.family.default_implementation
         gradients.warn_if_dropped(f"{self.family.attention_class.__name__} of an enabled model", hidden_states)
         with torch.no_grad():
+            columns = None
+            if module.family.selects_columns:
+                shared = kwargs.pop("prev_topk_indices", None)
+                columns = select_columns(module, hidden_states, mask, latents, shared)
+                kwargs["columns"] = columns
             if metadata is None or (has_custom_implementation and metadata.prefill is not None):
                 out, selected = masked_attention(module, hidden_states, embeddings, mask, latents, **kwargs)
             else:
                 # The selection that layers share is in the metadata.
-                factors = _query_factors(module, hidden_states, kwargs)
-                out, selected = flat_attention(module, hidden_states, embeddings, latents, metadata, factors), None
+                positions = kwargs.get("position_ids")
+                out = flat_attention(module, hidden_states, embeddings, latents, metadata, positions, columns)
+                selected = None
+            if columns is not None:
+                selected = columns if module.next_skip_topk else None
         return (out, None, selected) if module.family.returns_selection else (out, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,26 +87,42 @@ def flat_attention(
     embeddings: Any,
     latents: PagedLatents,
     metadata: MLAMetadata,
-    factors: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The MLA layer on the step's flat batch: [b, s, hidden_size]. A hidden token attends to nothing.
 
     Args:
-        factors: [b · s], factors of queries; None: none.
+        position_ids: [b or 1, s], for models that scale queries by position.
+        columns: int [b, s, n], the columns that each token attends to; None: the metadata's selection, the layer's
+            window, or all.
     """
-    flat = hidden_states.flatten(0, 1)
+    flat, positions = hidden_states.flatten(0, 1), _flat_positions(module, hidden_states, position_ids)
     tokens = latents.step.tokens
     if tokens is not None:
         flat = flat[tokens.to(flat.device)]
-        factors = None if factors is None else factors[tokens.to(factors.device)]
-    cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
-    rotary = _rotary(module, latents, embeddings)
-    indexer = stock_indexer.step_indexer(module, latents, rotary, flat.device)
+        positions = None if positions is None else positions[tokens.to(positions.device)]
+    factors = _query_factors(module, positions, flat.dtype)
+    cache = latents.cache(module.family.source_layer(module), flat.device, flat.dtype)
+    rotary = _rotary(module, latents, embeddings, metadata.positions)
+    indexer = stock_indexer.step_indexer(module, latents, rotary, flat.device, positions)
+    window = part(module, "sliding_window")
+    indices = None if columns is None else latents.slots_of(columns)
+    if window is not None:
+        indices = latents.window_slots(window, flat.device)
     out = forward(
-        module, flat, cache, metadata, rotary, indexer=indexer, query_factors=factors, backend=latents.backend
+        module,
+        flat,
+        cache,
+        metadata,
+        rotary,
+        indices=indices,
+        indexer=indexer,
+        query_factors=factors,
+        backend=latents.backend,
     )
     if tokens is not None:
-        empty_row = module.o_proj(flat.new_zeros(1, module.o_proj.in_features))
+        empty_row = module.o_proj(out.new_zeros(1, module.o_proj.in_features))
         out = empty_row.repeat(hidden_states.shape[:2].numel(), 1).index_copy(0, tokens.to(out.device), out)
     return out.view(hidden_states.shape)
 
@@ -103,6 +134,7 @@ def masked_attention(
     attention_mask: torch.Tensor | None,
     latents: PagedLatents,
     prev_topk_indices: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention in multi-head form under a mask, by the model's attention implementation.
@@ -112,38 +144,69 @@ def masked_attention(
         in a layer that shares it; None for models without an indexer.
     """
     flat = hidden_states.flatten(0, 1)
-    cache = latents.cache(module.layer_idx, flat.device, flat.dtype)
-    history = latents.read_history(module.layer_idx) if latents.columns else None
-    rotary = _rotary(module, latents, embeddings, padded=True)
-    slots, factors = latents.step.slots.flatten().to(flat.device), _query_factors(module, hidden_states, kwargs)
-    query, rows, q_latent = project(module, flat, rotary, cache, slots, factors)
+    source = module.family.source_layer(module)
+    cache = latents.cache(source, flat.device, flat.dtype)
+    history = latents.read_history(source) if latents.columns else None
+    slots = latents.step.slots.flatten().to(flat.device)
+    positions = _flat_positions(module, hidden_states, kwargs.get("position_ids"))
+    factors = _query_factors(module, positions, flat.dtype)
+    rotary = _rotary(module, latents, embeddings, slots, padded=True)
+    query, gate, rows, q_latent = project(module, flat, rotary, cache, slots, factors)
     rotate_query(module, query, rotary)
     query, rows = (x.unflatten(0, hidden_states.shape[:2]) for x in (query, rows))
     if history is not None:
         rows = torch.cat((history, rows), dim=1)
     selected = None
-    if latents.indexer is not None and attention_mask is not None and q_latent is not None:
-        q_latent = q_latent.unflatten(0, hidden_states.shape[:2])
+    selects = module.indexer is not None or module.family.returns_selection if latents.indexer is not None else False
+    if selects and attention_mask is not None:
+        normalised = None if q_latent is None else q_latent.normalised.unflatten(0, hidden_states.shape[:2])
         selected = stock_indexer.select_under_mask(
-            module, hidden_states, q_latent, embeddings, attention_mask, latents, prev_topk_indices
+            module,
+            hidden_states,
+            normalised,
+            embeddings,
+            attention_mask,
+            latents,
+            prev_topk_indices,
+            kwargs.get("position_ids"),
         )
         if module.config._attn_implementation in ("eager", "sdpa"):
             attention_mask = stock_indexer.mask_unselected(attention_mask, selected)
         else:
             kwargs["indices"] = selected
+    if columns is not None:
+        attention_mask = module.build_attention_mask_from_topk(columns, query, rows.shape[1])
+    if sinks(module) is not None:
+        kwargs["s_aux"] = module.sinks
+    if part(module, "sliding_window") is not None:
+        kwargs["sliding_window"] = module.sliding_window
     out = multi_head_attention(module, query, rows, attention_mask, **kwargs)
-    return module.o_proj(out.flatten(2)), selected
+    return project_output(module, out, None if gate is None else gate.unflatten(0, hidden_states.shape[:2])), selected
 
 
-def _query_factors(module: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """[b · s], position-dependent factors of queries; None: none."""
-    scaling = module.family.query_scaling(module.config)
-    if scaling is None:
+def _flat_positions(module: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """[b · s], the positions of all tokens; None for models that do not scale queries by position."""
+    if module.family.query_scaling(module.config) is None and part(module, "softmax_scaling") is None:
         return None
-    return scaling.factors(kwargs["position_ids"]).expand(hidden_states.shape[:2]).flatten()
+    if position_ids is None:
+        raise ValueError("position_ids must be given to a layer that scales queries by position, got None")
+    return position_ids.expand(hidden_states.shape[:2]).flatten()
 
 
-def _rotary(module: Any, latents: PagedLatents, embeddings: Any, *, padded: bool = False) -> Rotary:
+def _query_factors(module: Any, positions: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """[T] or [T, h], factors of queries at ``positions`` [T]; None: none."""
+    if positions is None:
+        return None
+    scaling = module.family.query_scaling(module.config)
+    return head_factors(module.softmax_scaling, positions, dtype) if scaling is None else scaling.factors(positions)
+
+
+def _rotary(
+    module: Any, latents: PagedLatents, embeddings: Any, positions: torch.Tensor, *, padded: bool = False
+) -> Rotary:
+    if not module.family.rotates(module):
+        # Operations clamp positions to the table's one row.
+        return Rotary(unrotated_table(module.qk_rope_head_dim, positions.device), positions, interleaved=False)
     interleaved = module.family.interleaved(module.config)
     return latents.rotary(embeddings, cosines_and_sines, interleaved, padded=padded)
 

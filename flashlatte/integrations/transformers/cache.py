@@ -18,7 +18,7 @@ class PagedLatentLayer(PagedLayer):
 
 
 class PagedLatentCache(PagedCache):
-    """A ``DynamicCache`` that stores latents in FlashLatte's pages.
+    """A ``DynamicCache`` that stores latents in FlashLatte's pages, and transformers' states of linear attention.
 
     It implements the methods that ``generate`` calls: lengths, mask sizes, beam reordering, cropping, repeating and
     selecting requests. ``adopt`` converts a caller's empty ``DynamicCache`` in place. ``release`` converts it back to a
@@ -46,7 +46,10 @@ class PagedLatentCache(PagedCache):
 
     def release(self) -> None:
         """Convert in place to a ``DynamicCache`` with the same tokens, dequantised. Hidden tokens are zeros."""
-        layers = [_dynamic_layer(self.store, index, self.splits_pairs) for index in range(len(self.layers))]
+        layers = [
+            _dynamic_layer(self.store, index, self.splits_pairs) if isinstance(layer, PagedLayer) else layer
+            for index, layer in enumerate(self.layers)
+        ]
         del self.store, self.splits_pairs, self.filled_for
         object.__setattr__(self, "__class__", DynamicCache)
         self.layers = layers
@@ -72,20 +75,25 @@ class PagedLatentCache(PagedCache):
             raise ValueError(
                 f"tokens_to_remove must be the number of tokens to remove as a negative int, got {tokens_to_remove}"
             )
+        for _, layer in self.linear_layers:
+            # It raises, unless it records past states.
+            layer.crop(tokens_to_remove)
         self.store.drop_columns(-tokens_to_remove)
 
 
 def _dynamic_layer(latents: PagedLatents, index: int, splits_pairs: bool) -> DynamicLayer:
     layer: Any = DynamicLayer()
-    if latents.indexer is not None:
+    if latents.indexer is not None or latents.holds_column_states(index):
         from transformers.cache_utils import DynamicIndexedLayer
 
         layer = DynamicIndexedLayer()
         if latents.holds_index_keys(index):
-            layer.update_indexer(stock_history(latents, index, latents.dtype))
+            layer.update_indexer(stock_history(latents, index, latents.dtype, splits_pairs))
+        if latents.holds_column_states(index):
+            layer.update_indexer(latents.column_states(index))
     if latents.holds(index):
         rows = latents.read_history(index).unsqueeze(1)
-        latent, rope = rows[..., : latents.latent_dim], rows[..., latents.latent_dim :]
+        latent, rope = rows.split(latents.widths(index), dim=-1)
         if splits_pairs:
             rope = rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         layer.update(latent, rope)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from flashlatte.layers import models
-from flashlatte.layers.config import QueryScaling
+from flashlatte.layers.parts import owns_latents
+from flashlatte.layers.rope_config import QueryScaling
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,22 @@ class Family:
     Attributes:
         model_type: name of the package, and of the family in ``flashlatte.layers.models``.
         prefix: prefix of the class names.
-        attention: name of the attention class after the prefix.
+        attention, decoder: names of the attention and decoder classes after the prefix.
+        linear: name of the class, after the prefix, of other layers' linear attention, which transformers computes;
+            None: all layers are MLA.
+        selects_columns: whether the model's own indexer selects columns, which are translated to slots.
+        keeps_pairs: whether a stock cache stores the two rope dims of a pair next to each other, if they are so in the
+            projection. Others store the first dims of all pairs before the second ones.
         returns_selection: whether attention returns the indexer's selection, for layers that share it, as third result.
     """
 
     model_type: str
     prefix: str
     attention: str = "Attention"
+    decoder: str = "Model"
+    linear: str | None = None
+    selects_columns: bool = False
+    keeps_pairs: bool = False
     returns_selection: bool = False
 
     @property
@@ -41,16 +51,36 @@ class Family:
 
     @property
     def decoder_class(self) -> type[nn.Module]:
-        return getattr(self.host, f"{self.prefix}Model")
+        return getattr(self.host, f"{self.prefix}{self.decoder}")
 
     @property
     def attention_class(self) -> type[nn.Module]:
         return getattr(self.host, f"{self.prefix}{self.attention}")
 
+    def is_linear(self, module: nn.Module) -> bool:
+        """Whether a layer's attention is linear attention, with states instead of a history."""
+        return self.linear is not None and type(module) is getattr(self.host, f"{self.prefix}{self.linear}")
+
+    @property
+    def default_implementation(self) -> str:
+        """The attention implementation that transformers chooses if none is given."""
+        return "sdpa" if getattr(self.decoder_class, "_supports_sdpa", True) else "eager"
+
+    def source_layer(self, module: Any) -> int:
+        """The layer whose latents a layer's attention reads: itself, or an earlier one that it has none without."""
+        layer = module.layer_idx
+        return layer if owns_latents(module) else module.config.kv_source_layers[layer]
+
     def interleaved(self, config: Any) -> bool:
         """Whether rope dims 2i and 2i + 1 form a pair."""
-        layout = models.SUPPORTED[self.model_type].layout(getattr(config, "rope_interleave", True))
-        return layout == models.INTERLEAVED
+        return self._layout(config) == models.INTERLEAVED
+
+    def rotates(self, module: Any) -> bool:
+        """Whether a layer's queries and keys are rotated."""
+        return module.qk_rope_head_dim > 0 and self._layout(module.config) != models.UNROTATED
+
+    def _layout(self, config: Any) -> str:
+        return models.SUPPORTED[self.model_type].layout(getattr(config, "rope_interleave", True))
 
     def query_scaling(self, config: Any) -> QueryScaling | None:
         """Position-dependent factor of queries; None: none."""
@@ -59,22 +89,31 @@ class Family:
         return QueryScaling.from_rope_parameters(config.rope_parameters)
 
     def splits_pairs(self, config: Any) -> bool:
-        """Whether a stock cache stores the first rope dims of all pairs before the second ones.
-
-        Stock models with interleaved rope do so, except DeepseekV2, which rotates complex numbers.
-        """
-        return self.interleaved(config) and self.model_type != "deepseek_v2"
+        """Whether a stock cache stores the first rope dims of all pairs before the second ones."""
+        return self.interleaved(config) and not self.keeps_pairs
 
 
 FAMILIES = (
     Family("axk1", "AXK1"),
-    Family("deepseek_v2", "DeepseekV2"),
+    Family("axk2", "AXK2"),
+    Family("bailing_hybrid", "BailingHybrid", linear="DeltaAttention"),
+    Family("deepseek_v2", "DeepseekV2", keeps_pairs=True),
     Family("deepseek_v3", "DeepseekV3"),
     Family("deepseek_v32", "DeepseekV32"),
+    Family("dots3_note", "Dots3Note", "TextAttention", "TextModel"),
+    Family(
+        *("glm5_next", "Glm5Next", "TextAttention", "TextModel", "TextLinearAttention"),
+        selects_columns=True,
+        returns_selection=True,
+    ),
     Family("glm4_moe_lite", "Glm4MoeLite"),
     Family("glm_moe_dsa", "GlmMoeDsa", returns_selection=True),
+    Family("hy_v4", "HYV4", returns_selection=True),
+    Family("hy_v4_vl", "HYV4VL", decoder="TextModel", keeps_pairs=True, returns_selection=True),
+    Family("kimi_linear", "KimiLinear", linear="DeltaAttention"),
     Family("longcat_flash", "LongcatFlash", "MLA"),
     Family("minicpm3", "MiniCPM3"),
+    Family("mistral_large4", "MistralLarge4", "TextAttention", "TextModel", returns_selection=True),
     Family("mistral4", "Mistral4"),
     Family("youtu", "Youtu"),
 )
@@ -115,13 +154,49 @@ def _model_types(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def attentions(decoder: Any) -> list[tuple[int, Any]]:
-    """The attention modules of a decoder with their layer index; a layer may have several."""
+def attentions(decoder: Any, family: Family) -> list[tuple[int, Any]]:
+    """The attention modules of a decoder with their layer index, except linear attention; a layer may have several."""
     found = []
     for index, layer in enumerate(decoder.layers):
         inner = layer.self_attn
         found += [(index, module) for module in (inner if isinstance(inner, nn.ModuleList) else (inner,))]
-    return found
+    return [(index, module) for index, module in found if not family.is_linear(module)]
+
+
+def linear_layers(decoder: Any, family: Family) -> list[int]:
+    """Indices of the layers with linear attention."""
+    return [index for index, layer in enumerate(decoder.layers) if family.is_linear(layer.self_attn)]
+
+
+def check_selections(modules: list[Any], family: Family) -> None:
+    """Raise ValueError for layers that attend to every token in a model whose other layers select tokens.
+
+    A step is planned for one of the two; layers with a window use neither.
+    """
+    kinds = {
+        getattr(module, "indexer", None) is not None
+        for module in modules
+        if getattr(module, "sliding_window", None) is None
+    }
+    if len(kinds) > 1 and not family.returns_selection:
+        raise ValueError("layer_types must not have both indexed_attention and full_attention, got both")
+
+
+def check_sources(modules: list[Any], family: Family) -> None:
+    """Raise ValueError if ``kv_source_layers`` names other latents than those that transformers reads.
+
+    transformers gives a layer without latents those of the last layer before it that shares some and is rotated alike.
+    """
+    shared: dict[bool, int] = {}
+    for module in modules:
+        if owns_latents(module):
+            if getattr(module, "store_full_length_kv", False):
+                shared[family.rotates(module)] = module.layer_idx
+        elif family.source_layer(module) != shared.get(family.rotates(module)):
+            raise ValueError(
+                f"kv_source_layers must name the last layer before {module.layer_idx} that shares latents and is "
+                f"rotated like it, which transformers reads, got {family.source_layer(module)}"
+            )
 
 
 def cosines_and_sines(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:

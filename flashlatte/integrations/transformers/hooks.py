@@ -9,14 +9,16 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from flashlatte.integrations.transformers import indexer as stock_indexer
+from flashlatte.integrations.transformers import training
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
-from flashlatte.integrations.transformers.families import Family, attentions
+from flashlatte.integrations.transformers.families import Family, attentions, linear_layers
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.kv_cache.registry import format_of_rows
-from flashlatte.layers import IndexerConfig, MLAConfig, models
+from flashlatte.layers import IndexerConfig, models
 from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.config import indexer_config
 from flashlatte.runtime import dispatch
 
 _FORMAT_OF_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -34,7 +36,7 @@ class Settings:
 
 
 class BeginForward:
-    """Pre-hook of the decoder: creates or checks the paged cache of a pass, and plans the step.
+    """Pre-hook of the decoder: plans a training step, or a step of a paged cache, which it creates or checks.
 
     It holds no reference to the model, so that it works in a copied model.
     """
@@ -50,6 +52,8 @@ class BeginForward:
         tokens = tokens_of(call)
         if tokens is None:
             return None
+        if (step := training.plan(model, self.family, call, lambda: _indexer(model, self.family))) is not None:
+            return (), call | {training.STEP: step, "use_cache": False}
         cache = self._cache_for(model, call)
         if cache is None:
             return None
@@ -74,13 +78,20 @@ class BeginForward:
                 cache.release()
             return None
         if isinstance(cache, PagedLatentCache):
-            _check_model(cache, model)
+            _check_model(cache, model, self.family)
             return cache
         cache = cache_to_adopt(model, call)
         if cache is None:
             return None
-        latents, config = new_latents(model, self.settings), model.config
-        return PagedLatentCache.adopt(cache, latents, _num_layers(model), self.family.splits_pairs(config), config)
+        latents, config = new_latents(model, self.settings, self.family), model.config
+        paged = PagedLatentCache.adopt(
+            cache, latents, _num_layers(model, self.family), self.family.splits_pairs(config), config
+        )
+        if linear := linear_layers(model, self.family):
+            layers = DynamicCache(config=config).layers
+            for index in linear:
+                paged.layers[index] = layers[index]
+        return paged
 
 
 def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -106,43 +117,53 @@ def needs_stock_attention(model: Any, call: dict[str, Any]) -> bool:
     return (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in model.parameters())
 
 
-def new_latents(model: Any, settings: Settings) -> PagedLatents:
+def new_latents(model: Any, settings: Settings, family: Family) -> PagedLatents:
     """An empty store in the configured format, or in that of the model's dtype.
 
     Raises:
         ValueError: the model's latent does not fit the format.
     """
-    config = model.config
-    latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+    (latent_dim, rope_dim), layer_rows = _row_widths(model, family)
     wanted = settings.cache_format
     if wanted is None:
         wanted = _FORMAT_OF_DTYPE.get(model.dtype)
         if wanted is None:
             raise ValueError(f"model must be bfloat16, float16 or float32, got {model.dtype}")
     layout = format_of_rows(wanted, latent_dim, rope_dim)
+    for widths in layer_rows.values():
+        format_of_rows(wanted, *widths)
     if settings.k_scale is not None and not layout.takes_scale:
         raise ValueError(f"k_scale belongs to cache_format 'fp8', got {layout.name!r}")
-    indexer = _indexer(config)
+    indexer = _indexer(model, family)
     index_layout = stock_indexer.index_layout(settings.index_format, layout, indexer)
     return PagedLatents(
-        layout, latent_dim, settings.page_size, settings.k_scale, settings.backend, indexer, index_layout
+        layout, latent_dim, settings.page_size, settings.k_scale, settings.backend, indexer, index_layout, layer_rows
     )
 
 
-def _indexer(config: Any) -> IndexerConfig | None:
-    """The indexer's config, None for models without one, whose config may not be an ``MLAConfig`` at all."""
-    served = models.SUPPORTED.get(config.model_type)
-    if served is None or not served.has_indexer:
+def _row_widths(model: Any, family: Family) -> tuple[tuple[int, int], dict[int, tuple[int, int]]]:
+    """kv_lora_rank and qk_rope_head_dim of the first layer, and of the layers where they differ from it."""
+    found = {
+        module.layer_idx: (module.kv_lora_rank, module.qk_rope_head_dim) for _, module in attentions(model, family)
+    }
+    common = next(iter(found.values()))
+    return common, {layer: widths for layer, widths in found.items() if widths != common}
+
+
+def _indexer(model: Any, family: Family) -> IndexerConfig | None:
+    """The indexer's config, None for models without one."""
+    without = all(getattr(module, "indexer", None) is None for _, module in attentions(model, family))
+    if without or family.selects_columns:
         return None
-    # Drop rope parameters: the model computes its own rotation, which MLAConfig may not support.
-    return MLAConfig.from_transformers(config.to_dict() | {"rope_parameters": None, "rope_scaling": None}).indexer
+    return indexer_config(model.config.to_dict(), models.SUPPORTED[family.model_type])
 
 
-def check_backend(model: Any, latents: PagedLatents) -> None:
+def check_backend(model: Any, latents: PagedLatents, family: Family) -> None:
     """Raise ValueError if the configured backend does not support the model's decode steps on its current device."""
     if latents.backend is None:
         return
     cache = LatentCache(torch.empty(0, device=model.device), latents.layout, latents.latent_dim)
+    _, first = attentions(model, family)[0]
     operation = "dense_decode" if latents.layout.plain and latents.indexer is None else "sparse_decode"
     call = dispatch.CallSpec(
         operation,
@@ -152,38 +173,41 @@ def check_backend(model: Any, latents: PagedLatents) -> None:
         page_size=latents.page_size,
         head_dim=latents.layout.head_dim,
         head_dim_v=cache.value_dim,
-        h_q=model.config.num_attention_heads,
+        h_q=first.o_proj.in_features // first.v_head_dim,
         h_kv=1,
     )
     dispatch.select(call, latents.backend)
 
 
-def _check_model(cache: PagedLatentCache, model: Any) -> None:
+def _check_model(cache: PagedLatentCache, model: Any, family: Family) -> None:
     """Raise ValueError for a cache that a model with other sizes, layers or another indexer filled."""
     config, latents = model.config, cache.store
     # The identity check is faster than reading a config, and torch.compile cannot trace the comparison of fields.
     if cache.filled_for is config:
         return
     cached = latents.latent_dim, latents.layout.head_dim - latents.latent_dim
-    wanted = config.kv_lora_rank, config.qk_rope_head_dim
+    wanted, layer_rows = _row_widths(model, family)
     if cached != wanted:
         raise ValueError(
             f"the cache has rows of kv_lora_rank {cached[0]} and qk_rope_head_dim {cached[1]}, and the model's are "
             f"{wanted[0]} and {wanted[1]}: it was filled by another model"
         )
-    if len(cache.layers) != _num_layers(model):
+    if latents.layer_rows != layer_rows:
+        raise ValueError("the cache has rows of other widths in some layers: it was filled by another model")
+    if len(cache.layers) != (num_layers := _num_layers(model, family)):
         raise ValueError(
-            f"the cache has {len(cache.layers)} layers, and the model {_num_layers(model)}: it was filled by another "
-            "model"
+            f"the cache has {len(cache.layers)} layers, and the model {num_layers}: it was filled by another model"
         )
-    if latents.indexer != _indexer(config):
+    if [index for index, _ in cache.linear_layers] != linear_layers(model, family):
+        raise ValueError("the cache has states of other layers than the model's: it was filled by another model")
+    if latents.indexer != _indexer(model, family):
         raise ValueError("the cache holds index keys of another indexer, or none: it was filled by another model")
     cache.filled_for = config
 
 
-def _num_layers(model: Any) -> int:
+def _num_layers(model: Any, family: Family) -> int:
     """Number of cache layers: one for each attention module of the decoder."""
-    return 1 + max(module.layer_idx for _, module in attentions(model))
+    return 1 + max([module.layer_idx for _, module in attentions(model, family)] + linear_layers(model, family))
 
 
 def cache_to_adopt(model: Any, call: dict[str, Any]) -> DynamicCache | None:

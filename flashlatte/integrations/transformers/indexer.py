@@ -36,63 +36,81 @@ def index_layout(name: str | None, latents: CacheFormat, indexer: IndexerConfig 
     return layout
 
 
-def step_indexer(module: Any, latents: PagedLatents, rotary: Rotary, device: torch.device) -> StepIndexer | None:
+def step_indexer(
+    module: Any, latents: PagedLatents, rotary: Rotary, device: torch.device, positions: torch.Tensor | None
+) -> StepIndexer | None:
     """The module's indexer bound to the planned step; None if the module reuses a selection, or has no indexer."""
     if latents.indexer is None or module.indexer is None:
         return None
-    pages, index_pages = latents.pages(module.layer_idx, device), latents.index_pages(module.layer_idx, device)
-    return make_step_indexer(module.indexer, latents.indexer, index_pages, pages, rotary, latents.backend)
+    pages, index_pages = (
+        latents.pages(module.family.source_layer(module), device),
+        latents.index_pages(module.layer_idx, device),
+    )
+    return make_step_indexer(module.indexer, latents.indexer, index_pages, pages, rotary, latents.backend, positions)
 
 
 class StockIndexKeys:
-    """Cache argument of the stock indexer, which selects under a mask; it stores keys in pages and reads them back."""
+    """Cache argument of the stock indexer, which selects under a mask; it stores keys in pages and reads them back.
 
-    def __init__(self, latents: PagedLatents) -> None:
-        self.latents = latents
+    Args:
+        splits_pairs: as in ``PagedLatentCache``.
+    """
+
+    def __init__(self, latents: PagedLatents, splits_pairs: bool) -> None:
+        self.latents, self.splits_pairs = latents, splits_pairs
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
         """Store new keys [b, queries, head_dim]; returns the keys of all columns, the new ones unrounded."""
         latents = self.latents
-        history = stock_history(latents, layer, keys.dtype) if latents.columns else None
-        latents.write_index_keys(layer, _paired(keys, latents))
+        history = stock_history(latents, layer, keys.dtype, self.splits_pairs) if latents.columns else None
+        latents.write_index_keys(layer, _paired(keys, latents, layer, self.splits_pairs))
         return keys if history is None else torch.cat((history, keys), dim=1)
 
 
-def stock_history(latents: PagedLatents, layer: int, dtype: torch.dtype) -> torch.Tensor:
+def stock_history(latents: PagedLatents, layer: int, dtype: torch.dtype, splits_pairs: bool) -> torch.Tensor:
     """A layer's index keys [b, columns, head_dim] in the layout of a stock cache."""
+    indexer, rope_dim = _layout(latents, layer)
     keys = latents.read_index_history(layer).to(dtype)
-    return _reorder_rope(keys, latents, lambda rope: rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+    if splits_pairs and indexer.rope_layout == models.INTERLEAVED:
+        rope = keys[..., :rope_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        keys = torch.cat((rope, keys[..., rope_dim:]), dim=-1)
+    return keys.roll(-rope_dim, dims=-1) if indexer.rope_last else keys
 
 
-def _paired(keys: torch.Tensor, latents: PagedLatents) -> torch.Tensor:
-    return _reorder_rope(keys, latents, lambda rope: rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
-
-
-def _reorder_rope(keys: torch.Tensor, latents: PagedLatents, order: Any) -> torch.Tensor:
-    """Reorder the rope dims: stock models with interleaved rope store the first dims of all pairs, then the second."""
-    assert latents.indexer is not None
-    if latents.indexer.rope_layout != models.INTERLEAVED:
+def _paired(keys: torch.Tensor, latents: PagedLatents, layer: int, splits_pairs: bool) -> torch.Tensor:
+    """Keys [b, queries, head_dim] of a stock cache's layout in that of pages, the inverse of ``stock_history``."""
+    indexer, rope_dim = _layout(latents, layer)
+    keys = keys.roll(rope_dim, dims=-1) if indexer.rope_last else keys
+    if not splits_pairs or indexer.rope_layout != models.INTERLEAVED:
         return keys
-    rope_dim = latents.layout.head_dim - latents.latent_dim
-    return torch.cat((order(keys[..., :rope_dim]), keys[..., rope_dim:]), dim=-1)
+    rope = keys[..., :rope_dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return torch.cat((rope, keys[..., rope_dim:]), dim=-1)
+
+
+def _layout(latents: PagedLatents, layer: int) -> tuple[IndexerConfig, int]:
+    """The indexer's config, and the number of rotated dims."""
+    assert latents.indexer is not None
+    return latents.indexer, latents.widths(layer)[1]
 
 
 def select_under_mask(
     module: Any,
     hidden: torch.Tensor,
-    q_latent: torch.Tensor,
+    q_latent: torch.Tensor | None,
     embeddings: Any,
     attention_mask: torch.Tensor,
     latents: PagedLatents,
     shared: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
 ) -> torch.Tensor:
     """The stock indexer's selection of columns, int32 [b, s, topk], or the ``shared`` one of the layer before."""
     if module.indexer is None:
         if shared is None:
             raise ValueError(f"layer {module.layer_idx} needs the selection of the layer before it, got None")
         return shared
-    keys = StockIndexKeys(latents)
-    return module.indexer(hidden, q_latent, embeddings, attention_mask[:, 0], None, **{CACHE: keys})
+    keys = StockIndexKeys(latents, module.family.splits_pairs(module.config))
+    inputs = (hidden,) if q_latent is None else (hidden, q_latent)
+    return module.indexer(*inputs, embeddings, attention_mask[:, 0], position_ids, **{CACHE: keys})
 
 
 def mask_unselected(attention_mask: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(DynamicCache):
-    """A ``DynamicCache`` whose layers are stored in pages.
+    """A ``DynamicCache`` whose layers are stored in pages. Other layers are transformers', of linear attention.
 
     Attributes:
         store: the pages and their bookkeeping: ``columns``, ``requests``, ``clear`` and ``select``.
@@ -58,20 +58,29 @@ class PagedCache(DynamicCache):
         return paged
 
     @property
+    def linear_layers(self) -> list[tuple[int, Any]]:
+        """The layers that are not stored in pages, with their index."""
+        return [(index, layer) for index, layer in enumerate(self.layers) if not isinstance(layer, PagedLayer)]
+
+    @property
     def batch_size(self) -> int:
         return self.store.requests or -1
 
     def reset(self) -> None:
         self.store.clear()
+        for _, layer in self.linear_layers:
+            layer.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.store.select(beam_idx)
+        for _, layer in self.linear_layers:
+            layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.store.select(indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.store.select(torch.arange(self.store.requests).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.store.requests).repeat_interleave(repeats))
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Pages are allocated as tokens come."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlatte.layers import models
-from flashlatte.layers.config import Rope, check_indexer_sizes, max_position_embeddings
+from flashlatte.layers.config import check_indexer_sizes, max_position_embeddings
+from flashlatte.layers.rope_config import Rope
 from flashlatte.runtime import checks
 
 MODEL_TYPE = "deepseek_v4"

@@ -3,15 +3,15 @@ selections."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 
-from flashlatte.kv_cache.sharding import Sharding, as_sharding
+from flashlatte.kv_cache.sharding import as_sharding
+from flashlatte.ops.index_convert.params import IndexConvertParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "index_convert"
 
@@ -60,8 +60,7 @@ def to_cache_indices(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     page_size = checks.positive_int("page_size", page_size)
-    if dtype not in checks.INDEX_DTYPES:
-        raise TypeError(f"dtype must be {checks.dtype_names(checks.INDEX_DTYPES)}, got {dtype}")
+    checks.dtype("dtype", dtype, checks.INDEX_DTYPES)
     checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
     requests, max_pages = block_table.shape
     if not isinstance(positions, torch.Tensor):
@@ -72,33 +71,23 @@ def to_cache_indices(
         )
     if positions.device != block_table.device:
         raise ValueError(f"positions must be on {block_table.device} like block_table, got {positions.device}")
-    if request_ids is None:
-        if positions.dim() == 0 or positions.shape[0] != requests:
-            raise ValueError(
-                f"positions must have block_table's {requests} requests as its first axis (or request_ids must be "
-                f"given), got shape {list(positions.shape)}"
-            )
-        request = torch.arange(requests, device=positions.device)
-    else:
-        rows = positions.shape[0] if positions.dim() else 0
-        checks.tensor(
-            "request_ids", request_ids, (rows,), checks.INDEX_DTYPES, positions.device, unit_last_stride=False
+    if positions.dim() == 0 or (request_ids is None and positions.shape[0] != requests):
+        raise ValueError(
+            f"positions must have block_table's {requests} requests as its first axis (or request_ids must be "
+            f"given), got shape {list(positions.shape)}"
         )
-        request = request_ids.long()
+    rows, device = positions.shape[0], positions.device
+    if request_ids is not None:
+        checks.tensor("request_ids", request_ids, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     if requests == 0 or max_pages == 0 or positions.numel() == 0:
         return torch.full_like(positions, -1, dtype=dtype)
-    value_checks.entries("request_ids", request, requests)
-    value_checks.entries("positions", positions, max_pages * page_size)
-    request = request.view(-1, *[1] * (positions.dim() - 1))
-    positions = positions.long()
-    column = positions // page_size
-    valid = (positions >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
-    page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
-    largest = torch.iinfo(dtype).max
-    # An invalid page in the table must not overflow to a valid slot.
-    valid = valid & (page >= 0) & (page <= largest // page_size)
-    slot = page * page_size + positions % page_size
-    return torch.where(valid & (slot >= 0) & (slot <= largest), slot, -1).to(dtype)
+    indices = positions.reshape(rows, -1).contiguous()
+    with checks.naming(indices="positions"):
+        # A program of the portable kernel converts a whole row; here rows may be few and long.
+        slots = index_convert(
+            indices, block_table, page_size, request_ids=request_ids, dtype=dtype, backend="reference"
+        )
+    return slots.view(positions.shape)
 
 
 @overload
@@ -207,107 +196,79 @@ def index_convert(
     unmatched = sinks + window > 0 if query_positions is None else sinks + window == 0
     if unmatched:
         raise ValueError("query_positions must be given with sinks or window, and only then")
+    rows, width, device = _selection(indices, query_positions)
+    width += sinks + window
+    if slots is None:
+        checks.dtype("dtype", dtype, checks.INDEX_DTYPES)
+        slots = torch.empty(rows, width, dtype=dtype, device=device)
+    else:
+        checks.output("slots", slots, (rows, width), checks.INDEX_DTYPES, device)
+    checks.flag("return_counts", return_counts)
+    params = IndexConvertParams(
+        indices=indices,
+        block_table=block_table,
+        page_size=page_size,
+        request_ids=request_ids,
+        next_n=next_n,
+        query_positions=query_positions,
+        sinks=sinks,
+        window=window,
+        workspace_ids=workspace_ids,
+        workspace_starts=workspace_starts,
+        sharding=list(as_sharding(sharding)),
+        compact=checks.flag("compact", compact),
+        slots=slots,
+        counts=torch.empty(rows, dtype=torch.int32, device=device) if return_counts else None,
+    )
+    _check(params)
+    backend = dispatch.select(dispatch.CallSpec(OPERATION, device, slots.dtype), backend)
+    if rows:
+        _index_convert(params, backend)
+    return slots if params.counts is None else (slots, params.counts)
+
+
+_index_convert = dispatched_op(OPERATION, IndexConvertParams, mutates=("slots", "counts"))
+
+
+def _selection(indices: torch.Tensor | None, query_positions: torch.Tensor | None) -> tuple[int, int, torch.device]:
+    """The number of rows, the number of indices of a row, and the device."""
     known = query_positions if indices is None else indices
     if known is None:
         raise ValueError("indices must be given if sinks and window are 0, got None")
     rows = known.shape[0] if isinstance(known, torch.Tensor) and known.dim() else 0
-    chosen = 0
-    if indices is not None:
-        checks.tensor("indices", indices, (rows, "n"), checks.INDEX_DTYPES)
-        chosen = indices.shape[1]
-    else:
+    if indices is None:
         checks.tensor("query_positions", known, (rows,), checks.INDEX_DTYPES, unit_last_stride=False)
-    device = known.device
+        return rows, 0, known.device
+    checks.tensor("indices", indices, (rows, "n"), checks.INDEX_DTYPES)
+    return rows, indices.shape[1], known.device
+
+
+def _check(params: IndexConvertParams) -> None:
+    """Check the table, and what refers to requests and workspaces."""
+    block_table, rows, device = params.block_table, params.slots.shape[0], params.slots.device
+    request_ids, workspace_starts = params.request_ids, params.workspace_starts
     may_be_empty = 0 if rows else 2
     checks.tensor(
         "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
     )
-    if request_ids is None and rows != next_n * block_table.shape[0]:
+    requests, max_pages = block_table.shape
+    if request_ids is None and rows != params.next_n * requests:
         raise ValueError(
-            f"indices must have {next_n} rows for each of block_table's {block_table.shape[0]} requests "
+            f"indices must have {params.next_n} rows for each of block_table's {requests} requests "
             f"(or request_ids must be given), got {rows}"
         )
-    for name, value in (
-        ("request_ids", request_ids),
-        ("query_positions", query_positions),
-        ("workspace_ids", workspace_ids),
-    ):
+    for name in ("request_ids", "query_positions", "workspace_ids"):
+        value = getattr(params, name)
         if value is not None:
             checks.tensor(name, value, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    if (workspace_ids is None) != (workspace_starts is None):
+    if (params.workspace_ids is None) != (workspace_starts is None):
         raise ValueError("workspace_ids and workspace_starts must be given together, got only one")
     if workspace_starts is not None:
         checks.tensor("workspace_starts", workspace_starts, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    ranks = as_sharding(sharding).size
     if request_ids is not None:
-        value_checks.entries("request_ids", request_ids, block_table.shape[0])
-    if workspace_ids is not None and workspace_starts is not None:
-        value_checks.entries("workspace_ids", workspace_ids, workspace_starts.shape[0])
-    elif indices is not None:
-        value_checks.entries("indices", indices, block_table.shape[1] * page_size * ranks)
-    checks.flag("compact", compact)
-    checks.flag("return_counts", return_counts)
-    width = sinks + window + chosen
-    if slots is None:
-        if dtype not in checks.INDEX_DTYPES:
-            raise TypeError(f"dtype must be {checks.dtype_names(checks.INDEX_DTYPES)}, got {dtype}")
-        slots = torch.empty(rows, width, dtype=dtype, device=device)
-    else:
-        checks.output("slots", slots, (rows, width), checks.INDEX_DTYPES, device)
-    counts = torch.empty(rows, dtype=torch.int32, device=device) if return_counts else None
-    backend = dispatch.select(dispatch.CallSpec(OPERATION, device, slots.dtype), backend)
-    if rows:
-        _index_convert(
-            indices,
-            block_table,
-            page_size,
-            request_ids,
-            next_n,
-            query_positions,
-            sinks,
-            window,
-            workspace_ids,
-            workspace_starts,
-            list(sharding),
-            compact,
-            slots,
-            counts,
-            backend,
-        )
-    return slots if counts is None else (slots, counts)
-
-
-@register_op("index_convert", mutates=("slots", "counts"))
-def _index_convert(
-    indices: torch.Tensor | None,
-    block_table: torch.Tensor,
-    page_size: int,
-    request_ids: torch.Tensor | None,
-    next_n: int,
-    query_positions: torch.Tensor | None,
-    sinks: int,
-    window: int,
-    workspace_ids: torch.Tensor | None,
-    workspace_starts: torch.Tensor | None,
-    sharding: Sequence[int],
-    compact: bool,
-    slots: torch.Tensor,
-    counts: torch.Tensor | None,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(
-        indices,
-        block_table,
-        page_size,
-        request_ids,
-        next_n,
-        query_positions,
-        sinks,
-        window,
-        workspace_ids,
-        workspace_starts,
-        Sharding(*sharding),
-        compact,
-        slots,
-        counts,
-    )
+        value_checks.entries("request_ids", request_ids, requests)
+    if params.workspace_ids is not None and workspace_starts is not None:
+        value_checks.entries("workspace_ids", params.workspace_ids, workspace_starts.shape[0])
+    elif params.indices is not None:
+        _, ranks, _ = params.sharding
+        value_checks.entries("indices", params.indices, max_pages * params.page_size * ranks)

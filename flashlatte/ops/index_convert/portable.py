@@ -2,67 +2,108 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.dependent_launch import gdc_wait, launch_options, launches_overlap
 from flashlatte.kv_cache.sharding import Sharding
+from flashlatte.ops.index_convert.params import IndexConvertParams
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK, WARPS = 2048, 8
 
 
-def index_convert(
-    indices: torch.Tensor | None,
-    block_table: torch.Tensor,
-    page_size: int,
-    request_ids: torch.Tensor | None,
-    next_n: int,
-    query_positions: torch.Tensor | None,
-    sinks: int,
-    window: int,
-    workspace_ids: torch.Tensor | None,
-    workspace_starts: torch.Tensor | None,
-    sharding: Sharding,
-    compact: bool,
-    slots: torch.Tensor,
-    counts: torch.Tensor | None,
-) -> None:
+class SelectedPositions(NamedTuple):
+    """The positions that each row selects: the first ``sinks``, the last ``window`` up to query_positions [rows], and
+    indices [rows, width - sinks - window]."""
+
+    indices: Pointer
+    stride: Int64
+    query_positions: ElementPointer
+    query_stride: Int64
+    sinks: Int64
+    window: Int64
+    width: Int32
+
+
+class RowTables(NamedTuple):
+    """block_table [requests, max_pages], and the request of each row: ``request_ids`` [rows], or row // next_n."""
+
+    block_table: Pointer
+    stride: Int64
+    requests: Int64
+    max_pages: Int64
+    page_size: Int64
+    request_ids: ElementPointer
+    request_stride: Int64
+    next_n: Int64
+
+
+class ContextRank(NamedTuple):
+    """A ``kv_cache.sharding.Sharding`` in a kernel."""
+
+    rank: Int64
+    size: Int64
+    interleave: Int64
+
+
+class RowWorkspaces(NamedTuple):
+    """The workspace of each row: ids [rows], of ``count`` workspaces that begin at slots ``starts``. None: no row has
+    one."""
+
+    ids: ElementPointer
+    stride: Int64
+    starts: ElementPointer
+    start_stride: Int64
+    count: Int64
+
+
+class ConvertedSlots(NamedTuple):
+    """slots [rows, width], and the number of each row's valid slots; None: not wanted."""
+
+    slots: Pointer
+    stride: Int64
+    counts: Pointer
+
+
+def index_convert(params: IndexConvertParams) -> None:
+    indices, block_table, request_ids, slots = params.indices, params.block_table, params.request_ids, params.slots
+    query_positions, ids, starts = params.query_positions, params.workspace_ids, params.workspace_starts
+    sharding = Sharding(*params.sharding)
     requests, max_pages = block_table.shape
     # The number of tokens that fit this rank's table and those of the other ranks.
-    reach = (max_pages * page_size + sharding.interleave) * sharding.size
+    reach = (max_pages * params.page_size + sharding.interleave) * sharding.size
     overlapped = launches_overlap(slots.device)
     index_convert_kernel[(slots.shape[0],)](
-        indices=indices,
-        block_table=block_table,
-        request_ids=request_ids,
-        query_positions=query_positions,
-        workspace_ids=workspace_ids,
-        workspace_starts=workspace_starts,
-        slots=slots,
-        counts=counts,
-        width=slots.shape[1],
-        sinks=sinks,
-        window=window,
-        page_size=page_size,
-        next_n=next_n,
-        requests=requests,
-        max_pages=max_pages,
-        workspaces=0 if workspace_starts is None else workspace_starts.shape[0],
-        rank=sharding.rank,
-        size=sharding.size,
-        interleave=sharding.interleave,
-        index_stride=0 if indices is None else stride_in_use(indices, 0),
-        table_stride=stride_in_use(block_table, 0),
-        request_stride=0 if request_ids is None else request_ids.stride(0),
-        query_stride=0 if query_positions is None else query_positions.stride(0),
-        workspace_stride=0 if workspace_ids is None else workspace_ids.stride(0),
-        start_stride=0 if workspace_starts is None else workspace_starts.stride(0),
-        slot_stride=stride_in_use(slots, 0),
+        SelectedPositions(
+            indices,
+            0 if indices is None else stride_in_use(indices, 0),
+            query_positions,
+            _stride(query_positions),
+            params.sinks,
+            params.window,
+            slots.shape[1],
+        ),
+        RowTables(
+            block_table,
+            stride_in_use(block_table, 0),
+            requests,
+            max_pages,
+            params.page_size,
+            request_ids,
+            _stride(request_ids),
+            params.next_n,
+        ),
+        ContextRank(*sharding),
+        RowWorkspaces(ids, _stride(ids), starts, _stride(starts), 0 if starts is None else starts.shape[0]),
+        ConvertedSlots(slots, stride_in_use(slots, 0), params.counts),
         SHARDED=sharding.size > 1,
-        COMPACT=compact,
+        COMPACT=params.compact,
         LARGEST=torch.iinfo(slots.dtype).max,
         NARROW=reach < 2**31,
         BLOCK=BLOCK,
@@ -72,34 +113,17 @@ def index_convert(
     )
 
 
-@kernel(by_element=("request_ids", "query_positions", "workspace_ids", "workspace_starts"))
+def _stride(values: torch.Tensor | None) -> int:
+    return 0 if values is None else values.stride(0)
+
+
+@kernel
 def index_convert_kernel(
-    indices,
-    block_table,
-    request_ids,
-    query_positions,
-    workspace_ids,
-    workspace_starts,
-    slots,
-    counts,
-    width: tl.int32,
-    sinks: tl.int64,
-    window: tl.int64,
-    page_size: tl.int64,
-    next_n: tl.int64,
-    requests: tl.int64,
-    max_pages: tl.int64,
-    workspaces: tl.int64,
-    rank: tl.int64,
-    size: tl.int64,
-    interleave: tl.int64,
-    index_stride: tl.int64,
-    table_stride: tl.int64,
-    request_stride: tl.int64,
-    query_stride: tl.int64,
-    workspace_stride: tl.int64,
-    start_stride: tl.int64,
-    slot_stride: tl.int64,
+    selection: SelectedPositions,
+    tables: RowTables,
+    ranks: ContextRank,
+    workspaces: RowWorkspaces,
+    outputs: ConvertedSlots,
     SHARDED: tl.constexpr,
     COMPACT: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -107,29 +131,35 @@ def index_convert_kernel(
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
+    """A program converts a row.
+
+    NARROW: positions beyond 2^31 are outside the table.
+    """
     if OVERLAPPED:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    request = row // next_n if request_ids is None else tl.load(request_ids + row * request_stride).to(tl.int64)
-    in_table = (request >= 0) & (request < requests)
-    table = block_table + tl.where(in_table, request, 0) * table_stride
+    request = row // tables.next_n
+    if tables.request_ids is not None:
+        request = tl.load(tables.request_ids + row * tables.request_stride).to(tl.int64)
+    in_table = (request >= 0) & (request < tables.requests)
+    table = tables.block_table + tl.where(in_table, request, 0) * tables.stride
     workspace = tl.full([], -1, tl.int64)
     workspace_start = tl.zeros([], tl.int64)
-    if workspace_ids is not None:
-        workspace = tl.load(workspace_ids + row * workspace_stride).to(tl.int64)
-        known = (workspace >= 0) & (workspace < workspaces)
-        workspace_start = tl.load(workspace_starts + workspace * start_stride, mask=known, other=0).to(tl.int64)
+    if workspaces.ids is not None:
+        workspace = tl.load(workspaces.ids + row * workspaces.stride).to(tl.int64)
+        known = (workspace >= 0) & (workspace < workspaces.count)
+        start = workspaces.starts + workspace * workspaces.start_stride
+        workspace_start = tl.load(start, mask=known, other=0).to(tl.int64)
 
     largest = tl.full([], LARGEST, tl.int64)
+    interleave, size, page_size = ranks.interleave, ranks.size, tables.page_size
     if NARROW:
         interleave, size, page_size = interleave.to(tl.int32), size.to(tl.int32), page_size.to(tl.int32)
     count = tl.zeros([], tl.int32)
-    slot_row = slots + row * slot_stride
-    for block in range(0, width, BLOCK):
+    slot_row = outputs.slots + row * outputs.stride
+    for block in range(0, selection.width, BLOCK):
         column = block + tl.arange(0, BLOCK)
-        position = row_positions(
-            indices, query_positions, row, column, width, sinks, window, index_stride, query_stride
-        )
+        position = row_positions(selection, row, column)
         exists = position >= 0
         owned = exists
         if NARROW:  # 64-bit divisions are slow, and positions beyond the table need none
@@ -138,44 +168,46 @@ def index_convert_kernel(
         if NARROW:
             local = local.to(tl.int32)
         if SHARDED:
-            owned = owned & ((local // interleave) % size == rank)
+            owned = owned & ((local // interleave) % size == ranks.rank)
             local = local // (interleave * size) * interleave + local % interleave
         entry = local // page_size
-        readable = owned & in_table & (entry < max_pages)
+        readable = owned & in_table & (entry < tables.max_pages)
         page = tl.load(table + entry, mask=readable, other=-1).to(tl.int64)
         # A page whose slots would overflow is invalid.
         valid = (page >= 0) & (page <= largest // page_size)
         slot = tl.where(valid, page, 0) * page_size + (local - entry * page_size)
-        if workspace_ids is not None:
+        if workspaces.ids is not None:
             slot = tl.where(workspace >= 0, workspace_start + position, slot)
-            valid = tl.where(workspace >= 0, exists & (workspace < workspaces), valid)
+            valid = tl.where(workspace >= 0, exists & (workspace < workspaces.count), valid)
         valid = valid & (slot >= 0) & (slot <= largest)
-        slot = tl.where(valid, slot, -1).to(slots.dtype.element_ty)
+        slot = tl.where(valid, slot, -1).to(outputs.slots.dtype.element_ty)
         if COMPACT:
-            ranks = tl.cumsum(valid.to(tl.int32), axis=0)
-            tl.store(slot_row + count + ranks - 1, slot, mask=valid)
+            positions = tl.cumsum(valid.to(tl.int32), axis=0)
+            tl.store(slot_row + count + positions - 1, slot, mask=valid)
         else:
-            tl.store(slot_row + column, slot, mask=column < width)
+            tl.store(slot_row + column, slot, mask=column < selection.width)
         count += tl.sum(valid.to(tl.int32), axis=0)
     if COMPACT:
-        for block in range(count, width, BLOCK):
+        for block in range(count, selection.width, BLOCK):
             column = block + tl.arange(0, BLOCK)
-            tl.store(slot_row + column, tl.full([BLOCK], -1, slots.dtype.element_ty), mask=column < width)
-    if counts is not None:
-        tl.store(counts + row, count)
+            none = tl.full([BLOCK], -1, outputs.slots.dtype.element_ty)
+            tl.store(slot_row + column, none, mask=column < selection.width)
+    if outputs.counts is not None:
+        tl.store(outputs.counts + row, count)
 
 
 @triton.jit
-def row_positions(indices, query_positions, row, column, width, sinks, window, index_stride, query_stride):
+def row_positions(selection, row, column):
     """int64: sinks, the window, then the indices that are in neither; -1 for none."""
     position = tl.full(column.shape, -1, tl.int64)
+    sinks, window = selection.sinks, selection.window
     pattern = sinks + window
-    if indices is not None:
-        chosen = (column >= pattern) & (column < width)
-        entry = indices + row * index_stride + (column - pattern)
+    if selection.indices is not None:
+        chosen = (column >= pattern) & (column < selection.width)
+        entry = selection.indices + row * selection.stride + (column - pattern)
         position = tl.load(entry, mask=chosen, other=-1).to(tl.int64)
-    if query_positions is not None:
-        query = tl.load(query_positions + row * query_stride).to(tl.int64)
+    if selection.query_positions is not None:
+        query = tl.load(selection.query_positions + row * selection.query_stride).to(tl.int64)
         twice = (position <= query) & ((position < sinks) | (position > query - window))
         position = tl.where(twice, -1, position)
         recent = query - window + 1 + (column - sinks)
@@ -183,5 +215,5 @@ def row_positions(indices, query_positions, row, column, width, sinks, window, i
         first = tl.where(column <= query, column, -1).to(tl.int64)
         position = tl.where(column < pattern, recent, position)
         position = tl.where(column < sinks, first, position)
-        position = tl.where(column < width, position, -1)
+        position = tl.where(column < selection.width, position, -1)
     return position

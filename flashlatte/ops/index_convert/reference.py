@@ -5,31 +5,18 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.sharding import Sharding
+from flashlatte.ops.index_convert.params import IndexConvertParams
 
 
-def index_convert(
-    indices: torch.Tensor | None,
-    block_table: torch.Tensor,
-    page_size: int,
-    request_ids: torch.Tensor | None,
-    next_n: int,
-    query_positions: torch.Tensor | None,
-    sinks: int,
-    window: int,
-    workspace_ids: torch.Tensor | None,
-    workspace_starts: torch.Tensor | None,
-    sharding: Sharding,
-    compact: bool,
-    slots: torch.Tensor,
-    counts: torch.Tensor | None,
-) -> None:
-    position = _positions(indices, query_positions, sinks, window, slots)
-    rows = slots.shape[0]
-    row = torch.arange(rows, device=slots.device)
-    request = (row // next_n if request_ids is None else request_ids.long()).unsqueeze(1)
+def index_convert(params: IndexConvertParams) -> None:
+    block_table, page_size, slots = params.block_table, params.page_size, params.slots
+    request_ids, workspace_ids, workspace_starts = params.request_ids, params.workspace_ids, params.workspace_starts
+    position = _positions(params)
+    row = torch.arange(slots.shape[0], device=slots.device)
+    request = (row // params.next_n if request_ids is None else request_ids.long()).unsqueeze(1)
     requests, max_pages = block_table.shape
 
-    local = sharding.local_positions(position)  # -1 for what another rank has
+    local = Sharding(*params.sharding).local_positions(position)  # -1 for what another rank has
     column = local // page_size
     valid = (local >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
     page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
@@ -45,31 +32,26 @@ def index_convert(
         slot = torch.where(in_workspace, begins + position, slot)
         valid = torch.where(in_workspace, (position >= 0) & known, valid)
     slot = slot.where(valid & (slot >= 0) & (slot <= torch.iinfo(slots.dtype).max), -1)
-    if compact:
+    if params.compact:
         slot = slot.gather(1, (slot < 0).to(torch.int8).sort(dim=1, stable=True).indices)
     slots.copy_(slot)
-    if counts is not None:
-        counts.copy_((slot >= 0).sum(dim=1))
+    if params.counts is not None:
+        params.counts.copy_((slot >= 0).sum(dim=1))
 
 
-def _positions(
-    indices: torch.Tensor | None,
-    query_positions: torch.Tensor | None,
-    sinks: int,
-    window: int,
-    slots: torch.Tensor,
-) -> torch.Tensor:
+def _positions(params: IndexConvertParams) -> torch.Tensor:
     """int64 [rows, sinks + window + indices]: sinks, the window, then the indices that are in neither; -1 for none."""
+    sinks, window, device = params.sinks, params.window, params.slots.device
     parts = []
-    if query_positions is not None:
-        query = query_positions.long().unsqueeze(1)
-        first = torch.arange(sinks, device=slots.device).expand(slots.shape[0], -1)
-        recent = query - window + 1 + torch.arange(window, device=slots.device)
+    if params.query_positions is not None:
+        query = params.query_positions.long().unsqueeze(1)
+        first = torch.arange(sinks, device=device).expand(query.shape[0], -1)
+        recent = query - window + 1 + torch.arange(window, device=device)
         parts.append(first.where(first <= query, -1))
         parts.append(recent.where((recent >= sinks) & (query >= 0), -1))
-    if indices is not None:
-        chosen = indices.long()
-        if query_positions is not None:
+    if params.indices is not None:
+        chosen = params.indices.long()
+        if params.query_positions is not None:
             twice = (chosen <= query) & ((chosen < sinks) | (chosen > query - window))
             chosen = chosen.masked_fill(twice, -1)
         parts.append(chosen)

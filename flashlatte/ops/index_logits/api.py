@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache import fp4
-from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE, HEAD_DIMS, INDEX_FORMATS, as_index_cache
+from flashlatte.kv_cache.index_formats import (
+    FORMAT_BY_KEY_DTYPE,
+    INDEX_FORMATS,
+    IndexFormat,
+    as_index_cache,
+    check_head_dim,
+)
+from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 RAGGED, PAGED = "index_logits", "paged_index_logits"
 QUERY_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -146,25 +153,13 @@ def index_logits(
     if num_rows and num_keys == 0:
         return out.fill_(-torch.inf) if clean else out
     if num_rows:
-        _index_logits(q, k, k_scale, weights, key_start, key_end, out, clean, max_keys is not None, backend)
+        compressed = max_keys is not None
+        params = IndexLogitsParams(q, k, k_scale, weights, key_start, key_end, out, clean, compressed)
+        _index_logits(params, backend)
     return out
 
 
-@register_op("index_logits", mutates=("logits",))
-def _index_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    key_start: torch.Tensor,
-    key_end: torch.Tensor,
-    logits: torch.Tensor,
-    clean: bool,
-    compressed: bool,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(RAGGED, backend)
-    run(q, k, k_scale, weights, key_start, key_end, logits, clean, compressed)
+_index_logits = dispatched_op(RAGGED, IndexLogitsParams, mutates=("logits",))
 
 
 @repeats_launches
@@ -203,25 +198,9 @@ def paged_index_logits(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
+    cache, layout = check_paged(q, cache, weights, cache_seqlens, block_table)
     batch, next_n, heads, head_dim = q.shape
     device = q.device
-    check_heads(heads, head_dim)
-    cache, layout = as_index_cache(cache, head_dim)
-    if cache.device != device:
-        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
-    if (q.dtype == torch.float32) != (layout.encoding == "fp32"):
-        got = f"{checks.dtype_names([q.dtype])} over {layout.name}"
-        raise TypeError(f"q must be float32 if and only if the index keys are, got {got}")
-    checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), device)
-    lengths_shape = (
-        (batch,) if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 1 else (batch, next_n)
-    )
-    checks.tensor("cache_seqlens", cache_seqlens, lengths_shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
-    may_be_empty = 0 if batch else 2
-    checks.tensor(
-        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
-    )
     if value_checks.ENABLED and batch:
         longest = cache_seqlens if cache_seqlens.dim() == 1 else cache_seqlens.amax(dim=1)
         value_checks.pages(block_table, longest, *cache.shape[:2])
@@ -236,30 +215,50 @@ def paged_index_logits(
     )
     backend = dispatch.select(call, backend)
     if batch:
-        _paged_index_logits(q, cache, weights, cache_seqlens, block_table, out, clean, backend)
+        params = PagedIndexLogitsParams(q, cache, weights, cache_seqlens, block_table, out, clean)
+        _paged_index_logits(params, backend)
     return out
 
 
-@register_op("paged_index_logits", mutates=("logits",))
-def _paged_index_logits(
+_paged_index_logits = dispatched_op(PAGED, PagedIndexLogitsParams, mutates=("logits",))
+
+
+def check_paged(
     q: torch.Tensor,
     cache: torch.Tensor,
     weights: torch.Tensor,
     cache_seqlens: torch.Tensor,
     block_table: torch.Tensor,
-    logits: torch.Tensor,
-    clean: bool,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(PAGED, backend)
-    run(q, cache, weights, cache_seqlens, block_table, logits, clean)
+) -> tuple[torch.Tensor, IndexFormat]:
+    """Check the tensors of ``paged_index_logits``; returns the cache with four axes, and its format."""
+    checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
+    batch, next_n, heads, head_dim = q.shape
+    check_heads(heads, head_dim)
+    cache, layout = check_cache("cache", cache, q)
+    checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), q.device)
+    per_query = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() != 1
+    lengths_shape = (batch, next_n) if per_query else (batch,)
+    checks.tensor("cache_seqlens", cache_seqlens, lengths_shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+    may_be_empty = 0 if batch else 2
+    checks.tensor(
+        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, q.device, may_be_empty=may_be_empty
+    )
+    return cache, layout
 
 
 def check_heads(heads: int, head_dim: int) -> None:
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")
+    check_head_dim("q", head_dim)
     if heads > MAX_HEADS:
         raise ValueError(f"q must have 1 to {MAX_HEADS} heads, got {heads}")
+
+
+def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, IndexFormat]:
+    """The cache with four axes, and its format."""
+    cache, layout = as_index_cache(cache, q.shape[-1], name, q.device)
+    if (q.dtype == torch.float32) != (layout.encoding == "fp32"):
+        got = f"{checks.dtype_names([q.dtype])} over {layout.name}"
+        raise TypeError(f"q must be float32 if and only if the index keys are, got {got}")
+    return cache, layout
 
 
 def check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
@@ -292,6 +291,5 @@ def _aligned(x: torch.Tensor) -> bool:
 def output(out: torch.Tensor | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if out is not None:
         return checks.output("out", out, (rows, width), LOGIT_DTYPES, device)
-    if dtype not in LOGIT_DTYPES:
-        raise TypeError(f"dtype must be {checks.dtype_names(LOGIT_DTYPES)}, got {dtype}")
+    checks.dtype("dtype", dtype, LOGIT_DTYPES)
     return torch.empty(rows, width, dtype=dtype, device=device)

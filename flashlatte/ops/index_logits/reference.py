@@ -9,45 +9,32 @@ import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import as_index_cache
+from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams, SparseIndexLogitsParams
 
 # Rows per step, since [rows, H, N] products are held in memory.
 PRODUCTS = 2**26
 
 
-def ragged(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    key_start: torch.Tensor,
-    key_end: torch.Tensor,
-    logits: torch.Tensor,
-    clean: bool,
-    compressed: bool,
-) -> None:
-    keys = _dequantized(k, k_scale)
+def ragged(params: IndexLogitsParams) -> None:
+    q, weights, logits = params.q, params.weights, params.logits
+    keys = _dequantized(params.k, params.k_scale)
     columns = torch.arange(logits.shape[1], device=q.device)
     rows_at_a_time = max(1, PRODUCTS // (q.shape[1] * keys.shape[0]))
     for begin in range(0, q.shape[0], rows_at_a_time):
         rows = slice(begin, begin + rows_at_a_time)
-        start, end = (limit[rows].long().clamp(0, keys.shape[0]).unsqueeze(1) for limit in (key_start, key_end))
+        limits = params.key_start[rows], params.key_end[rows]
+        start, end = (limit.long().clamp(0, keys.shape[0]).unsqueeze(1) for limit in limits)
         scores = _scores(q[rows], keys, weights[rows])
-        position = columns + start if compressed else columns.expand(scores.shape[0], -1)
+        position = columns + start if params.compressed else columns.expand(scores.shape[0], -1)
         inside = (position >= start) & (position < end)
         scores = scores.gather(1, position.clamp(max=keys.shape[0] - 1))
-        _store(logits[rows], scores, inside, clean)
+        _store(logits[rows], scores, inside, params.clean)
 
 
-def paged(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor,
-    logits: torch.Tensor,
-    clean: bool,
-) -> None:
-    batch, next_n, heads, head_dim = q.shape
+def paged(params: PagedIndexLogitsParams) -> None:
+    q, cache, weights, logits = params.q, params.cache, params.weights, params.logits
+    block_table, cache_seqlens, clean = params.block_table, params.cache_seqlens, params.clean
+    batch, next_n, _, head_dim = q.shape
     cache, layout = as_index_cache(cache, head_dim)
     num_pages, page_size = cache.shape[:2]
     position = torch.arange(min(logits.shape[1], block_table.shape[1] * page_size), device=q.device)
@@ -72,23 +59,16 @@ def paged(
             target[:, len(position) :] = -torch.inf
 
 
-def sparse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    first_key: torch.Tensor,
-    num_keys: torch.Tensor,
-    block_size: int,
-    logits: torch.Tensor,
-) -> None:
+def sparse(params: SparseIndexLogitsParams) -> None:
+    q, k, weights, logits = params.q, params.k, params.weights, params.logits
+    first_key, num_keys, block_size = params.first_key, params.num_keys, params.block_size
     heads, head_dim = q.shape[1:]
     if k.dim() == 4:
         cache, layout = as_index_cache(k, head_dim)
         views, page_size = layout.page_views(cache), cache.shape[1]
         total = cache.shape[0] * page_size
     else:
-        keys, total = _dequantized(k, k_scale), k.shape[0]
+        keys, total = _dequantized(k, params.k_scale), k.shape[0]
     offset = torch.arange(block_size, device=q.device)
     rows_at_a_time = max(1, PRODUCTS // (logits.shape[1] * max(heads, head_dim)))
     for begin in range(0, q.shape[0], rows_at_a_time):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE, as_index_cache
-from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_heads, check_keys, output
+from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE
+from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_cache, check_heads, check_keys, output
+from flashlatte.ops.index_logits.params import SparseIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 SPARSE = "sparse_index_logits"
 
@@ -78,11 +79,7 @@ def sparse_index_logits(
     if isinstance(k, torch.Tensor) and k.dim() == 4:
         if k_scale is not None:
             raise ValueError("k_scale must be None for a paged cache, which holds its scales")
-        k, layout = as_index_cache(k, head_dim, "k")
-        if k.device != device:
-            raise ValueError(f"k must be on {device} like the other arguments, got {k.device}")
-        if (q.dtype == torch.float32) != (layout.encoding == "fp32"):
-            raise TypeError(f"q must be float32 over index keys in float32, and only there, got {layout.name}")
+        k, layout = check_cache("k", k, q)
         cache_format, page_size = layout.name, k.shape[1]
     else:
         check_keys(q, k, k_scale)
@@ -112,21 +109,9 @@ def sparse_index_logits(
     if num_rows and k.shape[0] == 0:
         return out.fill_(-torch.inf)
     if num_rows:
-        _sparse_index_logits(q, k, k_scale, weights, first_key, num_keys, block_size, out, backend)
+        params = SparseIndexLogitsParams(q, k, k_scale, weights, first_key, num_keys, block_size, out)
+        _sparse_index_logits(params, backend)
     return out
 
 
-@register_op("sparse_index_logits", mutates=("logits",))
-def _sparse_index_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    first_key: torch.Tensor,
-    num_keys: torch.Tensor,
-    block_size: int,
-    logits: torch.Tensor,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(SPARSE, backend)
-    run(q, k, k_scale, weights, first_key, num_keys, block_size, logits)
+_sparse_index_logits = dispatched_op(SPARSE, SparseIndexLogitsParams, mutates=("logits",))

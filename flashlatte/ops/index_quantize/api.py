@@ -6,10 +6,12 @@ import torch
 
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
-from flashlatte.kv_cache.index_formats import HEAD_DIMS, IndexFormat, as_index_cache
-from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
+from flashlatte.kv_cache.index_formats import IndexFormat, as_index_cache, check_head_dim
+from flashlatte.kv_cache.slots import check_slots
+from flashlatte.ops.index_quantize.params import IndexGatherParams, IndexQuantizeParams
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 QUANTIZE, GATHER = "index_quantize", "index_gather"
 
@@ -80,27 +82,17 @@ def index_quantize(
     """
     checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     check_head_dim("k", k.shape[1])
-    cache, layout = as_index_cache(cache, k.shape[1])
+    cache, layout = as_index_cache(cache, k.shape[1], device=k.device)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
-    if cache.device != k.device:
-        raise ValueError(f"cache must be on {k.device} like the other arguments, got {cache.device}")
-    checks.tensor(
-        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, k.device, unit_last_stride=False, may_be_empty=1
-    )
-    if slot_mapping.shape[0] > k.shape[0]:
-        raise ValueError(f"slot_mapping must not be longer than k ({k.shape[0]} tokens), got {slot_mapping.shape[0]}")
+    check_slots(slot_mapping, cache, "k", k.shape[0])
     gradients.warn_if_dropped(QUANTIZE, k)
-    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(dispatch.CallSpec(QUANTIZE, k.device, k.dtype, head_dim=layout.head_dim), backend)
     if slot_mapping.shape[0]:
-        _index_quantize(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding, backend)
+        params = IndexQuantizeParams(cache, slot_mapping, k[: slot_mapping.shape[0]], scale_rounding)
+        _index_quantize(params, backend)
 
 
-@register_op("index_quantize", mutates=("cache",))
-def _index_quantize(
-    cache: torch.Tensor, slot_mapping: torch.Tensor, k: torch.Tensor, scale_rounding: str, backend: str
-) -> None:
-    dispatch.implementation(QUANTIZE, backend)(cache, slot_mapping, k, scale_rounding)
+_index_quantize = dispatched_op(QUANTIZE, IndexQuantizeParams, mutates=("cache",))
 
 
 def index_gather(
@@ -153,23 +145,12 @@ def index_gather(
     if rows and block_table.shape[0]:
         # torch.library.opcheck does not support float8.
         stored = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
-        _index_gather(cache, block_table, cu_seqlens, seq_starts, stored, scales, head_dim, backend)
+        params = IndexGatherParams(cache, block_table, cu_seqlens, seq_starts, stored, scales, head_dim)
+        _index_gather(params, backend)
     return values, scales
 
 
-@register_op("index_gather", mutates=("values", "scales"))
-def _index_gather(
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    seq_starts: torch.Tensor | None,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    head_dim: int,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(GATHER, backend)
-    run(cache, block_table, cu_seqlens, seq_starts, values, scales, head_dim)
+_index_gather = dispatched_op(GATHER, IndexGatherParams, mutates=("stored", "scales"))
 
 
 def gathered_like(layout: IndexFormat, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -196,8 +177,3 @@ def _gathered(name: str, value: torch.Tensor | None, like: torch.Tensor, cache: 
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
     return value
-
-
-def check_head_dim(name: str, head_dim: int) -> None:
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"{name} must have a head dim of 32, 64 or 128, got {head_dim}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
-from flashlatte.kv_cache.index_formats import HEAD_DIMS
+from flashlatte.kv_cache.index_formats import check_head_dim
+from flashlatte.ops.index_query.params import IndexQueryParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "index_query"
 
@@ -75,17 +76,26 @@ def index_query(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
     checks.float32_factor("smallest_amax", smallest_amax)
-    values = torch.empty(q.shape, dtype=torch.uint8, device=q.device)
-    folded = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    backend = _select(q, weights, backend)
-    if q.shape[0]:
-        _index_query(
-            q, weights, cos_sin, positions, *options, smallest_amax, scale_rounding, values, None, folded, backend
-        )
-    return values.view(torch.float8_e4m3fn), folded
+    _check(q, weights, cos_sin, positions)
+    params = IndexQueryParams(
+        q=q,
+        weights=weights,
+        cos_sin=cos_sin,
+        positions=positions,
+        rope_first=checks.flag("rope_first", rope_first),
+        interleaved=checks.flag("interleaved", interleaved),
+        hadamard=checks.flag("hadamard", hadamard),
+        weight_scale=_weight_scale(q, softmax_scale, head_scale),
+        smallest_amax=smallest_amax,
+        scale_rounding=scale_rounding,
+        values=torch.empty(q.shape, dtype=torch.uint8, device=q.device),
+        scales=None,
+        folded=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
+    )
+    _run(params, backend)
+    return params.values.view(torch.float8_e4m3fn), params.folded
 
 
 @repeats_launches
@@ -118,33 +128,34 @@ def index_query_mxfp4(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    options = _check(q, weights, cos_sin, positions, rope_first, interleaved, hadamard, softmax_scale, head_scale)
+    _check(q, weights, cos_sin, positions)
     num_tokens, heads, head_dim = q.shape
-    values = torch.empty(num_tokens, heads, head_dim // 2, dtype=torch.uint8, device=q.device)
     scales = torch.empty(num_tokens, heads, head_dim // 32, dtype=torch.uint8, device=q.device)
-    folded = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
-    backend = _select(q, weights, backend)
-    if num_tokens:
-        _index_query(q, weights, cos_sin, positions, *options, 1.0, "power_of_two", values, scales, folded, backend)
-    return values, scales, folded
+    params = IndexQueryParams(
+        q=q,
+        weights=weights,
+        cos_sin=cos_sin,
+        positions=positions,
+        rope_first=checks.flag("rope_first", rope_first),
+        interleaved=checks.flag("interleaved", interleaved),
+        hadamard=checks.flag("hadamard", hadamard),
+        weight_scale=_weight_scale(q, softmax_scale, head_scale),
+        smallest_amax=1.0,
+        scale_rounding="power_of_two",
+        values=torch.empty(num_tokens, heads, head_dim // 2, dtype=torch.uint8, device=q.device),
+        scales=scales,
+        folded=torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device),
+    )
+    _run(params, backend)
+    return params.values, scales, params.folded
 
 
 def _check(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    rope_first: bool,
-    interleaved: bool,
-    hadamard: bool,
-    softmax_scale: float | None,
-    head_scale: float | None,
-) -> tuple[bool, bool, bool, float]:
-    """The flags, and the factor of all weights."""
+    q: torch.Tensor, weights: torch.Tensor, cos_sin: torch.Tensor | None, positions: torch.Tensor | None
+) -> None:
     checks.tensor("q", q, ("T", "H", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     num_tokens, heads, head_dim = q.shape
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q must have a head dim of 32, 64 or 128, got {head_dim}")
+    check_head_dim("q", head_dim)
     checks.tensor("weights", weights, (num_tokens, heads), checks.FLOAT_DTYPES, q.device)
     if (cos_sin is None) != (positions is None):
         raise ValueError("cos_sin and positions must be given together, got only one")
@@ -155,49 +166,22 @@ def _check(
         if not cos_sin.is_contiguous():
             raise ValueError(f"cos_sin must be contiguous, got strides {cos_sin.stride()}")
         checks.tensor("positions", positions, (num_tokens,), checks.INDEX_DTYPES, q.device, unit_last_stride=False)
-    for name, value in (("rope_first", rope_first), ("interleaved", interleaved), ("hadamard", hadamard)):
-        checks.flag(name, value)
-    weight_scale = checks.softmax_scale(softmax_scale, head_dim) * (
-        heads**-0.5 if head_scale is None else checks.finite("head_scale", head_scale)
+
+
+def _weight_scale(q: torch.Tensor, softmax_scale: float | None, head_scale: float | None) -> float:
+    _, heads, head_dim = q.shape
+    of_heads = heads**-0.5 if head_scale is None else checks.finite("head_scale", head_scale)
+    return checks.softmax_scale(softmax_scale, head_dim) * of_heads
+
+
+def _run(params: IndexQueryParams, backend: str | None) -> None:
+    q = params.q
+    gradients.warn_if_dropped(OPERATION, q, params.weights)
+    backend = dispatch.select(
+        dispatch.CallSpec(OPERATION, q.device, q.dtype, head_dim=q.shape[2], h_q=q.shape[1]), backend
     )
-    return rope_first, interleaved, hadamard, weight_scale
+    if q.shape[0]:
+        _index_query(params, backend)
 
 
-def _select(q: torch.Tensor, weights: torch.Tensor, backend: str | None) -> str:
-    gradients.warn_if_dropped(OPERATION, q, weights)
-    call = dispatch.CallSpec(OPERATION, q.device, q.dtype, head_dim=q.shape[2], h_q=q.shape[1])
-    return dispatch.select(call, backend)
-
-
-@register_op("index_query", mutates=("values", "scales", "folded"))
-def _index_query(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    rope_first: bool,
-    interleaved: bool,
-    hadamard: bool,
-    weight_scale: float,
-    smallest_amax: float,
-    scale_rounding: str,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    folded: torch.Tensor,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(
-        q,
-        weights,
-        cos_sin,
-        positions,
-        rope_first,
-        interleaved,
-        hadamard,
-        weight_scale,
-        smallest_amax,
-        scale_rounding,
-        values,
-        scales,
-        folded,
-    )
+_index_query = dispatched_op(OPERATION, IndexQueryParams, mutates=("values", "scales", "folded"))

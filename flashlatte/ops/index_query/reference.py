@@ -8,38 +8,26 @@ from flashlatte.kernels.rope import rotate
 from flashlatte.kv_cache.fp4 import quantize_mxfp4
 from flashlatte.kv_cache.hadamard import signs
 from flashlatte.kv_cache.index_formats import quantize_rows
+from flashlatte.ops.index_query.params import IndexQueryParams
 
 
-def index_query(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    rope_first: bool,
-    interleaved: bool,
-    hadamard: bool,
-    weight_scale: float,
-    smallest_amax: float,
-    scale_rounding: str,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    folded: torch.Tensor,
-) -> None:
-    head_dim = q.shape[-1]
+def index_query(params: IndexQueryParams) -> None:
+    q, cos_sin, head_dim = params.q, params.cos_sin, params.q.shape[-1]
     x = q.to(torch.float32, copy=True)
-    if cos_sin is not None and positions is not None:
+    if cos_sin is not None and params.positions is not None:
         rope_dim = cos_sin.shape[1]
-        at = 0 if rope_first else head_dim - rope_dim
-        x[..., at : at + rope_dim] = rotate(x[..., at : at + rope_dim], cos_sin, positions, interleaved)
-    if hadamard:
+        at = 0 if params.rope_first else head_dim - rope_dim
+        rotated = slice(at, at + rope_dim)
+        x[..., rotated] = rotate(x[..., rotated], cos_sin, params.positions, params.interleaved)
+    if params.hadamard:
         # Models round rotated values to their dtype before the transform.
         x = x.to(q.dtype).float() @ signs(head_dim, q.device) * head_dim**-0.5
-    if scales is not None:
+    weights = params.weights.float()
+    if params.scales is not None:
         codes, exponents = quantize_mxfp4(x)
-        values.copy_(codes)
-        scales.copy_(exponents)
-        folded.copy_(weights.float() * weight_scale)
-        return
-    codes, factors = quantize_rows(x, scale_rounding, smallest_amax)
-    values.copy_(codes.view(torch.uint8))
-    folded.copy_(weights.float() * factors * weight_scale)
+        params.scales.copy_(exponents)
+    else:
+        codes, factors = quantize_rows(x, params.scale_rounding, params.smallest_amax)
+        weights = weights * factors
+    params.values.copy_(codes.view(torch.uint8))
+    params.folded.copy_(weights * params.weight_scale)

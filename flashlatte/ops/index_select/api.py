@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_logits import index_logits, paged_index_logits
-from flashlatte.ops.index_logits.api import QUERY_DTYPES
+from flashlatte.ops.index_logits.api import check_paged
 from flashlatte.ops.topk import topk
 from flashlatte.runtime import checks
 
@@ -116,17 +115,8 @@ def paged_index_select(
     """
     workspace_bytes = checks.positive_int("workspace_bytes", workspace_bytes)
     checks.flag("slots", slots)
-    checks.tensor("q", q, ("b", "next_n", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
+    cache, _ = check_paged(q, cache, weights, cache_seqlens, block_table)
     requests, next_n = q.shape[:2]
-    cache, _ = as_index_cache(cache, q.shape[3])
-    may_be_empty = 0 if requests else 2
-    checks.tensor(
-        "block_table", block_table, (requests, "max_pages"), checks.INDEX_DTYPES, q.device, may_be_empty=may_be_empty
-    )
-    checks.tensor("weights", weights, (requests * next_n, q.shape[2]), (torch.float32,), q.device)
-    per_token = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() == 2
-    shape = (requests, next_n) if per_token else (requests,)
-    checks.tensor("cache_seqlens", cache_seqlens, shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
     page_size = cache.shape[1]
     width = block_table.shape[1] * page_size
     indices = _indices(indices, requests * next_n, num_selected, q)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import to_float32
+from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -36,59 +37,49 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
     tokens, width = hidden.shape
     heads = weight.shape[0]
     block = next(block for most, block in BLOCKS if most is None or tokens <= most)
-    hidden_unit, weight_unit = _unit(hidden, width), _unit(weight, width)
-    unit = max(hidden_unit, weight_unit)
+    rows, of_heads = (token_rows(x, align=_alignment(x, width)) for x in (hidden, weight))
+    align = max(rows.align, of_heads.align)
     index_weights_kernel[(cdiv(tokens, block.rows), cdiv(heads, block.heads))](
-        hidden=hidden,
-        weight=weight,
+        rows,
+        of_heads,
         out=out,
         tokens=tokens,
         heads=heads,
-        units=width // unit,
-        hidden_stride=stride_in_use(hidden, 0) // hidden_unit,
-        weight_stride=stride_in_use(weight, 0) // weight_unit,
+        units=width // align,
         BLOCK_T=block.rows,
         BLOCK_H=block.heads,
         BLOCK_K=block.width,
-        ALIGN=unit,
-        HIDDEN_ALIGN=hidden_unit,
-        WEIGHT_ALIGN=weight_unit,
+        ALIGN=align,
         STAGES=STAGES,
         INTERPRETED=machine.interpreting(),
         num_warps=block.warps,
     )
 
 
-def _unit(x: torch.Tensor, width: int) -> int:
-    """The largest number of elements, up to 16 bytes, of which the address, stride and width of x's rows are
-    multiples."""
+def _alignment(x: torch.Tensor, width: int) -> int:
+    """The alignment of x's rows in elements, which divides their width too."""
     return alignment_elements(x, stride_in_use(x, 0), width)
 
 
 @kernel
 def index_weights_kernel(
-    hidden,
-    weight,
+    hidden: TokenRows,
+    weight: TokenRows,
     out,
     tokens: tl.int32,
     heads: tl.int32,
     units: tl.int32,
-    hidden_stride: tl.int64,
-    weight_stride: tl.int64,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ALIGN: tl.constexpr,
-    HIDDEN_ALIGN: tl.constexpr,
-    WEIGHT_ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute BLOCK_T rows of BLOCK_H heads. Strides and the rows' width are in units of that many elements."""
+    """Compute BLOCK_T rows of BLOCK_H heads, whose width is ``units`` · ALIGN elements."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    rows = hidden + (token.to(tl.int64) * hidden_stride)[:, None] * HIDDEN_ALIGN
-    of_heads = weight + (head.to(tl.int64) * weight_stride)[:, None] * WEIGHT_ALIGN
+    rows, of_heads = token_row(hidden, token)[:, None], token_row(weight, head)[:, None]
     there, of_layer = (token < tokens)[:, None], (head < heads)[:, None]
     sums = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_K], tl.float32)
     for begin in tl.range(0, units * ALIGN, BLOCK_K, num_stages=STAGES):
@@ -97,5 +88,5 @@ def index_weights_kernel(
         x = to_float32(tl.load(rows + column, mask=there & inside, other=0.0), INTERPRETED)
         w = tl.load(of_heads + column, mask=of_layer & inside, other=0.0)
         sums += x[:, None, :] * w[None, :, :]
-    place = out + token.to(tl.int64)[:, None] * heads + head[None, :]
-    tl.store(place, tl.sum(sums, axis=2), mask=there & (head < heads)[None, :])
+    target = out + token.to(tl.int64)[:, None] * heads + head[None, :]
+    tl.store(target, tl.sum(sums, axis=2), mask=there & (head < heads)[None, :])

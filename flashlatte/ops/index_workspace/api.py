@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "index_workspace"
 # A multiple of the tile sizes of sparse prefill.
@@ -101,48 +102,21 @@ def index_workspace(
     counts = torch.empty(total_tokens, dtype=torch.int32, device=device)
     backend = dispatch.select(dispatch.CallSpec(OPERATION, device, rows.dtype), backend)
     if total_tokens:
-        _index_workspace(
-            indices,
-            cu_seqlens_q,
-            seq_lens,
-            gather_lens,
-            topk,
-            window,
-            ratio,
-            workspace_rows,
-            window_row,
-            rows,
-            counts,
-            backend,
+        params = IndexWorkspaceParams(
+            indices=indices,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            gather_lens=gather_lens,
+            topk=topk,
+            window=window,
+            ratio=ratio,
+            workspace_rows=workspace_rows,
+            window_row=window_row,
+            rows=rows,
+            counts=counts,
         )
+        _index_workspace(params, backend)
     return rows, counts
 
 
-@register_op(OPERATION, mutates=("rows", "counts"))
-def _index_workspace(
-    indices: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gather_lens: torch.Tensor | None,
-    topk: int,
-    window: int,
-    ratio: int,
-    workspace_rows: int,
-    window_row: int,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(
-        indices,
-        cu_seqlens_q,
-        seq_lens,
-        gather_lens,
-        topk,
-        window,
-        ratio,
-        workspace_rows,
-        window_row,
-        rows,
-        counts,
-    )
+_index_workspace = dispatched_op(OPERATION, IndexWorkspaceParams, mutates=("rows", "counts"))

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
 
-def index_workspace(
-    indices: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gather_lens: torch.Tensor | None,
-    topk: int,
-    window: int,
-    ratio: int,
-    workspace_rows: int,
-    window_row: int,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-) -> None:
+
+def index_workspace(params: IndexWorkspaceParams) -> None:
+    seq_lens, gather_lens, rows = params.seq_lens, params.gather_lens, params.rows
     device = rows.device
-    starts = cu_seqlens_q.long() - cu_seqlens_q[0]
+    starts = params.cu_seqlens_q.long() - params.cu_seqlens_q[0]
     token = torch.arange(rows.shape[0], device=device)
     request = torch.searchsorted(starts, token, right=True) - 1
     known = (request >= 0) & (request < seq_lens.shape[0])
@@ -29,18 +20,18 @@ def index_workspace(
     known = known & (position[:, 0] >= 0)
     gathered = length if gather_lens is None else gather_lens.long()[request]
 
-    groups = ((position + 1) // ratio).clamp(0, topk).where(known[:, None], 0)
-    seen = (position + 1).clamp(0, window).where(known[:, None], 0)
+    groups = ((position + 1) // params.ratio).clamp(0, params.topk).where(known[:, None], 0)
+    seen = (position + 1).clamp(0, params.window).where(known[:, None], 0)
     column = torch.arange(rows.shape[1], device=device)
     chosen = column.expand_as(rows)
-    if indices is not None:
-        chosen = indices.long().gather(1, column.clamp_max(topk - 1).expand_as(rows))
+    if params.indices is not None:
+        chosen = params.indices.long().gather(1, column.clamp_max(params.topk - 1).expand_as(rows))
     recent = position + 1 - seen + column - groups
     at = recent - (length - gathered)[:, None]
-    workspace_row = torch.where(column < groups, chosen, window_row + at)
+    workspace_row = torch.where(column < groups, chosen, params.window_row + at)
     valid = torch.where(column < groups, chosen >= 0, (column < groups + seen) & (at >= 0)) & (
-        workspace_row < workspace_rows
+        workspace_row < params.workspace_rows
     )
-    row = request[:, None] * workspace_rows + workspace_row
+    row = request[:, None] * params.workspace_rows + workspace_row
     rows.copy_(row.where(valid & (row <= torch.iinfo(rows.dtype).max), -1))
-    counts.copy_((groups + seen)[:, 0])
+    params.counts.copy_((groups + seen)[:, 0])

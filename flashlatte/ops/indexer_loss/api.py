@@ -1,4 +1,7 @@
-"""``indexer_loss``: its arguments, their checks, and its gradient. The reference is its only implementation."""
+"""``indexer_loss``: its arguments, their checks, the choice of implementations, and its gradient.
+
+The loss is one number, so its gradients are computed with it, up to a factor. The backward pass multiplies them by it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,48 @@ from typing import Any
 
 import torch
 
-from flashlatte.ops.indexer_loss import reference
-from flashlatte.runtime import checks, value_checks
+from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.gradients import refuse_tangents
-from flashlatte.runtime.torch_op import register_differentiable_op
+from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
 
 OPERATION = "indexer_loss"
 BACKWARD = "indexer_loss_backward"
+_PORTABLE_MAX_HEAD_DIM = 576
+# Gradients of a tile of index keys are accumulated in registers.
+_PORTABLE_MAX_INDEX_DIM = 256
+
+
+def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.triton(call)
+        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
+        or _index_dim_above(call, _PORTABLE_MAX_INDEX_DIM)
+    )
+
+
+def _index_dim_above(call: dispatch.CallSpec, maximum: int) -> str | None:
+    width = call.index_dim or 0
+    return None if width <= maximum else f"takes index head dims up to {maximum}, not {width}"
+
+
+def _load_portable() -> dispatch.Function:
+    from flashlatte.ops.indexer_loss.portable import loss_and_gradients
+
+    return loss_and_gradients
+
+
+def _load_reference() -> dispatch.Function:
+    from flashlatte.ops.indexer_loss.reference import loss_and_gradients
+
+    return loss_and_gradients
+
+
+dispatch.define(
+    OPERATION,
+    dispatch.Implementation("portable", _load_portable, _refuses_portable),
+    dispatch.Implementation("reference", _load_reference),
+)
 
 
 def indexer_loss(
@@ -23,12 +61,15 @@ def indexer_loss(
     kv: torch.Tensor,
     indices: torch.Tensor | None = None,
     *,
+    lse: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     key_start: torch.Tensor | None = None,
     key_end: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     index_scale: float | None = None,
     use_relu: bool = True,
+    deterministic: bool = False,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """KL divergence of the indexer's softmax from the attention that it predicts, summed over queries; differentiable.
 
@@ -39,27 +80,38 @@ def indexer_loss(
     gradient, and there is no second derivative.
 
     A query sees the keys that it selected (sparse stage), or a range of keys (warm-up): give either ``indices`` or
-    ``key_start`` and ``key_end``. No tensor of queries by keys is kept.
+    ``key_start`` and ``key_end``. Only a few queries at a time are computed, so that memory does not grow with queries
+    times keys. If an input requires a gradient, the gradients are computed with the loss and kept, in the size of
+    index_q, index_k and index_weights; q, kv and the selection are not kept.
 
     Args:
-        index_q: [s_q, h_i, d_i], bf16, fp16, float32 or float64.
+        index_q: [s_q, h_i, d_i], bf16, fp16, or float32 and float64 (reference only). d_i is 128 in DeepSeek-V3.2.
         index_k: [s_kv, d_i] in index_q's dtype.
         index_weights: [s_q, h_i] in index_q's dtype or float32.
         q: [s_q, h_q, d] in index_q's dtype.
         kv: [s_kv, 1, d] in index_q's dtype.
         indices: int32 or int64 [s_q, 1, topk], as for ``sparse_attention``. A token selected twice counts twice.
+        lse: float32 (float64 for float64) [s_q, h_q], natural logarithm, of the attention of q over the same keys with
+            the same softmax_scale, as ``sparse_attention`` returns it. Computed if None, which costs another pass over
+            q and kv.
         topk_length: int32 or int64 [s_q], with ``indices``: only the first so many indices of a query count.
         key_start, key_end: int32 or int64 [s_q], without ``indices``: a query sees keys key_start to key_end - 1.
         softmax_scale: of the attention, above 0; d^-0.5 if None.
         index_scale: of the index scores, above 0; d_i^-0.5 if None.
         use_relu: False omits the relu, as GLM-5's training may.
+        deterministic: the gradient of index_k is bitwise the same from run to run with ``indices`` too. (Everything
+            else always is, also the gradient of index_k without ``indices``.) By default float32 atomics sum it.
+            Deterministic sums take up to 256 MiB of scratch and, for each 256 MiB of contributions
+            (4 · s_q · topk · d_i bytes in all), a sort and two launches.
+        backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
 
     Returns:
         The sum of the divergences, float32 (float64 for float64), and the number of queries that see a key, int64; both
         0-dimensional. Their quotient is the mean over queries; sums of several ranks add up.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other.
+        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other;
+            a backend that cannot serve the call.
     """
     dtypes = (*checks.FLOAT_DTYPES, torch.float64)
     checks.tensor("index_q", index_q, ("s_q", "h_i", "d_i"), dtypes)
@@ -69,7 +121,10 @@ def indexer_loss(
     s_kv = index_k.shape[0]
     checks.tensor("index_weights", index_weights, (s_q, h_i), (dtype, torch.float32), device)
     checks.tensor("q", q, (s_q, "h_q", "d"), (dtype,), device)
-    checks.tensor("kv", kv, (s_kv, 1, q.shape[2]), (dtype,), device)
+    head_dim = q.shape[2]
+    checks.tensor("kv", kv, (s_kv, 1, head_dim), (dtype,), device)
+    if lse is not None:
+        checks.tensor("lse", lse, q.shape[:2], (_wide(dtype),), device, unit_last_stride=False)
     if indices is None:
         if key_start is None or key_end is None or topk_length is not None:
             raise ValueError("key_start and key_end must be given without indices, and topk_length only with indices")
@@ -85,61 +140,39 @@ def indexer_loss(
             checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
             value_checks.selections("indices", indices, "topk_length", topk_length, s_kv)
     refuse_tangents(OPERATION, index_q, index_k, index_weights, q, kv)
-    return _indexer_loss(
+    call = dispatch.CallSpec(OPERATION, device, dtype, head_dim=head_dim, index_dim=index_dim, h_q=q.shape[1], h_kv=1)
+    results = _indexer_loss(
         index_q,
         index_k,
         index_weights,
         q.detach(),
         kv.detach(),
+        None if lse is None else lse.detach(),
         indices,
         topk_length,
         key_start,
         key_end,
-        checks.softmax_scale(softmax_scale, q.shape[2]),
+        checks.softmax_scale(softmax_scale, head_dim),
         checks.softmax_scale(index_scale, index_dim, "index_scale"),
         checks.flag("use_relu", use_relu),
+        checks.flag("deterministic", deterministic),
+        records_gradient(index_q, index_k, index_weights),
+        dispatch.select(call, backend),
     )
+    return results[0], results[1]
 
 
-def _fake_forward(index_q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(index_q.dtype, torch.float32)
-    return index_q.new_empty((), dtype=dtype), index_q.new_empty((), dtype=torch.int64)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _fake_backward(
-    d_loss: torch.Tensor, index_q: torch.Tensor, index_k: torch.Tensor, index_weights: torch.Tensor, *_: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        index_q.new_empty(index_q.shape),
-        index_k.new_empty(index_k.shape),
-        index_weights.new_empty(index_weights.shape),
-    )
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.numbers = inputs[9:]
-
-
-def _gradient(ctx: Any, d_loss: torch.Tensor | None, _: object) -> tuple[torch.Tensor | None, ...]:
-    if d_loss is None:
-        return (None,) * (9 + len(ctx.numbers))
-    gradients = _indexer_loss_backward(d_loss, *ctx.saved_tensors, *ctx.numbers)
-    return *gradients, *[None] * (6 + len(ctx.numbers))
-
-
-def _no_second_derivative(*_: object) -> None:
-    raise RuntimeError("indexer_loss has no second derivative: its gradient cannot be differentiated again")
-
-
-@register_differentiable_op(BACKWARD, fake=_fake_backward, backward=_no_second_derivative)
-def _indexer_loss_backward(
-    d_loss: torch.Tensor,
+def _fake_forward(
     index_q: torch.Tensor,
     index_k: torch.Tensor,
     index_weights: torch.Tensor,
     q: torch.Tensor,
     kv: torch.Tensor,
+    lse: torch.Tensor | None,
     indices: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     key_start: torch.Tensor | None,
@@ -147,12 +180,69 @@ def _indexer_loss_backward(
     softmax_scale: float,
     index_scale: float,
     use_relu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = _fake_backward(d_loss, index_q, index_k, index_weights)
-    attention = q, kv, indices, topk_length, key_start, key_end
-    reference.backward(
-        d_loss, index_q, index_k, index_weights, *attention, softmax_scale, index_scale, use_relu, *gradients
+    deterministic: bool,
+    with_gradient: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = _wide(index_q.dtype)
+    shapes = (index_q.shape, index_k.shape, index_weights.shape) if with_gradient else ((0,), (0,), (0,))
+    return (
+        index_q.new_empty((), dtype=wide),
+        index_q.new_empty((), dtype=torch.int64),
+        index_q.new_empty(shapes[0]),
+        index_k.new_empty(shapes[1], dtype=wide),
+        index_weights.new_empty(shapes[2], dtype=wide),
     )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[2:])
+    ctx.dtypes = [x.dtype for x in inputs[:3]]
+    ctx.others = len(inputs) - 3
+
+
+def _gradient(ctx: Any, d_loss: torch.Tensor | None, *_: object) -> tuple[torch.Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        _no_second_derivative()
+    if d_loss is None:
+        return (None,) * (3 + ctx.others)
+    return *_indexer_loss_backward(d_loss, *ctx.saved_tensors, *ctx.dtypes), *[None] * ctx.others
+
+
+def _no_second_derivative(*_: object) -> None:
+    raise RuntimeError("indexer_loss has no second derivative: its backward pass does not run with create_graph=True")
+
+
+def _fake_backward(
+    d_loss: torch.Tensor,
+    d_index_q: torch.Tensor,
+    d_index_k: torch.Tensor,
+    d_index_weights: torch.Tensor,
+    *dtypes: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    first, second, third = (
+        torch.empty_like(x, dtype=dtype)
+        for x, dtype in zip((d_index_q, d_index_k, d_index_weights), dtypes, strict=True)
+    )
+    return first, second, third
+
+
+@register_differentiable_op(BACKWARD, fake=_fake_backward, backward=_no_second_derivative)
+def _indexer_loss_backward(
+    d_loss: torch.Tensor,
+    d_index_q: torch.Tensor,
+    d_index_k: torch.Tensor,
+    d_index_weights: torch.Tensor,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    weights_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of the loss times that of its sum, in the dtypes of the tensors that they belong to."""
+    gradients = _fake_backward(d_loss, d_index_q, d_index_k, d_index_weights, q_dtype, k_dtype, weights_dtype)
+    for result, of_sum in zip(gradients, (d_index_q, d_index_k, d_index_weights), strict=True):
+        # Not 0-dimensional: PyTorch would round such a factor to bf16.
+        torch.mul(of_sum, d_loss.reshape([1] * of_sum.dim()), out=result)
     return gradients
 
 
@@ -163,6 +253,7 @@ def _indexer_loss(
     index_weights: torch.Tensor,
     q: torch.Tensor,
     kv: torch.Tensor,
+    lse: torch.Tensor | None,
     indices: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     key_start: torch.Tensor | None,
@@ -170,8 +261,14 @@ def _indexer_loss(
     softmax_scale: float,
     index_scale: float,
     use_relu: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    loss, num_rows = _fake_forward(index_q)
-    attention = q, kv, indices, topk_length, key_start, key_end
-    reference.forward(index_q, index_k, index_weights, *attention, softmax_scale, index_scale, use_relu, loss, num_rows)
-    return loss, num_rows
+    deterministic: bool,
+    with_gradient: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss, its number of rows, and the gradients of the loss, which are empty unless ``with_gradient``."""
+    inputs = index_q, index_k, index_weights, q, kv, lse, indices, topk_length, key_start, key_end
+    options = softmax_scale, index_scale, use_relu, deterministic
+    loss, num_rows, *gradients = results = _fake_forward(*inputs, *options, with_gradient, backend)
+    run = dispatch.implementation(OPERATION, backend)
+    run(*inputs, *options, loss, num_rows, *(gradients if with_gradient else (None, None, None)))
+    return results

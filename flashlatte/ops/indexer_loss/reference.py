@@ -19,40 +19,31 @@ BLOCK_BYTES = 64 * 2**20
 SMALLEST_TARGET = 1e-10
 
 
-class LossBlock(NamedTuple):
-    """What the loss of some queries needs.
+class SeenKeys(NamedTuple):
+    """The keys that some queries see.
 
     Attributes:
         rows: the queries.
         selected: [rows, keys], the keys of the selection, 0 for those that select nothing; None for ranges.
         visible: [rows, keys].
-        index_query: [rows, HI, D], 0 for a query that sees no key.
-        index_keys: [rows, keys, D], 0 for a key that no query sees.
-        scores: [rows, HI, keys], index_scale · qI · kI, 0 where not visible.
-        activations: relu of the scores, or the scores.
-        target, prediction: t and p [rows, keys], 0 where not visible.
-        loss: [rows], 0 without a visible key.
+        keys, index_keys: [rows, keys, d] of kv and of index_k, 0 for a key that no query sees.
     """
 
     rows: slice
     selected: torch.Tensor | None
     visible: torch.Tensor
-    index_query: torch.Tensor
+    keys: torch.Tensor
     index_keys: torch.Tensor
-    scores: torch.Tensor
-    activations: torch.Tensor
-    target: torch.Tensor
-    prediction: torch.Tensor
-    loss: torch.Tensor
 
 
 @torch.no_grad()
-def forward(
+def loss_and_gradients(
     index_q: torch.Tensor,
     index_k: torch.Tensor,
     index_weights: torch.Tensor,
     q: torch.Tensor,
     kv: torch.Tensor,
+    lse: torch.Tensor | None,
     indices: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     key_start: torch.Tensor | None,
@@ -60,91 +51,102 @@ def forward(
     softmax_scale: float,
     index_scale: float,
     use_relu: bool,
+    deterministic: bool,
     loss: torch.Tensor,
     num_rows: torch.Tensor,
+    d_index_q: torch.Tensor | None,
+    d_index_k: torch.Tensor | None,
+    d_index_weights: torch.Tensor | None,
 ) -> None:
+    """Deterministic either way. The gradients are those of the sum of the loss, all given or none."""
+    wide = torch.promote_types(index_q.dtype, torch.float32)
     loss.zero_()
     num_rows.zero_()
-    attention = q, kv, indices, topk_length, key_start, key_end
-    for block in _blocks(index_q, index_k, index_weights, *attention, softmax_scale, index_scale, use_relu):
-        loss += block.loss.sum()
-        num_rows += block.visible.any(dim=-1).sum()
+    if d_index_k is not None:
+        d_index_k.zero_()
+    step = _queries_at_once(index_q, q, kv.shape[0] if indices is None else indices.shape[2])
+    for seen in _blocks(index_k, kv, indices, topk_length, key_start, key_end, q.shape[0], step, wide):
+        rows, visible = seen.rows, seen.visible
+        target = _target(q[rows].to(wide), seen, None if lse is None else lse[rows], softmax_scale)  # [rows, keys]
 
+        # index_q and index_weights of a query that sees no key may be NaN.
+        has_keys = visible.any(dim=-1)
+        index_query = torch.where(has_keys[:, None, None], index_q[rows].to(wide), 0.0)
+        weights = torch.where(has_keys[:, None], index_weights[rows].to(wide), 0.0)
+        scores = torch.einsum("shd,snd->shn", index_query, seen.index_keys) * index_scale
+        scores = torch.where(visible[:, None], scores, 0.0)
+        activations = torch.relu(scores) if use_relu else scores
+        index_logits = torch.einsum("sh,shn->sn", weights, activations)
+        prediction, row_lse = attend(index_logits, visible)
+        log_prediction = torch.where(visible, index_logits - row_lse.unsqueeze(-1), 0.0)
+        loss += (target * (target.clamp_min(SMALLEST_TARGET).log() - log_prediction)).sum()
+        num_rows += has_keys.sum()
+        if d_index_q is None or d_index_k is None or d_index_weights is None:
+            continue
 
-@torch.no_grad()
-def backward(
-    d_loss: torch.Tensor,
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    index_weights: torch.Tensor,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    key_start: torch.Tensor | None,
-    key_end: torch.Tensor | None,
-    softmax_scale: float,
-    index_scale: float,
-    use_relu: bool,
-    d_index_q: torch.Tensor,
-    d_index_k: torch.Tensor,
-    d_index_weights: torch.Tensor,
-) -> None:
-    wide = torch.promote_types(index_q.dtype, torch.float32)
-    d_keys_sum = torch.zeros_like(index_k, dtype=wide)
-    attention = q, kv, indices, topk_length, key_start, key_end
-    for block in _blocks(index_q, index_k, index_weights, *attention, softmax_scale, index_scale, use_relu):
-        rows = block.rows
-        d_logits = (block.prediction - block.target) * d_loss  # [rows, keys]
-        d_index_weights[rows] = torch.einsum("sn,shn->sh", d_logits, block.activations).to(d_index_weights.dtype)
-        d_scores = d_logits[:, None] * index_weights[rows].to(wide).unsqueeze(-1) * index_scale  # [rows, HI, keys]
+        d_logits = prediction - target
+        d_index_weights[rows] = torch.einsum("sn,shn->sh", d_logits, activations)
+        d_scores = d_logits[:, None] * weights.unsqueeze(-1) * index_scale  # [rows, HI, keys]
         if use_relu:
-            d_scores = torch.where(block.scores > 0, d_scores, 0.0)
-        d_index_q[rows] = torch.einsum("shn,snd->shd", d_scores, block.index_keys).to(d_index_q.dtype)
-        if block.selected is None:
-            d_keys_sum += torch.einsum("shn,shd->nd", d_scores, block.index_query)
-        else:
-            d_keys = torch.einsum("shn,shd->snd", d_scores, block.index_query)
-            d_keys = torch.where(block.visible.unsqueeze(-1), d_keys, 0.0)
-            # On a GPU index_add_ sums by atomics, on the CPU index_put_ does; the other of the two has a fixed order.
-            if d_keys_sum.is_cuda:
-                d_keys_sum.index_put_((block.selected.flatten(),), d_keys.flatten(0, 1), accumulate=True)
-            else:
-                d_keys_sum.index_add_(0, block.selected.flatten(), d_keys.flatten(0, 1))
-    d_index_k.copy_(d_keys_sum)
+            d_scores = torch.where(scores > 0, d_scores, 0.0)
+        d_index_q[rows] = torch.einsum("shn,snd->shd", d_scores, seen.index_keys).to(d_index_q.dtype)
+        _add_gradient_of_keys(d_index_k, d_scores, index_query, seen)
+
+
+def _target(query: torch.Tensor, seen: SeenKeys, lse: torch.Tensor | None, softmax_scale: float) -> torch.Tensor:
+    scores = torch.einsum("shd,snd->shn", query, seen.keys) * softmax_scale
+    if lse is None:
+        return attend(scores, seen.visible[:, None])[0].mean(dim=1)
+    scores = scores.masked_fill(~seen.visible[:, None], float("-inf"))
+    target = torch.where(seen.visible, torch.exp(scores - lse.unsqueeze(-1)).sum(dim=1), 0.0)
+    total = target.sum(dim=-1, keepdim=True)
+    return target / torch.where(total == 0, 1.0, total)
+
+
+def _add_gradient_of_keys(
+    total: torch.Tensor, d_scores: torch.Tensor, index_query: torch.Tensor, seen: SeenKeys
+) -> None:
+    if seen.selected is None:
+        total += torch.einsum("shn,shd->nd", d_scores, index_query)
+        return
+    d_keys = torch.einsum("shn,shd->snd", d_scores, index_query)
+    d_keys = torch.where(seen.visible.unsqueeze(-1), d_keys, 0.0)
+    # On a GPU index_add_ sums by atomics, on the CPU index_put_ does; the other of the two has a fixed order.
+    if total.is_cuda:
+        total.index_put_((seen.selected.flatten(),), d_keys.flatten(0, 1), accumulate=True)
+    else:
+        total.index_add_(0, seen.selected.flatten(), d_keys.flatten(0, 1))
+
+
+def _queries_at_once(index_q: torch.Tensor, q: torch.Tensor, width: int) -> int:
+    numbers = q.shape[1] + index_q.shape[1] + q.shape[2] + index_q.shape[2]
+    return max(1, BLOCK_BYTES // (4 * max(width, 1) * numbers))
 
 
 def _blocks(
-    index_q: torch.Tensor,
     index_k: torch.Tensor,
-    index_weights: torch.Tensor,
-    q: torch.Tensor,
     kv: torch.Tensor,
     indices: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     key_start: torch.Tensor | None,
     key_end: torch.Tensor | None,
-    softmax_scale: float,
-    index_scale: float,
-    use_relu: bool,
-) -> Iterator[LossBlock]:
-    wide = torch.promote_types(index_q.dtype, torch.float32)
-    s_q, s_kv = q.shape[0], kv.shape[0]
-    width = s_kv if indices is None else indices.shape[2]
-    position = torch.arange(width, device=q.device)
-    numbers = q.shape[1] + index_q.shape[1] + q.shape[2] + index_q.shape[2]
-    step = max(1, BLOCK_BYTES // (4 * max(width, 1) * numbers))
+    s_q: int,
+    step: int,
+    dtype: torch.dtype,
+) -> Iterator[SeenKeys]:
+    s_kv = kv.shape[0]
+    position = torch.arange(s_kv if indices is None else indices.shape[2], device=kv.device)
     for begin in range(0, s_q, step):
         rows = slice(begin, min(begin + step, s_q))
-        selected = None
         if indices is None:
             assert key_start is not None
             assert key_end is not None
             visible = (position >= key_start[rows, None]) & (position < key_end[rows, None])
             # Keys that no query of the block sees may hold anything.
             seen = visible.any(dim=0)[:, None]
-            keys, index_keys = (torch.where(seen, x.to(wide), 0.0)[None] for x in (kv[:, 0], index_k))
+            keys, index_keys = (torch.where(seen, x.to(dtype), 0.0)[None] for x in (kv[:, 0], index_k))
             keys, index_keys = (x.expand(visible.shape[0], -1, -1) for x in (keys, index_keys))
+            yield SeenKeys(rows, None, visible, keys, index_keys)
         else:
             selected = indices[rows, 0].long()
             visible = (selected >= 0) & (selected < s_kv)
@@ -152,17 +154,6 @@ def _blocks(
                 visible &= position < topk_length[rows, None]
             selected = torch.where(visible, selected, 0)
             keys, index_keys = (
-                torch.where(visible.unsqueeze(-1), x[selected].to(wide), 0.0) for x in (kv[:, 0], index_k)
+                torch.where(visible.unsqueeze(-1), x[selected].to(dtype), 0.0) for x in (kv[:, 0], index_k)
             )
-
-        logits = torch.einsum("shd,snd->shn", q[rows].to(wide), keys) * softmax_scale
-        target = attend(logits, visible[:, None])[0].mean(dim=1)
-        index_query = torch.where(visible.any(dim=-1)[:, None, None], index_q[rows].to(wide), 0.0)
-        scores = torch.einsum("shd,snd->shn", index_query, index_keys) * index_scale
-        scores = torch.where(visible[:, None], scores, 0.0)
-        activations = torch.relu(scores) if use_relu else scores
-        index_logits = torch.einsum("sh,shn->sn", index_weights[rows].to(wide), activations)
-        prediction, lse = attend(index_logits, visible)
-        log_prediction = torch.where(visible, index_logits - lse.unsqueeze(-1), 0.0)
-        loss = (target * (target.clamp_min(SMALLEST_TARGET).log() - log_prediction)).sum(dim=-1)
-        yield LossBlock(rows, selected, visible, index_query, index_keys, scores, activations, target, prediction, loss)
+            yield SeenKeys(rows, selected, visible, keys, index_keys)

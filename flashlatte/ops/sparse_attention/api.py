@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
@@ -151,8 +153,10 @@ def _fake_forward(
 
 def _fake_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, kv: torch.Tensor, *_: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), kv.new_empty(kv.shape), q.new_empty(q.shape[1], dtype=_wide(q))
+) -> SparseAttentionGradients:
+    return SparseAttentionGradients(
+        q.new_empty(q.shape), kv.new_empty(kv.shape), q.new_empty(q.shape[1], dtype=_wide(q))
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -163,20 +167,20 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, kv, indices, topk_length, attn_sink, out, lse = ctx.saved_tensors
-    dq, dkv, d_sink = _sparse_attention_backward(
-        torch.zeros_like(out) if dout is None else dout.contiguous(),
-        None if dlse is None else dlse.contiguous(),
-        q,
-        kv,
-        indices,
-        topk_length,
-        attn_sink,
-        out,
-        lse,
-        ctx.scale,
-        ctx.deterministic,
-        ctx.backend,
+    params = SparseAttentionBackwardParams(
+        dout=torch.zeros_like(out) if dout is None else dout.contiguous(),
+        dlse=None if dlse is None else dlse.contiguous(),
+        q=q,
+        kv=kv,
+        indices=indices,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        out=out,
+        lse=lse,
+        softmax_scale=ctx.scale,
+        deterministic=ctx.deterministic,
     )
+    dq, dkv, d_sink = _sparse_attention_backward(*params, ctx.backend)
     return dq, dkv, None, None, None if attn_sink is None else d_sink, *[None] * 5
 
 
@@ -184,28 +188,18 @@ def _no_second_derivative(*_: object) -> None:
     raise RuntimeError("sparse_attention has no second derivative: its gradient cannot be differentiated again")
 
 
-@register_differentiable_op(BACKWARD, fake=_fake_backward, backward=_no_second_derivative)
+@register_differentiable_op(
+    BACKWARD, fake=_fake_backward, backward=_no_second_derivative, record=SparseAttentionBackwardParams
+)
 def _sparse_attention_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    deterministic: bool,
-    backend: str,
+    params: SparseAttentionBackwardParams, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dkv and the gradient of attn_sink, which is 0 without sinks."""
-    gradients = _fake_backward(dout, dlse, q, kv)
-    if q.shape[0] == 0:
-        return gradients[0], gradients[1].zero_(), gradients[2].zero_()
-    dispatch.implementation(BACKWARD, backend)(
-        dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, softmax_scale, deterministic, *gradients
-    )
+    gradients = _fake_backward(*params)
+    if params.q.shape[0]:
+        dispatch.implementation(BACKWARD, backend)(params, gradients)
+    else:
+        gradients.dkv.zero_()
+        gradients.d_sink.zero_()
     return gradients
 
 
@@ -224,7 +218,17 @@ def _sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _fake_forward(q, kv, indices, topk_length, attn_sink, softmax_scale, d_v)
     if q.shape[0]:
-        dispatch.implementation(FORWARD, backend)(
-            q, kv, indices, topk_length, attn_sink, softmax_scale, -math.inf, out, torch.empty_like(lse), lse
+        params = SparsePrefillParams(
+            q=q,
+            kv=kv,
+            indices=indices,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            softmax_scale=softmax_scale,
+            empty_lse=-math.inf,
+            out=out,
+            max_logits=torch.empty_like(lse),
+            lse=lse,
         )
+        dispatch.implementation(FORWARD, backend)(params)
     return out, lse

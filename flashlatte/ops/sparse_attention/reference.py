@@ -5,33 +5,21 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels.softmax import sink_weight
+from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 
 GATHERED_BYTES = 64 * 2**20
 
 
 @torch.no_grad()
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    deterministic: bool,
-    dq: torch.Tensor,
-    dkv: torch.Tensor,
-    d_sink: torch.Tensor,
-) -> None:
+def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGradients) -> None:
     """With P the probabilities over the selected keys and w = e^lse / (e^lse + e^sink), 1 without a sink, out = w P V:
     dP = dO Vᵀ, dS = P (w dP - (w Σ out · dO - dlse)), dQ = scale dS K, dK = scale dSᵀ Q, dV = w Pᵀ dO, and
     d_sink = -(1 - w) Σ out · dO, summed over queries (arXiv:2307.08691, §2.3.2, with w for the sink).
 
     Deterministic either way.
     """
+    dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, softmax_scale, _ = params
+    dq, dkv, d_sink = gradients
     wide = torch.promote_types(q.dtype, torch.float32)
     s_q, _, topk = indices.shape
     d_v = out.shape[-1]

@@ -10,10 +10,11 @@ import torch
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
+from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.strides import strides_in_use
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "sparse_decode"
 # A whole row is one tile in shared memory.
@@ -222,60 +223,27 @@ def sparse_decode(
     backend = dispatch.select(call, backend)
     if batch == 0 or s_q == 0:
         return out, lse
-    _sparse_decode(
-        q,
-        k_cache,
-        indices,
-        layout.name,
-        topk_length,
-        attn_sink,
-        extra_k_cache,
-        extra_indices,
-        extra_topk_length,
-        scale,
-        empty_lse,
-        batch_invariant,
-        out,
-        lse,
-        backend,
+    params = SparseDecodeParams(
+        q=q,
+        k_cache=k_cache,
+        indices=indices,
+        cache_format=layout.name,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        extra_k_cache=extra_k_cache,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length,
+        softmax_scale=scale,
+        empty_lse=empty_lse,
+        batch_invariant=batch_invariant,
+        out=out,
+        lse=lse,
     )
+    _sparse_decode(params, backend)
     return out, lse
 
 
-@register_op("sparse_decode", mutates=("out", "lse"))
-def _sparse_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    cache_format: str,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    softmax_scale: float,
-    empty_lse: float,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(
-        q,
-        k_cache,
-        indices,
-        as_format(cache_format, q.shape[-1]),
-        topk_length,
-        attn_sink,
-        extra_k_cache,
-        extra_indices,
-        extra_topk_length,
-        softmax_scale,
-        empty_lse,
-        batch_invariant,
-        out,
-        lse,
-    )
+_sparse_decode = dispatched_op(OPERATION, SparseDecodeParams, mutates=("out", "lse"))
 
 
 def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.Tensor) -> None:

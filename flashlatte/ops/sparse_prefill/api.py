@@ -6,9 +6,10 @@ import math
 
 import torch
 
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "sparse_prefill"
 # A whole row is one tile in shared memory.
@@ -139,36 +140,20 @@ def sparse_prefill(
     backend = dispatch.select(call, backend)
     if s_q == 0:
         return out, max_logits, lse
-    _sparse_prefill(
-        q,
-        kv,
-        indices,
-        topk_length,
-        attn_sink,
-        scale,
-        empty_lse,
-        out,
-        max_logits,
-        lse,
-        backend,
+    params = SparsePrefillParams(
+        q=q,
+        kv=kv,
+        indices=indices,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        softmax_scale=scale,
+        empty_lse=empty_lse,
+        out=out,
+        max_logits=max_logits,
+        lse=lse,
     )
+    _sparse_prefill(params, backend)
     return out, max_logits, lse
 
 
-@register_op("sparse_prefill", mutates=("out", "max_logits", "lse"))
-def _sparse_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    empty_lse: float,
-    out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(
-        q, kv, indices, topk_length, attn_sink, softmax_scale, empty_lse, out, max_logits, lse
-    )
+_sparse_prefill = dispatched_op(OPERATION, SparsePrefillParams, mutates=("out", "max_logits", "lse"))

@@ -10,7 +10,7 @@ cannot process.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -28,33 +28,58 @@ from flashlatte.kernels.triton.online_softmax import (
     sink_weight,
     within,
 )
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, Pointer
 from flashlatte.runtime.strides import row_align
 from flashlatte.runtime.triton_kernel import kernel
 
 
+class TokenQueries(NamedTuple):
+    """q [s_q, h_q, d], strides in units of Q_ALIGN elements."""
+
+    q: Pointer
+    stride_token: Int64
+    stride_head: Int64
+    h_q: Int32
+
+
+class TokenSelections(NamedTuple):
+    """The indices [s_q, 1, topk] of query tokens, and how many of them count; ``lengths`` None: all."""
+
+    indices: ElementPointer
+    indices_stride: Int64
+    topk: Int32
+    lengths: ElementPointer
+    lengths_stride: Int64
+
+
+class TokenOutputs(NamedTuple):
+    """out [s_q, h_q, d_v], strides in units of OUT_ALIGN elements; max_logits and lse [s_q, h_q], contiguous."""
+
+    out: Pointer
+    stride_token: Int64
+    stride_head: Int64
+    max_logits: ElementPointer
+    lse: ElementPointer
+    empty_lse: Float32
+    attn_sink: ElementPointer
+    sink_stride: Int64
+
+
+def selections_of(indices: torch.Tensor, topk_length: torch.Tensor | None) -> TokenSelections:
+    stride = 0 if topk_length is None else topk_length.stride(0)
+    return TokenSelections(indices, indices.stride(0), indices.shape[2], topk_length, stride)
+
+
 @kernel
 def sparse_prefill_kernel(
-    q,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
+    query: TokenQueries,
+    selection: TokenSelections,
+    outputs: TokenOutputs,
     kv,
     kv_stride: tl.int64,
     s_kv: tl.int32,
-    indices,
-    indices_stride: tl.int64,
-    topk: tl.int32,
-    topk_length,
-    length_stride: tl.int64,
-    attn_sink,
-    sink_stride: tl.int64,
     softmax_scale: tl.float32,
-    empty_lse: tl.float32,
-    out,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    max_logits,
-    lse,
-    h_q: tl.int32,
     damaged,
     STEP: tl.constexpr,
     Q_ALIGN: tl.constexpr,
@@ -69,87 +94,72 @@ def sparse_prefill_kernel(
 
     The programs of a token's head blocks have adjacent indices, so all but the first hit the L2 cache.
     """
-    head_blocks = tl.cdiv(h_q, STEP.block_h)
+    head_blocks = tl.cdiv(query.h_q, STEP.block_h)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     if damaged is not None:
         is_damaged = tl.load(damaged + token // GROUP)
         if is_damaged == 0:
             return
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
-    in_heads = head < h_q
-    q_offset = (token * q_stride_token + head * q_stride_head) * Q_ALIGN
-    q_tile = load_tile(q, q_offset, in_heads, STEP)
-    length = topk
-    if topk_length is not None:
-        given = tl.load(topk_length + token * length_stride).to(tl.int64)
-        length = tl.minimum(tl.maximum(given, 0), topk).to(tl.int32)
+    in_heads = head < query.h_q
+    q_offset = (token * query.stride_token + head * query.stride_head) * Q_ALIGN
+    q_tile = load_tile(query.q, q_offset, in_heads, STEP)
+    length = selection.topk
+    if selection.lengths is not None:
+        given = tl.load(selection.lengths + token * selection.lengths_stride).to(tl.int64)
+        length = tl.minimum(tl.maximum(given, 0), selection.topk).to(tl.int32)
     scale = softmax_scale * LOG2_E
 
     state = empty_state(STEP)
     for start in tl.range(0, length, STEP.block_n, num_stages=STEP.num_stages):
         in_tile = tl.arange(0, STEP.block_n)
-        index = tl.load(indices + token * indices_stride + tl.minimum(start + in_tile, length - 1))
+        row = selection.indices + token * selection.indices_stride
+        index = tl.load(row + tl.minimum(start + in_tile, length - 1))
         valid = within(index, s_kv) & (in_tile < length - start)
         offset = tl.where(valid, index, 0) * kv_stride * KV_ALIGN
         keys = load_tile(kv, offset, valid, STEP)
         state = online_softmax_step(state, q_tile, keys, valid[None, :], scale, start, length, STEP)
     values, lse2 = normalize(state, scale, STEP)
 
-    if attn_sink is not None:
-        values *= sink_weight(attn_sink, sink_stride, head, in_heads, lse2, lse2 == float("-inf"))[:, None]
+    if outputs.attn_sink is not None:
+        values *= sink_weight(outputs.attn_sink, outputs.sink_stride, head, in_heads, lse2, lse2 == float("-inf"))[
+            :, None
+        ]
     cols = tl.arange(0, STEP.latent)
-    out_offset = (token * out_stride_token + head * out_stride_head) * OUT_ALIGN
+    out_offset = (token * outputs.stride_token + head * outputs.stride_head) * OUT_ALIGN
     tl.store(
-        out + out_offset[:, None] + cols[None, :],
-        from_float32(values, out.dtype.element_ty, STEP.interpreted),
+        outputs.out + out_offset[:, None] + cols[None, :],
+        from_float32(values, outputs.out.dtype.element_ty, STEP.interpreted),
         mask=in_heads[:, None] & (cols < STEP.latent_dim)[None, :],
     )
-    row = token * h_q + head
-    tl.store(max_logits + row, state.row_max * softmax_scale, mask=in_heads)
-    tl.store(lse + row, tl.where(lse2 == float("-inf"), empty_lse, lse2 * LN_2), mask=in_heads)
+    row = token * query.h_q + head
+    tl.store(outputs.max_logits + row, state.row_max * softmax_scale, mask=in_heads)
+    tl.store(outputs.lse + row, tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2), mask=in_heads)
 
 
-def sparse_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    empty_lse: float,
-    out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
-    damaged: torch.Tensor | None = None,
-    group: int = 1,
-) -> None:
-    """``max_logits`` and ``lse`` are contiguous. ``damaged``, int32: tokens i with damaged[i // group] = 0 are not
-    written."""
+def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = None, group: int = 1) -> None:
+    """``damaged``, int32: tokens i with damaged[i // group] = 0 are not written."""
+    q, kv, out, attn_sink = params.q, params.kv, params.out, params.attn_sink
     s_q, h_q, head_dim = q.shape
     config, constants = _compiled_for(gpu_class(q.device), h_q, head_dim, out.shape[2])
     q_align, kv_align, out_align = row_align(q), row_align(kv), row_align(out)
     sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
-        q=q,
-        q_stride_token=q.stride(0) // q_align,
-        q_stride_head=q.stride(1) // q_align,
+        TokenQueries(q, q.stride(0) // q_align, q.stride(1) // q_align, h_q),
+        selections_of(params.indices, params.topk_length),
+        TokenOutputs(
+            out,
+            out.stride(0) // out_align,
+            out.stride(1) // out_align,
+            params.max_logits,
+            params.lse,
+            params.empty_lse,
+            attn_sink,
+            0 if attn_sink is None else attn_sink.stride(0),
+        ),
         kv=kv,
         kv_stride=kv.stride(0) // kv_align,
         s_kv=kv.shape[0],
-        indices=indices,
-        indices_stride=indices.stride(0),
-        topk=indices.shape[2],
-        topk_length=topk_length,
-        length_stride=0 if topk_length is None else topk_length.stride(0),
-        attn_sink=attn_sink,
-        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
-        softmax_scale=softmax_scale,
-        empty_lse=empty_lse,
-        out=out,
-        out_stride_token=out.stride(0) // out_align,
-        out_stride_head=out.stride(1) // out_align,
-        max_logits=max_logits,
-        lse=lse,
-        h_q=h_q,
+        softmax_scale=params.softmax_scale,
         damaged=damaged,
         Q_ALIGN=q_align,
         KV_ALIGN=kv_align,

@@ -5,23 +5,14 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels.softmax import attend, sink_weight
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 
 GATHERED_BYTES = 64 * 2**20
 
 
 @torch.no_grad()
-def sparse_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    empty_lse: float,
-    out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def sparse_prefill(params: SparsePrefillParams) -> None:
+    q, kv, indices, out = params.q, params.kv, params.indices, params.out
     s_q, _, topk = indices.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     position = torch.arange(topk, device=q.device)
@@ -31,17 +22,17 @@ def sparse_prefill(
         tokens = slice(begin, min(begin + chunk, s_q))
         selected = indices[tokens, 0].long()  # [tokens, topk]
         visible = (selected >= 0) & (selected < kv.shape[0])
-        if topk_length is not None:
-            visible &= position < topk_length[tokens, None]
+        if params.topk_length is not None:
+            visible &= position < params.topk_length[tokens, None]
         keys = kv[torch.where(visible, selected, 0), 0].to(wide)  # [tokens, topk, d]
         keys = torch.where(visible.unsqueeze(-1), keys, 0.0)
 
-        scores = torch.einsum("shd,snd->shn", q[tokens].to(wide), keys) * softmax_scale
+        scores = torch.einsum("shd,snd->shn", q[tokens].to(wide), keys) * params.softmax_scale
         p, row_lse = attend(scores, visible[:, None, :])
         values = torch.einsum("shn,snd->shd", p, keys[..., : out.shape[-1]])
-        if attn_sink is not None:
-            values = values * sink_weight(row_lse, attn_sink).unsqueeze(-1)
+        if params.attn_sink is not None:
+            values = values * sink_weight(row_lse, params.attn_sink).unsqueeze(-1)
 
         out[tokens] = values.to(out.dtype)
-        max_logits[tokens] = scores.masked_fill(~visible[:, None, :], float("-inf")).amax(dim=-1)
-        lse[tokens] = torch.where(row_lse.isneginf(), empty_lse, row_lse)
+        params.max_logits[tokens] = scores.masked_fill(~visible[:, None, :], float("-inf")).amax(dim=-1)
+        params.lse[tokens] = torch.where(row_lse.isneginf(), params.empty_lse, row_lse)

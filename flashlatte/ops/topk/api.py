@@ -6,9 +6,10 @@ from typing import Literal, overload
 
 import torch
 
+from flashlatte.ops.topk.params import TopkParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "topk"
 LOGIT_DTYPES = (torch.float32, torch.bfloat16)
@@ -202,7 +203,7 @@ def _unsorted(
         dispatch.CallSpec(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend
     )
     if rows and width:
-        _topk(logits, start, end, next_n, indices, values, backend)
+        _topk(TopkParams(logits, start, end, next_n, indices, values), backend)
     elif rows:
         indices.fill_(-1)
         if values is not None:
@@ -210,17 +211,7 @@ def _unsorted(
     return (indices,) if values is None else (indices, values)
 
 
-@register_op("topk", mutates=("indices", "values"))
-def _topk(
-    logits: torch.Tensor,
-    start: torch.Tensor | None,
-    end: torch.Tensor | None,
-    next_n: int,
-    indices: torch.Tensor,
-    values: torch.Tensor | None,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(logits, start, end, next_n, indices, values)
+_topk = dispatched_op(OPERATION, TopkParams, mutates=("indices", "values"))
 
 
 def _sort(indices: torch.Tensor, values: torch.Tensor) -> None:

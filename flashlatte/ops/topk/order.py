@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
+from flashlatte.ops.topk.params import TopkParams
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
+from flashlatte.runtime.strides import stride_in_use
 
 # Below every entry's key.
 OUTSIDE = tl.constexpr(-(2**31))
@@ -16,20 +21,78 @@ LOWEST = tl.constexpr(-(2**31) + 1)
 HIGHEST = tl.constexpr(2**31 - 1)
 
 
+class TopkRows(NamedTuple):
+    """logits [rows, width], and the columns of each row: start [rows], None for 0; end [rows], or [rows / next_n] per
+    request, None for width."""
+
+    logits: Pointer
+    stride: Int64
+    width: Int64
+    start: ElementPointer
+    start_stride: Int64
+    end: ElementPointer
+    end_stride: Int64
+    next_n: Int32
+
+
+class TopkOutputs(NamedTuple):
+    """indices [rows, k], and values [rows, k] or None. Triton's tuples have another attribute ``values``."""
+
+    indices: ElementPointer
+    index_stride: Int64
+    top_values: ElementPointer
+    value_stride: Int64
+    k: Int32
+
+
+class OutputRow(NamedTuple):
+    """Pointers to the indices and, unless None, the values of a row."""
+
+    indices: Any
+    top_values: Any
+
+
+def records_of(params: TopkParams) -> tuple[TopkRows, TopkOutputs]:
+    """The arguments of all kernels."""
+    logits, start, end, indices, values = params.logits, params.start, params.end, params.indices, params.values
+    rows = TopkRows(
+        logits,
+        stride_in_use(logits, 0),
+        logits.shape[1],
+        start,
+        0 if start is None else start.stride(0),
+        end,
+        0 if end is None else end.stride(0),
+        params.next_n,
+    )
+    value_stride = 0 if values is None else stride_in_use(values, 0)
+    return rows, TopkOutputs(indices, stride_in_use(indices, 0), values, value_stride, indices.shape[1])
+
+
 @triton.jit
-def row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST: tl.constexpr):
+def row_range(rows, row, PER_REQUEST: tl.constexpr):
     """First column and end (exclusive) of a row, int64, within the width."""
     first = tl.zeros([], tl.int64)
-    last = width
-    if start is not None:
-        first = tl.minimum(tl.maximum(tl.load(start + row * start_stride).to(tl.int64), 0), width)
-    if end is not None:
+    last = rows.width
+    if rows.start is not None:
+        first = tl.load(rows.start + row * rows.start_stride).to(tl.int64)
+        first = tl.minimum(tl.maximum(first, 0), rows.width)
+    if rows.end is not None:
         if PER_REQUEST:
-            request = row // next_n
-            last = tl.load(end + request * end_stride).to(tl.int64) - next_n + 1 + (row - request * next_n)
+            request = row // rows.next_n
+            last = tl.load(rows.end + request * rows.end_stride).to(tl.int64)
+            last = last - rows.next_n + 1 + (row - request * rows.next_n)
         else:
-            last = tl.load(end + row * end_stride).to(tl.int64)
-    return first, tl.maximum(tl.minimum(last, width), first)
+            last = tl.load(rows.end + row * rows.end_stride).to(tl.int64)
+    return first, tl.maximum(tl.minimum(last, rows.width), first)
+
+
+@triton.jit
+def output_row(outputs, row):
+    values = outputs.top_values
+    if outputs.top_values is not None:
+        values = outputs.top_values + row * outputs.value_stride
+    return OutputRow(outputs.indices + row * outputs.index_stride, values)
 
 
 @triton.jit
@@ -48,18 +111,18 @@ def ordered(x, inside):
 
 
 @triton.jit
-def store_all(entries, index_row, value_row, position, length, k, INTERPRETED: tl.constexpr):
+def store_all(entries, target, position, length, k, INTERPRETED: tl.constexpr):
     """Write all ``length`` <= k entries, followed by padding."""
     inside = position < length
-    tl.store(index_row + position, tl.where(inside, position, -1), mask=position < k)
-    if value_row is not None:
+    tl.store(target.indices + position, tl.where(inside, position, -1), mask=position < k)
+    if target.top_values is not None:
         value = to_float32(tl.load(entries + position, mask=inside, other=0.0), INTERPRETED)
-        tl.store(value_row + position, tl.where(inside, value, float("-inf")), mask=position < k)
+        tl.store(target.top_values + position, tl.where(inside, value, float("-inf")), mask=position < k)
 
 
 @triton.jit
-def store_chosen(entries, index_row, value_row, chosen, position, columns, INTERPRETED: tl.constexpr):
-    tl.store(index_row + position, columns.to(tl.int32), mask=chosen)
-    if value_row is not None:
+def store_chosen(entries, target, chosen, position, columns, INTERPRETED: tl.constexpr):
+    tl.store(target.indices + position, columns.to(tl.int32), mask=chosen)
+    if target.top_values is not None:
         value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0), INTERPRETED)
-        tl.store(value_row + position, value, mask=chosen)
+        tl.store(target.top_values + position, value, mask=chosen)

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.topk.params import TopkParams
+
 # Entries that are sorted together.
 ENTRIES = 2**25
 # Below every ordered value: no entry of the row.
 OUTSIDE = torch.iinfo(torch.int32).min
 
 
-def topk(
-    logits: torch.Tensor,
-    start: torch.Tensor | None,
-    end: torch.Tensor | None,
-    next_n: int,
-    indices: torch.Tensor,
-    values: torch.Tensor | None,
-) -> None:
+def topk(params: TopkParams) -> None:
+    logits, indices, values = params.logits, params.indices, params.values
     rows, width = logits.shape
     k = indices.shape[1]
-    first, last = row_ranges(start, end, next_n, logits)
+    first, last = row_ranges(params)
     column = torch.arange(width, device=logits.device)
     rows_at_a_time = max(1, ENTRIES // max(width, 1))
     for begin in range(0, rows, rows_at_a_time):
@@ -50,10 +46,9 @@ def ordered(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), OUTSIDE + 1, keys)
 
 
-def row_ranges(
-    start: torch.Tensor | None, end: torch.Tensor | None, next_n: int, logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def row_ranges(params: TopkParams) -> tuple[torch.Tensor, torch.Tensor]:
     """First column and end (exclusive) of each row, int64."""
+    logits, start, end, next_n = params.logits, params.start, params.end, params.next_n
     rows, width = logits.shape
     first = (
         torch.zeros(rows, dtype=torch.int64, device=logits.device) if start is None else start.long().clamp(0, width)
@@ -61,6 +56,6 @@ def row_ranges(
     if end is None:
         return first, torch.full_like(first, width)
     last = end.long()
-    if last.shape[0] != rows:  # one a request
+    if params.per_request:
         last = last.repeat_interleave(next_n) + torch.arange(1 - next_n, 1, device=end.device).repeat(last.shape[0])
     return first, last.clamp(max=width).maximum(first)

@@ -33,7 +33,7 @@ def weights(made: Model | V4Model) -> dict[str, torch.Tensor]:
     return made._body.state_dict(prefix="model.") | made._head.state_dict(prefix="lm_head.")
 
 
-FAMILIES = ("DeepseekV2", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "AXK1", "Youtu")
+FAMILIES = ("DeepseekV2", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "AXK1", "AXK2", "HYV4", "Youtu")
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES)])
@@ -48,6 +48,13 @@ def test_each_rank_reads_its_part(family, tmp_path):
         for name, weight in want.items():
             assert got[name].dtype == weight.dtype
             assert got[name].equal(weight), name
+
+
+def test_sinks_are_not_divided_between_ranks_that_share_the_keys():
+    shared = ranks(0, 2)
+    vars(shared)["kv_ranks"] = 2
+    with pytest.raises(ValueError, match=r"^context_parallel must be 1 for a hy_v4: attention sinks .*, got 2$"):
+        Model(model("HYV4"), ranks=shared)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.float32])

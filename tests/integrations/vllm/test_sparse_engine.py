@@ -150,6 +150,7 @@ def test_custom_is_by_the_model(cuda):
     for architecture in support.INDEXER_MODELS:
         for cache in ("auto", "bfloat16", "fp8_ds_mla"):
             assert cuda(architecture, cache=cache) == plugin.SPARSE
+        assert cuda(architecture, use_batch_invariant=True) == plugin.SPARSE
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,6 @@ def test_custom_is_by_the_model(cuda):
         ({"architecture": V32, "cache": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"architecture": V32, "use_dcp": True}, "DCP not supported"),
         ({"architecture": V32, "use_pcp": True}, "PCP not supported"),
-        ({"architecture": V32, "use_batch_invariant": True}, "batch invariance not supported"),
         ({"architecture": V32, "use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
     ],
 )

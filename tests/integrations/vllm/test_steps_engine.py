@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 from flashlatte import bench
+from flashlatte.bench.serving.vllm_engine import EngineSteps
+from flashlatte.bench.serving.vllm_requests import PREFILLED
 
 OPTIONS = {
     "enforce_eager": True,
@@ -33,4 +36,40 @@ def test_engines_are_timed_alternately(checkpoint, tmp_path, capsys):
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["case"] for line in lines] == [case for case in ("b1-17", "b3-70", "b20-64") for _ in range(2)]
     assert all(0 < line["us_min"] <= line["us"] <= line["us_max"] for line in lines)
-    assert capsys.readouterr().out.count("ms a step") == len(lines)
+    assert [line["requests"] for line in lines] == [1, 1, 3, 3, 20, 20]
+    assert all(line["agreement"] == {"custom": [line["requests"], 0.0]} for line in lines)
+    printed = capsys.readouterr().out
+    assert printed.count(" ms, ") == len(lines)
+    assert "geometric mean of 6 cases" in printed
+
+
+def test_contexts_are_random_keys_or_prefilled(checkpoint, tmp_path):
+    file = tmp_path / "steps.jsonl"
+    given = [str(checkpoint("v3", first_k_dense_replace=3)), "--backends", "CUSTOM,CUSTOM", "--cases", "1x17,3x70"]
+    given += ["--random-contexts", "--prefill", "100", "--steps", "2", "--rounds", "2", "--dtype", "float32"]
+    assert bench.run_named("vllm-steps", [*given, "--options", json.dumps(OPTIONS), "--json", str(file)]) == 0
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [line["case"] for line in lines] == [case for case in ("b1-17", "b3-70", "prefill-100") for _ in range(2)]
+    assert all(line["agreement"] == {"custom": [line["requests"], 0.0]} for line in lines)
+
+
+def test_a_random_context_depends_on_the_request_alone(checkpoint):
+    """Also after other requests, which leave their rows in the pages, and in other pages."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    given = {"cases": "1x17,3x70", "prefill": "", "random_contexts": True, "rounds": 2, "steps": 2, "memory": 0.5}
+    given |= {"model": str(checkpoint("v3", first_k_dense_replace=3)), "worker": "CUSTOM", "load_format": "random"}
+    given |= {"dtype": "float32", "kv_cache_dtype": "auto", "options": json.dumps(OPTIONS)}
+    engine = EngineSteps(argparse.Namespace(**given))
+    try:
+        before = engine.tokens(3, 70)
+        engine.start(3, 40)
+        engine.start(1, 17)
+        engine.begin(2, 60, PREFILLED)
+        engine.step()
+        after = engine.tokens(3, 70)
+    finally:
+        engine.engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+    assert [[token for token, _ in one] for one in after] == [[token for token, _ in one] for one in before]
+    assert len({tuple(map(tuple, one)) for one in before}) == 3

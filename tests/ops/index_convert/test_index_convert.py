@@ -9,6 +9,7 @@ from support.torch_op import opcheck
 
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.ops.index_convert import api, index_convert, portable
+from flashlatte.ops.index_convert.params import IndexConvertParams
 from flashlatte.runtime import machine
 
 BACKENDS = ["reference", pytest.param("portable", marks=pytest.mark.interpreter)]
@@ -210,7 +211,22 @@ def test_nothing_is_read_before_the_kernel_ahead_has_ended(monkeypatch):
     monkeypatch.setattr(portable, "index_convert_kernel", recorder := Recorder(portable.index_convert_kernel))
     chosen, table = torch.zeros(3, 64, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
     portable.index_convert(
-        chosen, table, 64, None, 1, None, 0, 0, None, None, Sharding(0, 1, 1), False, torch.empty_like(chosen), None
+        IndexConvertParams(
+            indices=chosen,
+            block_table=table,
+            page_size=64,
+            request_ids=None,
+            next_n=1,
+            query_positions=None,
+            sinks=0,
+            window=0,
+            workspace_ids=None,
+            workspace_starts=None,
+            sharding=Sharding(),
+            compact=False,
+            slots=torch.empty_like(chosen),
+            counts=None,
+        )
     )
     (launched,) = recorder.launches
     assert launched.options["launch_pdl"] is True

@@ -7,6 +7,7 @@ import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch, loop_spills, variant_key
 
 from flashlatte import kv_cache
+from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams, SparseIndexLogitsParams
 from flashlatte.ops.index_logits.portable import config, score
 from flashlatte.runtime import machine
 
@@ -32,8 +33,7 @@ def recorders(monkeypatch):
 def on(monkeypatch):
     def choose(arch):
         monkeypatch.setattr(config, "gpu_class", lambda device: GPUS[arch])
-        for module in (RAGGED, PAGED, SPARSE, score):
-            monkeypatch.setattr(module, "converts_e4m3", lambda device: arch >= 89)
+        monkeypatch.setattr(score, "converts_e4m3", lambda device: arch >= 89)
         monkeypatch.setattr(machine, "num_sms", lambda device: 132)
 
     return choose
@@ -43,7 +43,7 @@ def ragged(dtype=E4M3, rows=64, keys=1024, heads=64):
     k, k_scale = torch.zeros(keys, 128).to(dtype), torch.ones(keys) if dtype == E4M3 else None
     q, weights = torch.zeros(rows, heads, 128, dtype=BF16).to(dtype), torch.zeros(rows, heads)
     ends = torch.zeros(rows, dtype=torch.int32)
-    RAGGED.ragged(q, k, k_scale, weights, ends, ends, torch.zeros(rows, keys), False, False)
+    RAGGED.ragged(IndexLogitsParams(q, k, k_scale, weights, ends, ends, torch.zeros(rows, keys), False, False))
 
 
 def paged(name="index_fp8", requests=4, pages=8, page_size=64, heads=64, next_n=1):
@@ -51,14 +51,16 @@ def paged(name="index_fp8", requests=4, pages=8, page_size=64, heads=64, next_n=
     q = torch.zeros(requests, next_n, heads, 128, dtype=BF16).to(E4M3 if name == "index_fp8" else BF16)
     weights, lengths = torch.zeros(requests * next_n, heads), torch.zeros(requests, dtype=torch.int32)
     table = torch.zeros(requests, pages, dtype=torch.int32)
-    PAGED.paged(q, cache, weights, lengths, table, torch.zeros(requests * next_n, pages * page_size), False)
+    logits = torch.zeros(requests * next_n, pages * page_size)
+    PAGED.paged(PagedIndexLogitsParams(q, cache, weights, lengths, table, logits, False))
 
 
 def sparse(rows=16, pages=8, page_size=64, blocks=32, name="index_fp8"):
     cache, q = kv_cache.allocate(name, pages, page_size), torch.zeros(rows, 64, 128, dtype=BF16)
     first = torch.zeros(rows, blocks, dtype=torch.int32)
     q = q.to(E4M3) if name == "index_fp8" else q
-    SPARSE.sparse(q, cache, None, torch.zeros(rows, 64), first, first, 8, torch.zeros(rows, 8 * blocks))
+    weights, logits = torch.zeros(rows, 64), torch.zeros(rows, 8 * blocks)
+    SPARSE.sparse(SparseIndexLogitsParams(q, cache, None, weights, first, first, 8, logits))
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.full), 90])

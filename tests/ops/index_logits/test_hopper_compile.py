@@ -20,17 +20,17 @@ triton = pytest.importorskip("triton")
 from support import compile as support  # noqa: E402
 
 from flashlatte.ops.index_logits import api  # noqa: E402
-from flashlatte.ops.index_logits.hopper import clean as cleaning  # noqa: E402
-from flashlatte.ops.index_logits.hopper import launch, paged_kernel, ragged_kernel  # noqa: E402
+from flashlatte.ops.index_logits.hopper import launch  # noqa: E402
+from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 PROGRAMS = 132
 KERNELS = {
-    "ragged": ragged_kernel.kernel,
-    "paged": paged_kernel.kernel,
-    "clean_ragged": cleaning.clean_ragged_kernel,
-    "clean_paged": cleaning.clean_paged_kernel,
+    "ragged": launch.index_logits_ragged_kernel,
+    "paged": launch.index_logits_paged_kernel,
+    "clean_ragged": launch.clean_ragged_kernel,
+    "clean_paged": launch.clean_paged_kernel,
 }
 # Scores per thread of a consumer, of a tile of 64 keys and 256 columns.
 SCORES = 64 * 256 // 128
@@ -41,10 +41,8 @@ def record(monkeypatch):
     """Calls a launcher and returns its launches by kernel."""
     recorders = {name: Recorder(fn) for name, fn in KERNELS.items()}
     monkeypatch.setattr(launch, "num_sms", lambda device: PROGRAMS)
-    monkeypatch.setattr(ragged_kernel, "kernel", recorders["ragged"])
-    monkeypatch.setattr(paged_kernel, "kernel", recorders["paged"])
-    monkeypatch.setattr(cleaning, "clean_ragged_kernel", recorders["clean_ragged"])
-    monkeypatch.setattr(cleaning, "clean_paged_kernel", recorders["clean_paged"])
+    for name, kernel in KERNELS.items():
+        monkeypatch.setattr(launch, kernel.jitted.__name__, recorders[name])
 
     def call(function: Any, **arguments: Any) -> dict[str, Launch]:
         for recorder in recorders.values():
@@ -71,7 +69,7 @@ def ragged(
     compressed: bool = False,
 ) -> None:
     """A call of the implementation with tensors whose contents do not matter."""
-    launch.ragged(
+    params = IndexLogitsParams(
         vectors(queries, heads, head_dim),
         vectors(keys, head_dim, pad=pad),
         torch.empty(keys),
@@ -82,6 +80,7 @@ def ragged(
         clean,
         compressed,
     )
+    launch.ragged(params)
 
 
 def paged(
@@ -96,7 +95,7 @@ def paged(
     index_dtype: torch.dtype = torch.int32,
     clean: bool = False,
 ) -> None:
-    launch.paged(
+    params = PagedIndexLogitsParams(
         vectors(requests, next_n, heads, 128),
         torch.empty(10, page_size, 1, 132, dtype=torch.uint8),
         torch.empty(requests * next_n, heads),
@@ -105,6 +104,7 @@ def paged(
         torch.empty(requests * next_n, columns * page_size + pad, dtype=dtype)[:, : columns * page_size],
         clean,
     )
+    launch.paged(params)
 
 
 RAGGED = {

@@ -390,7 +390,7 @@ def sparse_call(**change):
         (
             {"k": torch.zeros(2, 4, 1, 36, dtype=torch.uint8)},
             TypeError,
-            "^q must be float32 over index keys in float32",
+            "^q must be float32 if and only if the index keys are, got float32 over index_fp8",
         ),
         ({"k": torch.zeros(2, 4, 1, 32), "k_scale": torch.ones(8)}, ValueError, "^k_scale must be None for a paged"),
         ({"out": torch.zeros(3, 9)}, ValueError, r"^out must have shape \[3, 8\]"),

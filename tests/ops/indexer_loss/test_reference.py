@@ -1,64 +1,37 @@
 # Keyword arguments are put together in dicts of mixed values.
 # pyright: reportArgumentType=false
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.indexer_loss_calls import LEAVES, arguments, with_gradients
 from support.torch_op import assert_compiles, opcheck
 
 from flashlatte.ops.indexer_loss import api, indexer_loss, reference
 from flashlatte.testing import oracles
 from flashlatte.testing.cases import SparsePrefillCase
-from flashlatte.testing.draws import Draw
-
-LEAVES = ("index_q", "index_k", "index_weights")
 
 
-def arguments(case, dense, h_i=3, index_dim=6, dtype=torch.float32):
-    """Rows that no query sees are NaN, also of queries that see no key."""
-    given = case.inputs()
-    draw = Draw(case.seed + 1, "cpu")
-    q, kv = given["q"].to(dtype), given["kv"].to(dtype)
-    found = {
-        "index_q": draw.normal(case.s_q, h_i, index_dim, dtype=dtype, factor=2.0),
-        "index_k": draw.normal(case.s_kv, index_dim, dtype=dtype, factor=2.0),
-        "index_weights": draw.normal(case.s_q, h_i, dtype=dtype, factor=2.0),
-        "q": q,
-        "kv": kv,
-        "softmax_scale": case.softmax_scale,
-    }
-    if dense:
-        kv.nan_to_num_(nan=0.1)
-        start = draw.integers(-3, case.s_kv + 3, case.s_q)
-        found |= {"key_start": start, "key_end": start + draw.integers(-3, case.s_kv, case.s_q)}
-        first, end = (x.clamp(0, case.s_kv)[:, None] for x in (found["key_start"], found["key_end"]))
-        position = torch.arange(case.s_kv)
-        seen = (position >= first) & (position < end)
-        unseen, empty = ~seen.any(dim=0), ~seen.any(dim=1)
-        kv[unseen] = torch.nan
+def attention_lse(given):
+    """Of the attention over the keys that each query sees, [s_q, h_q]."""
+    q, kv = given["q"].double(), given["kv"][:, 0].double()
+    position = torch.arange(kv.shape[0])
+    if given.get("indices") is None:
+        seen = (position >= given["key_start"][:, None]) & (position < given["key_end"][:, None])
+        counts = seen.long()
     else:
-        found |= {"indices": given["indices"], "topk_length": given["topk_length"]}
-        unseen = kv.isnan().any(dim=-1)[:, 0]
-        valid = (given["indices"] >= 0) & (given["indices"] < case.s_kv)
+        chosen = given["indices"][:, 0].long()
         if given["topk_length"] is not None:
-            valid &= torch.arange(case.topk) < given["topk_length"][:, None, None]
-        empty = ~valid[:, 0].any(dim=-1)
-    found["index_k"][unseen] = torch.nan
-    found["q"] = torch.where(empty[:, None, None], torch.nan, q)
-    found["index_q"][empty] = torch.nan
-    return found
-
-
-def gradients(function, given):
-    leaves = {name: given[name].detach().clone().requires_grad_() for name in LEAVES}
-    loss, num_rows = function(**given | leaves)
-    found = (
-        torch.autograd.grad(loss * 0.5, list(leaves.values()))
-        if loss.requires_grad
-        else map(torch.zeros_like, leaves.values())
-    )
-    return loss.detach(), num_rows, *found
+            chosen = chosen.masked_fill(torch.arange(chosen.shape[1]) >= given["topk_length"][:, None], -1)
+        counts = (chosen.unsqueeze(-1) == position).sum(dim=1)
+    scores = torch.einsum("shd,nd->shn", q, kv.nan_to_num()) * given["softmax_scale"]
+    # A token that is selected twice counts twice.
+    scores = torch.where(counts[:, None] > 0, scores + counts[:, None].clamp_min(1).log(), -torch.inf)
+    return scores.logsumexp(dim=-1).float()
 
 
 CASES = st.builds(
@@ -80,13 +53,20 @@ CASES = st.builds(
 )
 
 
-@given(case=CASES, dense=st.booleans(), use_relu=st.booleans(), block=st.sampled_from([1, 10**4, 2**26]))
-def test_float32_against_the_oracle(case, dense, use_relu, block):
+@given(
+    case=CASES,
+    dense=st.booleans(),
+    use_relu=st.booleans(),
+    with_lse=st.booleans(),
+    block=st.sampled_from([1, 10**4, 2**26]),
+)
+def test_float32_against_the_oracle(case, dense, use_relu, with_lse, block):
     given = arguments(case, dense) | {"use_relu": use_relu}
+    lse = {"lse": attention_lse(given)} if with_lse else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "BLOCK_BYTES", block)
-        results = gradients(indexer_loss, given)
-    expected = gradients(oracles.indexer_loss, given)
+        results = with_gradients(indexer_loss, given | lse)
+    expected = with_gradients(oracles.indexer_loss, given)
     assert results[1] == expected[1]
     for result, wanted in zip((results[0], *results[2:]), (expected[0], *expected[2:]), strict=True):
         torch.testing.assert_close(result.double(), wanted.double(), rtol=2e-5, atol=2e-5)
@@ -101,6 +81,33 @@ def test_gradcheck(dense):
     given = {name: x.nan_to_num(nan=0.1) if name in (*LEAVES, "q", "kv") else x for name, x in given.items()}
     leaves = [given.pop(name).requires_grad_() for name in LEAVES]
     assert torch.autograd.gradcheck(lambda *x: indexer_loss(*x, **given)[0], leaves)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_loss_without_gradients_is_the_same(dense):
+    given = arguments(TOY, dense)
+    loss, num_rows = indexer_loss(**given)
+    assert not loss.requires_grad
+    results = with_gradients(indexer_loss, given)
+    assert (loss, num_rows) == results[:2]
+
+
+def test_the_gradient_of_the_loss_is_not_rounded():
+    """In bf16 it would be 1."""
+    given = arguments(replace(TOY, dtype=torch.bfloat16), False, weights_dtype=torch.float32)
+    given["index_weights"].requires_grad_()
+    loss, _ = indexer_loss(**given)
+    once, scaled = (torch.autograd.grad(loss * by, given["index_weights"], retain_graph=True)[0] for by in (1, 1.001))
+    torch.testing.assert_close(scaled, once * 1.001)
+    assert not scaled.equal(once)
+
+
+def test_the_gradient_is_not_differentiated_again():
+    given = arguments(TOY, False)
+    given["index_weights"].requires_grad_()
+    loss, _ = indexer_loss(**given)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, given["index_weights"], create_graph=True)
 
 
 def test_no_loss_where_the_prediction_is_the_target():
@@ -121,6 +128,15 @@ def test_opcheck(dense):
     opcheck(api, "indexer_loss", lambda: indexer_loss(**given))
 
 
+def test_opcheck_of_the_backward_pass():
+    given = arguments(TOY, False)
+    given["index_weights"].requires_grad_()
+    loss, _ = indexer_loss(**given)
+    with mock.patch.object(api, "_indexer_loss_backward", wraps=api._indexer_loss_backward) as operation:
+        torch.autograd.grad(loss, given["index_weights"])
+    torch.library.opcheck(torch.ops.flashlatte.indexer_loss_backward.default, operation.call_args.args)
+
+
 def test_compile():
     assert_compiles(indexer_loss, arguments(TOY, False), arguments(TOY, True))
 
@@ -139,6 +155,11 @@ RANGES = {"key_start": torch.zeros(5, dtype=torch.int32), "key_end": torch.ones(
         ({"indices": None}, ValueError, "^key_start and key_end must be given without indices"),
         ({"indices": None, **RANGES}, ValueError, "topk_length only with indices$"),
         (RANGES, ValueError, "^key_start and key_end must be None with indices$"),
+        ({"lse": torch.zeros(5, 2)}, ValueError, r"^lse must have shape \[5, 3\]"),
+        ({"lse": torch.zeros(5, 3).double()}, TypeError, "^lse must be float32, got float64$"),
+        ({"deterministic": 0}, TypeError, "^deterministic must be True or False, got 0$"),
+        ({"backend": "hopper"}, ValueError, "has no indexer_loss in this version$"),
+        ({"backend": "portable"}, ValueError, "takes bfloat16, float16, not float32$"),
         ({"index_scale": 0.0}, ValueError, "^index_scale must be a finite number above 0, got 0.0$"),
         ({"use_relu": 1}, TypeError, "^use_relu must be True or False, got 1$"),
     ],

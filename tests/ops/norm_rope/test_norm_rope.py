@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flashlatte import kv_cache
-from flashlatte.layers.config import Rope
 from flashlatte.layers.rope import table
+from flashlatte.layers.rope_config import Rope
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import dispatch

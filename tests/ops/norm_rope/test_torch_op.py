@@ -7,8 +7,8 @@ import torch
 from support.torch_op import assert_compiles, opcheck
 
 from flashlatte import kv_cache
-from flashlatte.layers.config import Rope
 from flashlatte.layers.rope import table
+from flashlatte.layers.rope_config import Rope
 from flashlatte.ops.norm_rope import api, latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
 

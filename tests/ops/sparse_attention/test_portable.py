@@ -11,6 +11,7 @@ from support.gradient_calls import sparse_attention_gradients
 from support.marks import mostly_full
 
 from flashlatte import sparse_attention
+from flashlatte.kernels.triton import key_sums
 from flashlatte.ops.sparse_attention.portable import config, launch
 from flashlatte.testing import compare
 from flashlatte.testing.cases import SparsePrefillCase
@@ -82,7 +83,7 @@ def test_laid_out_for_warp_groups(monkeypatch, head_dim):
 
 
 def test_more_programs_than_a_grid_holds(monkeypatch):
-    monkeypatch.setattr(launch, "_MAX_GRID", 3)
+    monkeypatch.setattr(key_sums, "_MAX_GRID", 3)
     check(replace(TOY, s_q=5).inputs())
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 import pytest
 import torch
+from support import attention_calls
+from support.attention_calls import Recorded
 from support.compile import Launch, Recorder, variant_key
 from support.later_spills import allowed
 from support.marks import mostly_full
@@ -22,6 +23,7 @@ from support import compile as support  # noqa: E402
 from flashlatte.ops.sparse_prefill import by_token  # noqa: E402
 from flashlatte.ops.sparse_prefill.hopper import launch, unions  # noqa: E402
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel  # noqa: E402
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -54,32 +56,14 @@ def recorded(monkeypatch):
     return record
 
 
-def prefill(
-    s_q: int = 8,
-    heads: int = 128,
-    head_dim: int = 576,
-    s_kv: int = 64,
-    topk: int = 256,
-    dtype: torch.dtype = torch.bfloat16,
-    index_dtype: torch.dtype = torch.int32,
-    lengths: bool = False,
-    sinks: bool = True,
-    kv_pad: int = 0,
-    out_pad: int = 0,
-) -> None:
-    """A call of the implementation with tensors whose contents do not matter."""
-    launch.sparse_prefill(
-        torch.empty(s_q, heads, head_dim, dtype=dtype),
-        torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
-        torch.empty(s_q, 1, topk, dtype=index_dtype),
-        torch.empty(s_q, dtype=index_dtype) if lengths else None,
-        torch.empty(heads) if sinks else None,
-        head_dim**-0.5,
-        -math.inf,
-        torch.empty(s_q, heads, 512 + out_pad, dtype=dtype)[..., :512],
-        torch.empty(s_q, heads),
-        torch.empty(s_q, heads),
-    )
+def prefill(**call: Any) -> None:
+    """A call of the implementation with tensors whose contents do not matter: ``attention_calls.sparse_prefill``."""
+
+    def run(operation: str, backend: str, params: SparsePrefillParams, *, arch: int | None) -> list[Recorded]:
+        launch.sparse_prefill(params)
+        return []
+
+    attention_calls.sparse_prefill(run, "hopper", **call)
 
 
 CALLS = {
@@ -128,7 +112,7 @@ def test_copies_of_q_are_encoded_correctly(recorded, name):
 def test_grid_covers_the_tiles(recorded, s_q, heads, grid):
     launched, _ = recorded(s_q=s_q, heads=heads)
     assert launched.grid == (grid,)
-    assert launched.arguments["tiles"] == s_q * -(-heads // 64)
+    assert launched.arguments["work_tiles"] == s_q * -(-heads // 64)
 
 
 @pytest.mark.parametrize(
@@ -216,19 +200,9 @@ def test_a_misaligned_buffer_is_an_error(recorded):
     start = 2 if bytes_.data_ptr() % 16 == 0 else 0
     kv = torch.frombuffer(bytes_.numpy().data[start:], dtype=torch.bfloat16)[: 64 * 576].view(64, 1, 576)
     assert kv.storage_offset() == 0
+    params: Any = attention_calls.sparse_prefill(lambda _, __, params, arch: params, "hopper")
     with pytest.raises(ValueError, match=r"^kv must begin at a multiple of 16 bytes for backend='hopper', got 0x"):
-        launch.sparse_prefill(
-            torch.empty(8, 64, 576, dtype=torch.bfloat16),
-            kv,
-            torch.zeros(8, 1, 16, dtype=torch.int32),
-            None,
-            None,
-            0.1,
-            -math.inf,
-            torch.empty(8, 64, 512, dtype=torch.bfloat16),
-            torch.empty(8, 64),
-            torch.empty(8, 64),
-        )
+        launch.sparse_prefill(params._replace(kv=kv))
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(576, 256), (640, 512), (128, 128)])

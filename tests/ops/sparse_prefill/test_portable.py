@@ -9,6 +9,7 @@ from support.marks import mostly_full
 
 from flashlatte import sparse_prefill
 from flashlatte.ops.sparse_prefill import by_token
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 from flashlatte.testing import compare
 from flashlatte.testing.cases import SparsePrefillCase
 
@@ -122,7 +123,7 @@ def test_computes_anew_only_what_is_damaged():
     named |= {"empty_lse": float("-inf")} | {
         name: arguments[name] for name in ("q", "kv", "indices", "topk_length", "attn_sink", "softmax_scale")
     }
-    by_token.sparse_prefill(**named, damaged=torch.tensor([0, 1, 0], dtype=torch.int32), group=2)
+    by_token.sparse_prefill(SparsePrefillParams(**named), damaged=torch.tensor([0, 1, 0], dtype=torch.int32), group=2)
     anew = torch.tensor([False, False, True, True, False])
     for result, expected in zip(results, before, strict=True):
         assert torch.equal(result[anew], expected[anew])

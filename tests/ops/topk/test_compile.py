@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch, variant_key
 
+from flashlatte.ops.topk.params import TopkParams
 from flashlatte.ops.topk.portable import launch
 from flashlatte.runtime import machine
 
@@ -26,7 +27,7 @@ def run(rows=64, width=131072, k=2048, with_start=False, next_n=1):
     logits = torch.empty(1, 1).expand(rows, width)
     end = torch.empty(rows // next_n, dtype=torch.int32)
     start = torch.empty(rows, dtype=torch.int32) if with_start else None
-    launch.topk(logits, start, end, next_n, torch.empty(rows, k, dtype=torch.int32), None)
+    launch.topk(TopkParams(logits, start, end, next_n, torch.empty(rows, k, dtype=torch.int32), None))
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.full), 90])
@@ -78,5 +79,5 @@ def test_scratch_is_bounded(recorders, monkeypatch):
 
     logits, indices = empty(1, 1).expand(4096, 2**17), empty(4096, 2048, dtype=torch.int32)
     monkeypatch.setattr(torch, "empty", recorded)
-    launch.topk(logits, None, None, 1, indices, None)
+    launch.topk(TopkParams(logits, None, None, 1, indices, None))
     assert sum(sizes) <= launch.SCRATCH_BYTES + 2**20

@@ -11,6 +11,7 @@ from support.topk_rows import rows_of
 
 from flashlatte.ops.topk import api
 from flashlatte.ops.topk.hopper import kernel, launch, shared_layout
+from flashlatte.ops.topk.params import TopkParams
 from flashlatte.runtime import dispatch, machine
 
 
@@ -57,7 +58,7 @@ def compiled(dtype, with_values):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(launch.KERNELS, 1, recorder)
         patch.setattr(machine, "num_sms", lambda device: 132)
-        launch.topk(logits, None, None, 1, indices, indices.to(dtype) if with_values else None)
+        launch.topk(TopkParams(logits, None, None, 1, indices, indices.to(dtype) if with_values else None))
     (launched,) = recorder.launches
     return compile_launch(recorder.fn, launched, 90), launched
 
@@ -68,7 +69,7 @@ def compiled(dtype, with_values):
 def test_shared_memory_fits_48_kib(dtype, with_values):
     """Triton's own shared memory plus the words of the list."""
     code, launched = compiled(dtype, with_values)
-    assert code.shared + 4 * shared_layout.num_words(launched.arguments["CAPACITY"]) <= 48 * 1024
+    assert code.shared + 4 * shared_layout.num_words(launched.arguments["CONFIG"].capacity) <= 48 * 1024
 
 
 @pytest.mark.full
@@ -78,7 +79,7 @@ def test_nothing_is_read_before_the_preceding_kernel_has_finished(monkeypatch):
     monkeypatch.setitem(launch.KERNELS, 8, recorder)
     monkeypatch.setattr(machine, "num_sms", lambda device: 132)
     end, indices = torch.empty(1, dtype=torch.int32), torch.empty(1, 64, dtype=torch.int32)
-    launch.topk(torch.empty(1, 9000), None, end, 1, indices, None)
+    launch.topk(TopkParams(torch.empty(1, 9000), None, end, 1, indices, None))
     sass = compile_launch(recorder.fn, recorder.launches[0], 90).sass
     assert 0 < sass.index("ACQBULK") < min(sass.index(access) for access in ("LDG", "STG"))
 
@@ -89,9 +90,9 @@ def test_few_rows_use_dependent_launch(rows, overlaps, monkeypatch):
     monkeypatch.setattr(launch, "KERNELS", recorders)
     monkeypatch.setattr(machine, "num_sms", lambda device: 132)
     monkeypatch.setattr(machine, "interpreting", lambda: False)
-    launch.topk(torch.empty(rows, 9), None, None, 1, torch.empty(rows, 4, dtype=torch.int32), None)
+    launch.topk(TopkParams(torch.empty(rows, 9), None, None, 1, torch.empty(rows, 4, dtype=torch.int32), None))
     (launched,) = (one for recorder in recorders.values() for one in recorder.launches)
-    assert launched.options.get("launch_pdl", False) is launched.arguments["OVERLAPPED"] is overlaps
+    assert launched.options.get("launch_pdl", False) is launched.arguments["CONFIG"].overlapped is overlaps
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from support.topk_rows import KINDS, rows_of
 from support.torch_op import opcheck
 
 from flashlatte.ops.topk import api, topk
+from flashlatte.ops.topk.params import TopkParams
 from flashlatte.runtime import dispatch
 
 BACKENDS = ["reference", *(pytest.param(name, marks=pytest.mark.interpreter) for name in ("portable", "hopper"))]
@@ -33,7 +34,7 @@ def run(logits, k, start, end, next_n, backend):
     # Dispatch takes the interpreter for no Hopper.
     indices = torch.full((len(logits), k), -7, dtype=torch.int32)
     values = torch.full((len(logits), k), torch.nan)
-    dispatch.implementation("topk", "hopper")(logits, start, end, next_n, indices, values)
+    dispatch.implementation("topk", "hopper")(TopkParams(logits, start, end, next_n, indices, values))
     return indices, values
 
 
@@ -126,9 +127,8 @@ def test_a_sample_gives_candidates_that_will_do(kind, monkeypatch):
     k, rows = 64, 3
     totals = []
 
-    def finish(*args):
-        counts, chunks = args[6], args[11]
-        totals.extend(counts.view(-1, chunks).sum(dim=1).tolist())
+    def finish(_, candidates, *others):
+        totals.extend(candidates.counts.view(-1, candidates.chunks).sum(dim=1).tolist())
 
     monkeypatch.setattr(launch, "_finish", finish)
     topk(rows_of(kind, rows, 9000, 1), k, backend="portable")

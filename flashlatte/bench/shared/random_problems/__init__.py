@@ -27,6 +27,7 @@ DRAWS: dict[str, Callable[[Random], Problem]] = {
     "index_logits": indexer.index_logits,
     "paged_index_logits": indexer.paged_index_logits,
     "sparse_index_logits": indexer.sparse_index_logits,
+    "indexer_loss": indexer.indexer_loss,
     "index_select": indexer.index_select,
     "paged_index_select": indexer.paged_index_select,
     "topk": indexer.topk,

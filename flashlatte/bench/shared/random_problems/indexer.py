@@ -6,6 +6,7 @@ from random import Random
 
 from flashlatte.bench.problems import (
     IndexConvert,
+    IndexerLoss,
     IndexGather,
     IndexLogits,
     IndexQuantize,
@@ -46,6 +47,14 @@ def sparse_index_logits(rng: Random) -> SparseIndexLogits:
     sizes = (rng.choice((16, 32, 64, 64, 128)), rng.choice((32, 64, 128)), rng.choice((64, 128)))
     keys = log_uniform(rng, block_size, MOST_INDEX_KEYS)
     return SparseIndexLogits(rows, keys, blocks, block_size, *sizes, rng.choice(("fp32", "bf16")))
+
+
+def indexer_loss(rng: Random) -> IndexerLoss:
+    # The reference computes all of the gradient of index_k.
+    topk = rng.choice((0, 128, 512))
+    s_kv, s_q = log_uniform(rng, max(topk, 256), 4096), log_uniform(rng, 16, 256)
+    heads = rng.choice((16, 64, 128)), rng.choice((16, 32, 64))
+    return IndexerLoss(*heads, topk, s_kv, min(s_q, s_kv), rng.choice((512, 576)), deterministic=rng.random() < 0.5)
 
 
 def index_select(rng: Random) -> IndexSelect:

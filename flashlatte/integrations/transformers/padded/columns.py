@@ -56,6 +56,11 @@ class Columns:
             )
         return not differs, new if hides else None
 
+    @property
+    def has_hidden(self) -> bool:
+        """Whether a column may be hidden."""
+        return self._stored is not None
+
     def stored(self) -> torch.Tensor:
         """Stored columns, bool [requests, count]."""
         if self._stored is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from flashlatte import kv_cache
@@ -14,10 +16,11 @@ class GrowingPages:
     Args:
         layout: format of the pages.
         page_size: tokens in a page.
+        layouts: formats of the layers that have another one.
     """
 
-    def __init__(self, layout: CacheFormat, page_size: int) -> None:
-        self.layout = layout
+    def __init__(self, layout: CacheFormat, page_size: int, layouts: Mapping[int, CacheFormat] | None = None) -> None:
+        self.layout, self.layouts = layout, dict(layouts or {})
         self._page_size = page_size
         self._tensors: dict[int, torch.Tensor] = {}
 
@@ -26,6 +29,10 @@ class GrowingPages:
 
     def __getitem__(self, layer: int) -> torch.Tensor:
         return self._tensors[layer]
+
+    def layout_of(self, layer: int) -> CacheFormat:
+        """The format of a layer's pages."""
+        return self.layouts.get(layer, self.layout)
 
     def clear(self) -> None:
         self._tensors = {}
@@ -36,7 +43,7 @@ class GrowingPages:
         if pages is None or pages.shape[0] < num_pages:
             # An inference tensor cannot be written to outside of inference mode.
             with torch.inference_mode(False):
-                grown = kv_cache.allocate(self.layout, num_pages, self._page_size, device=device)
+                grown = kv_cache.allocate(self.layout_of(layer), num_pages, self._page_size, device=device)
             if pages is not None:
                 grown[: pages.shape[0]].copy_(pages)
             self._tensors[layer] = pages = grown

@@ -6,7 +6,7 @@ attend, and ``commit`` adds the tokens to the history. A failed pass is not comm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from flashlatte.integrations.transformers.padded.growing_pages import GrowingPag
 from flashlatte.integrations.transformers.padded.page_table import PageTable
 from flashlatte.integrations.transformers.padded.steps import FlatSteps, PaddedBatch, PaddedStep, hidden_ones_lead
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers.absorbed import MAX_ABSORBED_QUERIES
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import IndexerConfig
@@ -38,6 +39,7 @@ class PagedLatents:
         scale: the scale of format ``fp8``, None for others.
         backend: as in ``dense_decode``.
         indexer, index_layout: the indexer's config and the format of index keys; None for models without an indexer.
+        layer_rows: latent_dim and rope_dim of the layers whose rows have other widths.
 
     Attributes:
         dtype: dtype of the rows written last.
@@ -52,6 +54,7 @@ class PagedLatents:
         backend: str | None,
         indexer: IndexerConfig | None = None,
         index_layout: CacheFormat | None = None,
+        layer_rows: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
         self.layout = layout
         self.latent_dim = latent_dim
@@ -61,18 +64,23 @@ class PagedLatents:
         self._batch: PaddedBatch | None = None
         self._step: PaddedStep | None = None
         self.indexer = indexer
-        self._pages = GrowingPages(layout, page_size)
+        self.layer_rows = dict(layer_rows or {})
+        layouts = {layer: format_of_rows(layout.name, *widths) for layer, widths in self.layer_rows.items()}
+        self._pages = GrowingPages(layout, page_size, layouts)
         self._index_pages = None if index_layout is None else GrowingPages(index_layout, page_size)
         self.dtype = torch.float32
         self._history_slots: torch.Tensor | None = None
         self._metadata: dict[torch.device, MLAMetadata] = {}
-        self._rotary: tuple[Any, Rotary] | None = None
+        self._rotary: list[tuple[Any, Rotary]] = []
+        self._windows: dict[int, torch.Tensor] = {}
+        self._column_states: dict[int, torch.Tensor] = {}
 
     def clear(self) -> None:
         """Remove all tokens and the batch."""
         self._batch = self._step = None
         for pages in self._all_pages():
             pages.clear()
+        self._column_states = {}
         self._clear_step_caches()
 
     @property
@@ -155,21 +163,69 @@ class PagedLatents:
         """The rotation of the step's flat batch, or of all tokens of the padded batch if ``padded``.
 
         Args:
-            embeddings: position embeddings of the host model; all layers of a pass receive the same object.
+            embeddings: position embeddings of the host model; all layers of a pass, or all of one type, receive the
+                same object.
             cosines_and_sines: extracts cosines and sines from them, [b or 1, queries, rope / 2] each.
         """
-        if self._rotary is None or self._rotary[0] is not embeddings:
-            both = torch.cat(cosines_and_sines(embeddings), dim=-1).float()
-            table = both.expand(self.requests, -1, -1).flatten(0, 1)
-            tokens = None if padded else self.step.tokens
-            rows = torch.arange(table.shape[0], device=table.device) if tokens is None else tokens.to(table.device)
-            self._rotary = embeddings, Rotary(table, rows, interleaved)
-        return self._rotary[1]
+        for known, rotary in self._rotary:
+            if known is embeddings:
+                return rotary
+        both = torch.cat(cosines_and_sines(embeddings), dim=-1).float()
+        table = both.expand(self.requests, -1, -1).flatten(0, 1)
+        tokens = None if padded else self.step.tokens
+        rows = torch.arange(table.shape[0], device=table.device) if tokens is None else tokens.to(table.device)
+        self._rotary.append((embeddings, Rotary(table, rows, interleaved)))
+        return self._rotary[-1][1]
+
+    def window_slots(self, width: int, device: torch.device) -> torch.Tensor:
+        """Slots of a token's own column and the ``width`` - 1 before it, for the step's flat batch: int32 [T, width].
+
+        -1 for hidden columns, and before the first. transformers also counts hidden columns.
+        """
+        if width not in self._windows:
+            windows = torch.nn.functional.pad(self._slots_of_columns(), (width - 1, 0), value=-1).unfold(1, width, 1)
+            flat = windows[:, self.columns :].to(torch.int32).flatten(0, 1).contiguous()
+            self._windows[width] = flat if self.step.tokens is None else flat[self.step.tokens]
+        return self._windows[width].to(device)
+
+    def slots_of(self, columns: torch.Tensor) -> torch.Tensor:
+        """Slots of columns (int [b, s, n], -1 for none) that the step's tokens select: int32 [T, n] of the flat batch.
+
+        -1 for hidden columns, and for repetitions, which kernels would count.
+        """
+        every = self._slots_of_columns().to(columns.device)
+        slots = every.gather(1, columns.clamp(min=0).flatten(1).long()).view(columns.shape)
+        slots = torch.where(columns < 0, -1, slots).flatten(0, 1).to(torch.int32)
+        if self.step.stored is not None or self._current_batch().columns.has_hidden:
+            # Only beside hidden columns does the stock indexer select a column twice.
+            slots = slots.sort(dim=-1).values
+            repeated = torch.nn.functional.pad(slots[:, 1:] == slots[:, :-1], (1, 0), value=False)
+            slots = slots.masked_fill(repeated, -1)
+        return slots if self.step.tokens is None else slots[self.step.tokens.to(slots.device)]
+
+    def append_column_states(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        """Append states of the step's columns [b, queries, width]; returns those of all columns."""
+        if self.columns:
+            states = torch.cat((self.column_states(layer), states), dim=1)
+        self._column_states[layer] = states
+        return states
+
+    def column_states(self, layer: int) -> torch.Tensor:
+        """A layer's states of all committed columns [b, columns, width]."""
+        return self._column_states[layer][:, : self.columns]
+
+    def holds_column_states(self, layer: int) -> bool:
+        """Whether this layer has states of columns."""
+        return self.columns > 0 and layer in self._column_states
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
         """The layer's cache, for a step of rows in ``dtype``."""
         self.dtype = dtype
-        return LatentCache(self.pages(layer, device), self.layout, self.latent_dim, self.scale)
+        return LatentCache(self.pages(layer, device), self._pages.layout_of(layer), self.widths(layer)[0], self.scale)
+
+    def widths(self, layer: int) -> tuple[int, int]:
+        """The widths of the latent and rope parts of a layer's rows."""
+        return self.layer_rows.get(layer, (self.latent_dim, self.layout.head_dim - self.latent_dim))
 
     def pages(self, layer: int, device: torch.device) -> torch.Tensor:
         """The layer's cache tensor, grown to the page table's number of pages."""
@@ -194,12 +250,20 @@ class PagedLatents:
         return self._read_history(self._require_index_pages(), layer, None, torch.float32)
 
     def _read_history(self, pages: GrowingPages, layer: int, scale: float | None, dtype: torch.dtype) -> torch.Tensor:
+        cache = pages[layer]
+        slots = self._slots_of_history().to(cache.device)
+        return kv_cache.read(cache, slots, cache_format=pages.layout_of(layer), scale=scale, dtype=dtype)
+
+    def _slots_of_columns(self) -> torch.Tensor:
+        """Slots of all columns and those of the step, int64 [b, columns + queries]; -1 for hidden ones."""
+        return torch.cat((self._slots_of_history(), self.step.slots), dim=1) if self.columns else self.step.slots
+
+    def _slots_of_history(self) -> torch.Tensor:
+        """Slots of all committed columns, int64 [b, columns]; -1 for hidden ones."""
         if self._history_slots is None:
             batch = self._current_batch()
             self._history_slots = batch.table.slots(batch.columns.positions(), torch.int64)
-        cache = pages[layer]
-        slots = self._history_slots.to(cache.device)
-        return kv_cache.read(cache, slots, cache_format=pages.layout, scale=scale, dtype=dtype)
+        return self._history_slots
 
     def holds(self, layer: int) -> bool:
         """Whether this layer has a history."""
@@ -233,6 +297,8 @@ class PagedLatents:
         requests = requests.to(self._batch.table.device)
         self._clear_step_caches()
         self._batch.columns.select(requests)
+        for layer, states in self._column_states.items():
+            self._column_states[layer] = states.index_select(0, requests.to(states.device))
         self._copy_pages(*self._batch.table.select(requests))
 
     def _batch_for(self, requests: int, device: torch.device) -> PaddedBatch:
@@ -267,7 +333,7 @@ class PagedLatents:
     def _clear_step_caches(self) -> None:
         self._history_slots = None
         self._metadata = {}
-        self._rotary = None
+        self._rotary, self._windows = [], {}
 
     def _current_batch(self) -> PaddedBatch:
         if self._batch is None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
 from vllm.v1.attention.backend import MultipleOf
 
 from flashlatte.integrations.vllm import support
+
+# Whether the result of a request must not depend on the other requests, bit for bit.
+BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
 class CommonBackendMixin:
@@ -19,6 +23,10 @@ class CommonBackendMixin:
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return support.PAGE_SIZE
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from vllm import envs
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -18,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import compat, support
-from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
+from flashlatte.integrations.vllm.backends.common import BATCH_INVARIANT, CommonBackendMixin
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
@@ -30,7 +29,6 @@ from flashlatte.ops.dense_decode import dense_decode
 # Up to this number of new tokens, the same for all requests of a batch, attention runs in absorbed form: it reads the
 # cached latents without expanding them to keys and values of every head.
 MAX_ABSORBED_QUERIES = 128
-BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
 class FlashLatteMLABackend(CommonBackendMixin, MLACommonBackend):
@@ -58,10 +56,6 @@ class FlashLatteMLABackend(CommonBackendMixin, MLACommonBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return tuple(capability) >= support.MIN_CAPABILITY
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
 
     @classmethod
     def supports_combination(

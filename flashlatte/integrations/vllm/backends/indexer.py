@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm.backends import common
 from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.kv_cache.index_formats import quantize_rows
 from flashlatte.layers.selection import LOGIT_BYTES, SelectionChunk, plan_selection
@@ -32,7 +33,8 @@ class IndexerMetadata:
     Attributes:
         num_tokens, num_decode_tokens: tokens of the batch, and of its decode requests.
         slot_mapping: [num_tokens], the slot of each token's key.
-        block_table, seq_lens: of the decode requests, which have the same number of tokens each.
+        block_table, seq_lens: of the decode requests, which have the same number of tokens each. With batch invariance
+            and a prefill in the batch, each token is a request.
         chunks: the selection of the prefill requests, in chunks.
     """
 
@@ -50,13 +52,21 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=not common.BATCH_INVARIANT)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        if common.BATCH_INVARIANT:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
         batch = common_attn_metadata
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
             batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
         )
+        if prefills and common.BATCH_INVARIANT:
+            return self._by_token(batch)
         starts = batch.query_start_loc_cpu
         if decodes and int(starts[1]):  # drop padding requests without tokens
             decodes = decode_tokens // int(starts[1])
@@ -67,6 +77,21 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
             block_table=batch.block_table_tensor[:decodes],
             seq_lens=batch.seq_lens[:decodes],
             chunks=self._chunks(batch, batch.num_reqs - prefills) if prefills else (),
+        )
+
+    def _by_token(self, batch: Any) -> IndexerMetadata:
+        """Every token as a decode request of its own: prefill and decode tokens select by the same kernel."""
+        counts = batch.query_start_loc_cpu.diff()[: batch.num_reqs]
+        requests = torch.repeat_interleave(counts)
+        following = batch.query_start_loc_cpu[1:][requests] - 1 - torch.arange(batch.num_actual_tokens)
+        requests, following = (x.to(self.device, non_blocking=True) for x in (requests, following))
+        return IndexerMetadata(
+            num_tokens=batch.num_actual_tokens,
+            num_decode_tokens=batch.num_actual_tokens,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table_tensor[requests],
+            seq_lens=(batch.seq_lens[requests] - following).to(torch.int32),
+            chunks=(),
         )
 
     def _chunks(self, batch: Any, first: int) -> tuple[SelectionChunk, ...]:

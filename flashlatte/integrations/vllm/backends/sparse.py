@@ -16,10 +16,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm.backends import common
 from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
-from flashlatte.layers.absorbed import attend_selected_rows
+from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
 from flashlatte.layers.cache import LatentCache
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.concat_mla_q import concat_mla_q
@@ -78,8 +79,8 @@ class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseML
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Speculated tokens are decode queries of their request.
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # Speculated tokens are decode queries of their request. With batch invariance each is a request of its own.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=not common.BATCH_INVARIANT)
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> torch.Tensor:
         if self.device.type != "cpu":
@@ -188,8 +189,10 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             cache.page_size,
             request_ids=attn_metadata.req_id_per_token[:tokens],
         )
-        if decoding == tokens:
-            return attend_selected_rows(query, cache, None, slots, self.scale, None), None
+        if decoding == tokens or common.BATCH_INVARIANT:
+            # Sparse prefill sums in another order than sparse decode, and the last token of a prompt may be alone in
+            # its chunk, and so a decode token, or not.
+            return attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT), None
         out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
         # Tokens of a prompt select from the same rows: sparse prefill reads a plain contiguous cache in place.
         rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None

@@ -6,17 +6,15 @@ import functools
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.models.deepseek_v4.nvidia import flashmla, model
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
 
 from flashlatte.flash_mla import get_mla_metadata
 from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm.backends.common import BATCH_INVARIANT
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
-
-BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
 class FlashLatteV4Attention(flashmla.DeepseekV4FlashMLAAttention):

@@ -23,7 +23,7 @@ from flashlatte.ops.dense_decode.hopper.few_rows.loader import load
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.gluon_device import UniformRanges
-from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.outputs import Outputs, with_rows
 
 # Registers per thread of a consumer. The producer gets the rest of the register file: 24, or 120 if it casts keys. With
 # 104 it spills 24 times per step (16 heads, 128 requests of 4,096 keys: 192 µs instead of 160). With 184 or fewer
@@ -57,6 +57,7 @@ def dense_decode_kernel(
 
     Arguments as in ``launch``.
     """
+    outputs = with_rows(outputs, None, query.heads, query.rows)
     keys = one_byte_producer.in_words(one_byte_keys) if CONFIG.one_byte and not CONFIG.few_rows else descriptors
     if CONFIG.few_rows:
         shared = few_rows_tiles.allocate()

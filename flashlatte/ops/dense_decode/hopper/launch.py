@@ -92,9 +92,16 @@ def dense_decode(params: DenseDecodeParams) -> None:
     descriptors, one_byte_keys = _keys(k_cache, box, few_rows)
     table = DecodeBlockTable(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)
-    lengths = key_lengths(batch, 1, params.cache_seqlens, limit)
+    lengths = key_lengths(batch, None, params.cache_seqlens, limit)
     outputs = outputs_of(
-        out, params.lse, None, tokens=1, heads=heads, rows=rows, empty_lse=params.empty_lse, row_align=out_align
+        out,
+        params.lse,
+        None,
+        tokens=None,
+        heads=heads,
+        rows=rows,
+        empty_lse=params.empty_lse,
+        row_align=out_align,
     )
     split = launch_plan.split
 

@@ -6,7 +6,7 @@ share a kv head are rows of one matrix, so a key is multiplied by all of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
 class DenseCache(NamedTuple):
-    """k_cache [pages, page_size, h_kv, d], strides in units of K_ALIGN elements, and the pages of each request.
+    """k_cache [pages, page_size, h_kv, d], strides in units of k_align elements, and the pages of each request.
 
     Attributes:
         latent_boxes, rope_boxes: TMA descriptors of the two parts of tiles, [1, 1, BLOCK_N, columns]; None if tiles are
@@ -46,8 +46,32 @@ class DenseCache(NamedTuple):
     table_stride: Int64
 
 
+class PortableDenseDecodeConfig(NamedTuple):
+    """Compile-time configuration of the kernel.
+
+    Attributes:
+        step: ``online_softmax``'s constants.
+        page_size: tokens of a page.
+        token_stride: elements between tokens if their rows are adjacent; None: ``DenseCache.stride_token``.
+        q_align, k_align, out_align: units of the strides of q, k_cache and out, in elements.
+        overhead, split_blocks, max_splits: of ``SplitPlan``.
+        native_fp8: whether the cache is e4m3 and the GPU converts it in hardware.
+    """
+
+    step: Any
+    page_size: Any
+    token_stride: Any
+    q_align: Any
+    k_align: Any
+    out_align: Any
+    overhead: Any
+    split_blocks: Any
+    max_splits: Any
+    native_fp8: Any
+
+
 class DenseQuery(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of Q_ALIGN elements."""
+    """q [b, s_q, h_q, d], strides in units of q_align elements."""
 
     q: Pointer
     stride_request: Int64
@@ -103,32 +127,29 @@ def _attend(
     length,
     row_length,
     scale,
-    step: tl.constexpr,
-    K_ALIGN: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Attention of query rows over blocks of keys; returns (values, base-2 lse of each row).
 
     Row r attends to the keys below row_length[r], which is at most ``length``. ``scale`` includes log2(e).
     """
+    step: tl.constexpr = CONFIG.step
     BLOCK_N: tl.constexpr = step.block_n
-    PAGE_PER_BLOCK: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    PAGE_PER_BLOCK: tl.constexpr = CONFIG.page_size % BLOCK_N == 0
     in_block = tl.arange(0, BLOCK_N)
     begin = first_block * BLOCK_N
     stop = tl.minimum(stop_block * BLOCK_N, length)
     state = empty_state(step)
-    pages = _load_pages(cache, item, begin if PAGE_PER_BLOCK else begin + in_block, length, PAGE_SIZE)
+    pages = _load_pages(cache, item, begin if PAGE_PER_BLOCK else begin + in_block, length, CONFIG.page_size)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
         keys = start + in_block
         in_cache = (pages >= 0) & (pages < cache.num_pages)
         if cache.latent_boxes is None:
             exists = in_cache & (keys < length)
-            token = start % PAGE_SIZE + in_block if PAGE_PER_BLOCK else keys % PAGE_SIZE
+            token = start % CONFIG.page_size + in_block if PAGE_PER_BLOCK else keys % CONFIG.page_size
             rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.stride_page + kv_head * cache.stride_head
-            rows += token * (cache.stride_token if TOKEN_STRIDE is None else TOKEN_STRIDE)
-            tile = load_tile(cache.k_cache, rows * K_ALIGN, exists, step)
+            rows += token * (cache.stride_token if CONFIG.token_stride is None else CONFIG.token_stride)
+            tile = load_tile(cache.k_cache, rows * CONFIG.k_align, exists, step)
         else:
             # The last box of a request is shifted to end with the last key, because later rows of the page may be NaN.
             # TMA reads rows before the page, and pages that do not exist, as zeros.
@@ -136,15 +157,17 @@ def _attend(
             keys -= before
             exists = in_cache & (keys >= start)
             page = tl.where(in_cache, pages, -1).to(tl.int32)
-            tile = _load_boxes(cache, page, kv_head, start % PAGE_SIZE - before, step)
+            tile = _load_boxes(cache, page, kv_head, start % CONFIG.page_size - before, step)
         visible = tl.where(exists, keys, 0x7FFFFFFF)[None, :] < row_length[:, None]
         # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         following = start + BLOCK_N
-        pages = _load_pages(cache, item, following if PAGE_PER_BLOCK else following + in_block, length, PAGE_SIZE)
-        latent = _as_operand(tile.latent, q.latent.dtype, NATIVE_FP8, step)
+        pages = _load_pages(
+            cache, item, following if PAGE_PER_BLOCK else following + in_block, length, CONFIG.page_size
+        )
+        latent = _as_operand(tile.latent, q.latent.dtype, CONFIG.native_fp8, step)
         rope = latent
         if step.rope > 0:
-            rope = _as_operand(tile.rope, q.latent.dtype, NATIVE_FP8, step)
+            rope = _as_operand(tile.rope, q.latent.dtype, CONFIG.native_fp8, step)
         state = online_softmax_step(state, q, RowTile(latent, rope), visible, scale, start, stop, step)
     return normalize(state, scale, step)
 
@@ -161,25 +184,17 @@ def dense_decode_kernel(
     k_scale_value: tl.float32,
     softmax_scale: tl.float32,
     causal: tl.int32,
-    STEP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    Q_ALIGN: tl.constexpr,
-    K_ALIGN: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
-    OVERHEAD: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """A CTA processes, for one group, one of ``num_splits`` balanced ranges (if SPLIT_BLOCKS is None) or a split of a
-    request.
+    """A CTA processes, for one group, one of ``num_splits`` balanced ranges, or a split of a request (if
+    ``CONFIG.split_blocks`` is given).
 
     A group is BLOCK_H of the ``rows`` = tokens · ``heads`` query rows of a kv head, which has ``groups_per_head``. The
     CTAs that read the same keys have adjacent indices, so all but the first hit the L2 cache.
     """
-    BLOCK_H: tl.constexpr = STEP.block_h
-    BLOCK_N: tl.constexpr = STEP.block_n
+    step: tl.constexpr = CONFIG.step
+    BLOCK_H: tl.constexpr = step.block_h
+    BLOCK_N: tl.constexpr = step.block_n
     cta = tl.program_id(0)
     group = cta % grid.num_groups
     number = cta // grid.num_groups
@@ -194,13 +209,13 @@ def dense_decode_kernel(
         k_scale_value = tl.load(k_scale)
     scale = softmax_scale * k_scale_value * LOG2_E
 
-    PARTIAL: tl.constexpr = BLOCK_H * (STEP.latent_dim + 1)
-    if SPLIT_BLOCKS is None:
-        cta_range = device.find_range(number, grid.num_splits, key_lengths, BLOCK_N, OVERHEAD)
+    PARTIAL: tl.constexpr = BLOCK_H * (step.latent_dim + 1)
+    if CONFIG.split_blocks is None:
+        cta_range = device.find_range(number, grid.num_splits, key_lengths, BLOCK_N, CONFIG.overhead)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
-        continued = device.continued_item(cta_range, OVERHEAD)
+        continued = device.continued_item(cta_range, CONFIG.overhead)
     else:
         local_item = number // grid.num_splits
         split = number % grid.num_splits
@@ -208,11 +223,11 @@ def dense_decode_kernel(
         stop_item = first_item + 1
     for item in range(first_item, stop_item):
         blocks = device.item_blocks(item, key_lengths, BLOCK_N)
-        if SPLIT_BLOCKS is None:
-            first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
-            cost += blocks + OVERHEAD
+        if CONFIG.split_blocks is None:
+            first_block, stop_block = device.split_of(cta_range, cost, blocks, CONFIG.overhead)
+            cost += blocks + CONFIG.overhead
         else:
-            split_size, splits = device.fixed_splits(blocks, SPLIT_BLOCKS, MAX_SPLITS)
+            split_size, splits = device.fixed_splits(blocks, CONFIG.split_blocks, CONFIG.max_splits)
             first_block = split * split_size
             stop_block = tl.minimum(first_block + split_size, blocks)
             if scratch is not None:
@@ -220,8 +235,8 @@ def dense_decode_kernel(
                 metadata = device.item_metadata(scratch, items, grid.num_groups, grid.num_splits, PARTIAL)
                 tl.store(metadata + local_item, splits.to(tl.float32), mask=(grid.num_splits > 1) & (split == 0))
         if first_block < stop_block:
-            q_offset = (item * query.stride_request + q_row) * Q_ALIGN
-            q_tile = load_tile(query.q, q_offset, in_rows, STEP)
+            q_offset = (item * query.stride_request + q_row) * CONFIG.q_align
+            q_tile = load_tile(query.q, q_offset, in_rows, step)
             length = device.key_count(item, key_lengths)
             values, lse2 = _attend(
                 q_tile,
@@ -233,25 +248,23 @@ def dense_decode_kernel(
                 length,
                 length - causal * (outputs.rows // outputs.heads - 1 - token),
                 scale,
-                STEP,
-                K_ALIGN,
-                PAGE_SIZE,
-                TOKEN_STRIDE,
-                NATIVE_FP8,
+                CONFIG,
             )
             values *= k_scale_value
-            cols = tl.arange(0, STEP.latent)
+            cols = tl.arange(0, step.latent)
             if first_block == 0 and stop_block == blocks:
-                write_out(outputs, item, kv_head, row, cols, values, lse2, STEP.latent_dim, OUT_ALIGN, STEP.interpreted)
+                write_out(
+                    outputs, item, kv_head, row, cols, values, lse2, step.latent_dim, CONFIG.out_align, step.interpreted
+                )
                 write_lse(outputs, item, kv_head, row, lse2)
             elif scratch is not None:
-                if SPLIT_BLOCKS is None:
+                if CONFIG.split_blocks is None:
                     partial = device.partial_of_range(number, group, grid.num_groups, first_block > 0)
                 else:
                     partial = device.partial_of_split(local_item, split, group, grid.num_groups, grid.num_splits)
                 combine.write_partial(
-                    scratch, partial, outputs.rows - first_row, values, lse2, cols, BLOCK_H, STEP.latent_dim
+                    scratch, partial, outputs.rows - first_row, values, lse2, cols, BLOCK_H, step.latent_dim
                 )
-    if SPLIT_BLOCKS is None:
+    if CONFIG.split_blocks is None:
         metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, PARTIAL)
         tl.store(metadata + number, continued.to(tl.float32))

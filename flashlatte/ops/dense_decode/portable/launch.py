@@ -14,7 +14,12 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
-from flashlatte.ops.dense_decode.portable.kernel import DenseCache, DenseQuery, dense_decode_kernel
+from flashlatte.ops.dense_decode.portable.kernel import (
+    DenseCache,
+    DenseQuery,
+    PortableDenseDecodeConfig,
+    dense_decode_kernel,
+)
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.split_kv import combine, plan
@@ -36,13 +41,13 @@ class PortableDenseDecodePlan:
 
     Attributes:
         config: tile sizes.
+        step: ``online_softmax``'s constants.
         split: how requests are split over CTAs.
-        constants: the kernel's constants, except those that depend on strides.
     """
 
     config: AttentionConfig
+    step: StepConfig
     split: SplitPlan
-    constants: dict[str, Any]
 
 
 def dense_decode(params: DenseDecodeParams) -> None:
@@ -72,12 +77,19 @@ def dense_decode(params: DenseDecodeParams) -> None:
     heads = h_q // h_kv
     query = DenseQuery(q, *(stride // q_align for stride in strides_in_use(q)))
     k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
-    boxes = _boxes(k_cache, k_align, launch_plan.constants["STEP"], launch_plan.config)
+    boxes = _boxes(k_cache, k_align, launch_plan.step, launch_plan.config)
     cache = DenseCache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
-    lengths = key_lengths(batch, 1, params.cache_seqlens, limit)
+    lengths = key_lengths(batch, None, params.cache_seqlens, limit)
     outputs = outputs_of(
-        out, params.lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=params.empty_lse, row_align=out_align
+        out,
+        params.lse,
+        None,
+        tokens=None,
+        heads=heads,
+        rows=s_q * heads,
+        empty_lse=params.empty_lse,
+        row_align=out_align,
     )
     split = launch_plan.split
 
@@ -94,12 +106,19 @@ def dense_decode(params: DenseDecodeParams) -> None:
             k_scale_value=params.k_scale_value,
             softmax_scale=params.softmax_scale,
             causal=int(params.causal),
-            TOKEN_STRIDE=k_token if k_token * k_align == h_kv * head_dim else None,
-            Q_ALIGN=q_align,
-            K_ALIGN=k_align,
-            OUT_ALIGN=out_align,
-            NATIVE_FP8=is_fp8 and converts_e4m3(device),
-            **launch_plan.constants,
+            CONFIG=PortableDenseDecodeConfig(
+                step=launch_plan.step,
+                page_size=page_size,
+                token_stride=k_token if k_token * k_align == h_kv * head_dim else None,
+                q_align=q_align,
+                k_align=k_align,
+                out_align=out_align,
+                overhead=split.overhead,
+                split_blocks=split.split_blocks,
+                max_splits=split.max_splits,
+                native_fp8=is_fp8 and converts_e4m3(device),
+            ),
+            num_warps=launch_plan.config.num_warps,
         )
         if scratch is not None:
             combine.launch_combine(split, scratch, outputs, out_align, first, count)
@@ -153,15 +172,4 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
         split = plan.balanced(partial, batch, max_blocks, groups, groups_per_head, ranges, overhead)
-    return PortableDenseDecodePlan(
-        config=chosen,
-        split=split,
-        constants={
-            "STEP": step,
-            "PAGE_SIZE": page_size,
-            "OVERHEAD": split.overhead,
-            "SPLIT_BLOCKS": split.split_blocks,
-            "MAX_SPLITS": split.max_splits,
-            "num_warps": chosen.num_warps,
-        },
-    )
+    return PortableDenseDecodePlan(chosen, step, split)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashlatte.ops.index_logits.hopper.scores import LogitsOutput
+from flashlatte.ops.index_logits.params import KeyRanges, QueryLengths
 from flashlatte.runtime.triton_kernel import kernel
 
 # Columns that a program writes at a time.
@@ -27,44 +29,25 @@ def _fill(logits, first, last, BLOCK: tl.constexpr):
 
 
 @kernel
-def clean_ragged_kernel(
-    logits,
-    stride: tl.int64,
-    width: tl.int32,
-    key_start,
-    start_stride: tl.int64,
-    key_end,
-    end_stride: tl.int64,
-    num_keys: tl.int32,
-    compressed: tl.int32,
-    BLOCK: tl.constexpr,
-):
+def clean_ragged_kernel(output: LogitsOutput, ranges: KeyRanges, num_keys: tl.int32, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    start = tl.load(key_start + row * start_stride).to(tl.int64)
-    end = tl.load(key_end + row * end_stride).to(tl.int64)
+    start = tl.load(ranges.start + row * ranges.start_stride).to(tl.int64)
+    end = tl.load(ranges.end + row * ranges.end_stride).to(tl.int64)
     start = tl.minimum(tl.maximum(start, 0), num_keys)
     end = tl.maximum(tl.minimum(end, num_keys), start)
-    shift = start * compressed
-    _fill(logits + row * stride, 0, start - shift, BLOCK)
-    _fill(logits + row * stride, end - shift, width, BLOCK)
+    shift = start * output.compressed
+    _fill(output.logits + row * output.stride, 0, start - shift, BLOCK)
+    _fill(output.logits + row * output.stride, end - shift, output.width, BLOCK)
 
 
 @kernel
-def clean_paged_kernel(
-    logits,
-    stride: tl.int64,
-    width: tl.int32,
-    lengths,
-    request_stride: tl.int64,
-    token_stride: tl.int64,
-    shortened: tl.int32,
-    max_keys: tl.int32,
-    next_n: tl.int32,
-    BLOCK: tl.constexpr,
-):
+def clean_paged_kernel(output: LogitsOutput, lengths: QueryLengths, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    token = row % next_n
-    length = tl.load(lengths + row // next_n * request_stride + token * token_stride).to(tl.int64)
-    length = tl.maximum(length, 0)  # before the subtraction, which would overflow for the minimum int64
-    end = tl.minimum(length - shortened * (next_n - 1 - token), max_keys)
-    _fill(logits + row * stride, tl.maximum(end, 0), width, BLOCK)
+    token = row % lengths.next_n
+    length = lengths.lengths + row // lengths.next_n * lengths.request_stride + token * lengths.token_stride
+    # Clamp before the subtraction, which would overflow for the minimum int64.
+    end = tl.maximum(tl.load(length).to(tl.int64), 0)
+    if not lengths.per_query:
+        end -= lengths.next_n - 1 - token
+    end = tl.minimum(end, lengths.max_keys)
+    _fill(output.logits + row * output.stride, tl.maximum(end, 0), output.width, BLOCK)

@@ -9,9 +9,22 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlatte.ops.index_logits.hopper import clean as cleaning
-from flashlatte.ops.index_logits.hopper import paged_kernel, ragged_kernel
+from flashlatte.ops.index_logits.hopper.clean import BLOCK, clean_paged_kernel, clean_ragged_kernel, programs_of_row
+from flashlatte.ops.index_logits.hopper.paged_kernel import (
+    MIN_WEIGHTS,
+    IndexCache,
+    PagedLogitsQueries,
+    index_logits_paged_kernel,
+)
+from flashlatte.ops.index_logits.hopper.ragged_kernel import (
+    COLUMNS,
+    RaggedLogitsInputs,
+    RaggedLogitsWork,
+    index_logits_ragged_kernel,
+)
+from flashlatte.ops.index_logits.hopper.scores import LogitsOutput
 from flashlatte.ops.index_logits.hopper.tiles import KEYS, MAX_COLUMNS, scalars_layout, vectors_layout
+from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams, key_ranges, query_lengths
 from flashlatte.runtime.machine import num_sms
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.tma_descriptors import Address
@@ -22,124 +35,70 @@ _MIN_ITEM_KEYS = 1024
 _SCALE_BYTES = 4
 
 
-def ragged(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    key_start: torch.Tensor,
-    key_end: torch.Tensor,
-    logits: torch.Tensor,
-    clean: bool,
-    compressed: bool,
-    item_keys: int | None = None,
-) -> None:
+def ragged(params: IndexLogitsParams) -> None:
     """Logits of q e4m3 [M, H, D] with keys e4m3 [N, D]; H is a power of two from 8 to 128."""
+    q, k, logits = params.q, params.k, params.logits
     num_queries, heads, head_dim = q.shape
     num_keys, width = k.shape[0], logits.shape[1]
-    queries = 2 * ragged_kernel.COLUMNS.value // heads
-    if item_keys is None:
-        item_keys = keys_per_item(num_queries, num_keys, queries, num_sms(q.device))
+    sms = num_sms(q.device)
+    queries = 2 * COLUMNS.value // heads
+    item_keys = keys_per_item(num_queries, num_keys, queries, sms)
     items = -(-num_queries // queries) * -(-num_keys // item_keys)
-    programs = min(items, num_sms(q.device))
-    ranges = {
-        "key_start": key_start,
-        "start_stride": stride_in_use(key_start, 0),
-        "key_end": key_end,
-        "end_stride": stride_in_use(key_end, 0),
-    }
-    ragged_kernel.kernel[(programs,)](
-        q=_vectors("q", q.reshape(-1, head_dim), ragged_kernel.COLUMNS.value),
-        weights=_scalars("weights", weights.reshape(-1), ragged_kernel.COLUMNS.value),
-        k=_vectors("k", k, KEYS.value),
-        k_scale=_scalars("k_scale", k_scale, KEYS.value),
-        **ranges,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        item_keys=item_keys,
-        num_waves=-(-items // programs),
-        logits=logits,
-        logits_stride=stride_in_use(logits, 0),
-        width=width,
-        compressed=int(compressed),
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        num_warps=4,
+    programs = min(items, sms)
+    ranges = key_ranges(params)
+    output = LogitsOutput(logits, stride_in_use(logits, 0), width, int(params.compressed))
+    inputs = RaggedLogitsInputs(
+        _vectors("q", q.reshape(-1, head_dim), COLUMNS.value),
+        _scalars("weights", params.weights.reshape(-1), COLUMNS.value),
+        _vectors("k", k, KEYS.value),
+        _scalars("k_scale", params.k_scale, KEYS.value),
     )
-    if clean:
-        cleaning.clean_ragged_kernel[(num_queries, cleaning.programs_of_row(num_queries, width, num_sms(q.device)))](
-            logits=logits,
-            stride=stride_in_use(logits, 0),
-            width=width,
-            **ranges,
-            num_keys=num_keys,
-            compressed=int(compressed),
-            BLOCK=cleaning.BLOCK,
-            num_warps=4,
+    work = RaggedLogitsWork(ranges, num_queries, num_keys, item_keys, -(-items // programs))
+    index_logits_ragged_kernel[(programs,)](inputs, work, output, HEADS=heads, HEAD_DIM=head_dim, num_warps=4)
+    if params.clean:
+        clean_ragged_kernel[(num_queries, programs_of_row(num_queries, width, sms))](
+            output, ranges, num_keys=num_keys, BLOCK=BLOCK, num_warps=4
         )
 
 
-def paged(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor,
-    logits: torch.Tensor,
-    clean: bool,
-) -> None:
+def paged(params: PagedIndexLogitsParams) -> None:
     """Logits of q e4m3 [b, next_n, H, D] with paged keys; H is a power of two from 8 to 128, the page size a multiple
     of 32."""
+    q, cache, block_table, logits = params.q, params.cache, params.block_table, params.logits
     requests, next_n, heads, head_dim = q.shape
     pages, page_size = cache.shape[:2]
-    width = logits.shape[1]
     columns = columns_per_tile(next_n, heads)
     box = math.gcd(page_size, KEYS.value)
-    max_keys = min(width, block_table.shape[1] * page_size)
-    # With one length per request, each query sees one key fewer than the next.
-    per_query = cache_seqlens.ndim == 2 and next_n > 1
-    lengths = {
-        "lengths": cache_seqlens,
-        "request_stride": stride_in_use(cache_seqlens, 0),
-        "token_stride": stride_in_use(cache_seqlens, 1) if per_query else 0,
-    }
-    k, k_scale = _pages(cache, head_dim, box)
+    lengths = query_lengths(params, columns // heads)
+    output = LogitsOutput(logits, stride_in_use(logits, 0), logits.shape[1], 0)
+    queries = PagedLogitsQueries(
+        _vectors("q", q.reshape(-1, head_dim), columns),
+        _scalars("weights", params.weights.reshape(-1), max(columns, MIN_WEIGHTS.value)),
+    )
+    index_cache = IndexCache(
+        *_pages(cache, head_dim, box),
+        pages,
+        page_size,
+        block_table,
+        stride_in_use(block_table, 0),
+        block_table.shape[1],
+    )
     programs = num_sms(q.device)
-    paged_kernel.kernel[(programs,)](
-        q=_vectors("q", q.reshape(-1, head_dim), columns),
-        weights=_scalars("weights", weights.reshape(-1), max(columns, paged_kernel.MIN_WEIGHTS.value)),
-        k=k,
-        k_scale=k_scale,
-        pages=pages,
-        page_size=page_size,
-        block_table=block_table,
-        table_stride=stride_in_use(block_table, 0),
-        table_columns=block_table.shape[1],
-        **lengths,
-        max_keys=max_keys,
-        requests=requests,
-        next_n=next_n,
-        logits=logits,
-        logits_stride=stride_in_use(logits, 0),
+    index_logits_paged_kernel[(programs,)](
+        queries,
+        index_cache,
+        lengths,
+        output,
         HEADS=heads,
         HEAD_DIM=head_dim,
         COLUMNS=columns,
         BOX=box,
-        PER_QUERY=per_query,
         num_warps=4,
     )
-    if clean:
+    if params.clean:
         rows = requests * next_n
-        cleaning.clean_paged_kernel[(rows, cleaning.programs_of_row(rows, width, programs))](
-            logits=logits,
-            stride=stride_in_use(logits, 0),
-            width=width,
-            **lengths,
-            shortened=int(not per_query),
-            max_keys=max_keys,
-            next_n=next_n,
-            BLOCK=cleaning.BLOCK,
-            num_warps=4,
+        clean_paged_kernel[(rows, programs_of_row(rows, output.width, programs))](
+            output, lengths, BLOCK=BLOCK, num_warps=4
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -12,19 +12,19 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.ops.index_logits.hopper import split
-from flashlatte.ops.index_logits.hopper.scores import LogitRows, logits_layout, store, sum_over_heads
+from flashlatte.ops.index_logits.hopper.scores import LogitsOutput, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
     PRODUCER_REGISTERS,
-    barriers,
-    scalars_layout,
+    allocate_rings,
     scores_layout,
-    vectors_layout,
     wait_empty,
     wait_full,
 )
+from flashlatte.ops.index_logits.params import LogitRows, QueryLengths
 from flashlatte.runtime.gluon_compat import tma_load
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Slots of the ring of keys (even, because each slot belongs to one consumer), and of the ring of queries.
@@ -50,13 +50,13 @@ class IndexCache(NamedTuple):
         block_table, table_stride, table_columns: pages of each request.
     """
 
-    k: Any
-    k_scale: Any
-    pages: Any
-    page_size: Any
-    block_table: Any
-    table_stride: Any
-    table_columns: Any
+    k: Pointer
+    k_scale: Pointer
+    pages: Int32
+    page_size: Int32
+    block_table: ElementPointer
+    table_stride: Int64
+    table_columns: Int32
 
 
 class PagedLogitsQueries(NamedTuple):
@@ -65,22 +65,8 @@ class PagedLogitsQueries(NamedTuple):
     A box holds one row per column of a tile, and at least ``MIN_WEIGHTS`` weights.
     """
 
-    q: Any
-    weights: Any
-
-
-class PagedLogitsShared(NamedTuple):
-    """Rings of queries and of keys."""
-
-    q: Any  # [Q_SLOTS, COLUMNS, D]
-    weights: Any  # [Q_SLOTS, max(COLUMNS, FEWEST_WEIGHTS)]
-    q_full: Any
-    q_empty: Any
-    k: Any  # [SLOTS, 64, D]
-    k_scale: Any  # [SLOTS, 64]
-    k_full: Any
-    k_empty: Any
-    descriptors_fetched: Any
+    q: Pointer
+    weights: Pointer
 
 
 @gluon.jit
@@ -107,30 +93,30 @@ def _load_keys(cache, page, offset, full, vectors, scales):
 
 
 @gluon.jit
-def prefetch_descriptors(cache, shared, BOX: gl.constexpr):
+def prefetch_descriptors(cache, shared, fetched, BOX: gl.constexpr):
     """Issue a dummy copy with each descriptor into the last slot, which is used much later.
 
     The first copy with a descriptor loads the descriptor from memory. Here that overlaps with the loads of the lengths.
     """
     HEAD_DIM: gl.constexpr = shared.q.shape[2]
-    mbarrier.expect(shared.descriptors_fetched, BOX * (HEAD_DIM + 4))
+    mbarrier.expect(fetched, BOX * (HEAD_DIM + 4))
     vectors, scales = shared.k.index(SLOTS - 1).slice(0, BOX), shared.k_scale.index(SLOTS - 1).slice(0, BOX)
-    _load_keys(cache, -1, 0, shared.descriptors_fetched, vectors, scales)
+    _load_keys(cache, -1, 0, fetched, vectors, scales)
 
 
 @gluon.jit
-def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.constexpr, PER_QUERY: gl.constexpr):
+def produce(queries, cache, lengths, segment, shared, descriptors_fetched, BOX: gl.constexpr, HEADS: gl.constexpr):
     COLUMNS: gl.constexpr = shared.q.shape[1]
     HEAD_DIM: gl.constexpr = shared.q.shape[2]
     BOXES: gl.constexpr = KEYS // BOX
     segments_done = 0
     step = 0
-    mbarrier.wait(shared.descriptors_fetched, 0)
+    mbarrier.wait(descriptors_fetched, 0)
     while segment.tiles > 0:
         wait_empty(shared.q_empty, segments_done, Q_SLOTS)
         full = shared.q_full.index(segments_done % Q_SLOTS)
         mbarrier.expect(full, COLUMNS * HEAD_DIM + 4 * shared.weights.shape[1])
-        row = (segment.request * work.next_n + segment.token) * HEADS
+        row = (segment.request * lengths.next_n + segment.token) * HEADS
         tma_load(queries.q, [row, 0], full, shared.q.index(segments_done % Q_SLOTS))
         tma_load(queries.weights, [row], full, shared.weights.index(segments_done % Q_SLOTS))
         segments_done += 1
@@ -156,27 +142,25 @@ def produce(queries, cache, work, segment, shared, BOX: gl.constexpr, HEADS: gl.
                 offset += BOX
                 offset = gl.where(offset == cache.page_size, 0, offset)
             step += 1
-        segment = split.next_segment(work, segment, PER_QUERY)
+        segment = split.next_segment(lengths, segment)
 
 
 @gluon.jit
-def _rows(work, segment, logits, stride, QUERIES: gl.constexpr, PER_QUERY: gl.constexpr):
+def _rows(lengths, segment, output, QUERIES: gl.constexpr):
     token = segment.token + gl.arange(0, QUERIES, gl.SliceLayout(0, logits_layout(QUERIES)))
-    is_query = token < work.next_n
+    is_query = token < lengths.next_n
     # The token stride is 0 with one length per request.
-    length = work.lengths + segment.request.to(gl.int64) * work.request_stride + token.to(gl.int64) * work.token_stride
-    end = gl.load(length, mask=is_query, other=0)
-    if not PER_QUERY:
-        end -= work.next_n - 1 - token
-    end = gl.where(is_query, gl.minimum(gl.maximum(end, 0), work.max_keys), 0).to(gl.int32)
-    row = segment.request.to(gl.int64) * work.next_n + token
-    return LogitRows(gl.zeros_like(end), end, logits + row * stride)
+    length = lengths.lengths + segment.request.to(gl.int64) * lengths.request_stride
+    end = gl.load(length + token.to(gl.int64) * lengths.token_stride, mask=is_query, other=0)
+    if not lengths.per_query:
+        end -= lengths.next_n - 1 - token
+    end = gl.where(is_query, gl.minimum(gl.maximum(end, 0), lengths.max_keys), 0).to(gl.int32)
+    row = segment.request.to(gl.int64) * lengths.next_n + token
+    return LogitRows(gl.zeros_like(end), end, output.logits + row * output.stride)
 
 
 @gluon.jit
-def consume(
-    work, segment, shared, logits, stride, CONSUMER: gl.constexpr, HEADS: gl.constexpr, PER_QUERY: gl.constexpr
-):
+def consume(lengths, segment, shared, output, CONSUMER: gl.constexpr, HEADS: gl.constexpr):
     """Compute the logits of every second tile of keys."""
     COLUMNS: gl.constexpr = shared.q.shape[1]
     QUERIES: gl.constexpr = COLUMNS // HEADS
@@ -184,7 +168,7 @@ def consume(
     segments_done = 0
     step = 0
     while segment.tiles > 0:
-        rows = _rows(work, segment, logits, stride, QUERIES, PER_QUERY)
+        rows = _rows(lengths, segment, output, QUERIES)
         q_slot = segments_done % Q_SLOTS
         wait_full(shared.q_full, segments_done, Q_SLOTS)
         weights = shared.weights.index(q_slot).slice(0, COLUMNS).load(gl.SliceLayout(0, SCORES))
@@ -201,69 +185,34 @@ def consume(
         mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         segments_done += 1
         step += segment.tiles
-        segment = split.next_segment(work, segment, PER_QUERY)
+        segment = split.next_segment(lengths, segment)
 
 
+@gluon_kernel
 def index_logits_paged_kernel(
-    q,
-    weights,
-    k,
-    k_scale,
-    pages: tl.int32,
-    page_size: tl.int32,
-    block_table,
-    table_stride: tl.int64,
-    table_columns: tl.int32,
-    lengths,
-    request_stride: tl.int64,
-    token_stride: tl.int64,
-    max_keys: tl.int32,
-    requests: tl.int32,
-    next_n: tl.int32,
-    logits,
-    logits_stride: tl.int64,
+    queries: PagedLogitsQueries,
+    cache: IndexCache,
+    lengths: QueryLengths,
+    output: LogitsOutput,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOX: tl.constexpr,
-    PER_QUERY: tl.constexpr,
 ):
     """The tiles of all requests, divided evenly among the programs. Arguments as in ``launch``."""
     # The kernel that reads the logits may launch now; it waits for this one.
     gdc_launch_dependents()
-    work = split.PagedLogitsWork(
-        lengths,
-        request_stride,
-        token_stride,
-        max_keys,
-        requests,
-        next_n,
-        COLUMNS // HEADS,
-    )
-    first_lengths = split.read_first_lengths(work)
-    shared = PagedLogitsShared(
-        gl.allocate_shared_memory(gl.float8e4nv, [Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [Q_SLOTS, max(COLUMNS, MIN_WEIGHTS)], scalars_layout()),
-        barriers(Q_SLOTS, 1),
-        barriers(Q_SLOTS, 2),
-        gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
-        barriers(SLOTS, 1),
-        barriers(SLOTS, 1),
-        allocate_mbarrier(),
-    )
-    cache = IndexCache(k, k_scale, pages, page_size, block_table, table_stride, table_columns)
-    prefetch_descriptors(cache, shared, BOX)
-    segment = split.first_segment(work, first_lengths, PER_QUERY)
+    first_lengths = split.read_first_lengths(lengths)
+    shared = allocate_rings(Q_SLOTS, 1, COLUMNS, max(COLUMNS, MIN_WEIGHTS), SLOTS, 1, HEAD_DIM)
+    descriptors_fetched = allocate_mbarrier()
+    prefetch_descriptors(cache, shared, descriptors_fetched, BOX)
+    segment = split.first_segment(lengths, first_lengths)
     gl.warp_specialize(
         [
-            (consume, (work, segment, shared, logits, logits_stride, 0, HEADS, PER_QUERY)),
-            (consume, (work, segment, shared, logits, logits_stride, 1, HEADS, PER_QUERY)),
-            (produce, (PagedLogitsQueries(q, weights), cache, work, segment, shared, BOX, HEADS, PER_QUERY)),
+            (consume, (lengths, segment, shared, output, 0, HEADS)),
+            (consume, (lengths, segment, shared, output, 1, HEADS)),
+            (produce, (queries, cache, lengths, segment, shared, descriptors_fetched, BOX, HEADS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-kernel = gluon_kernel(index_logits_paged_kernel, by_element=["block_table", "lengths", "logits"])

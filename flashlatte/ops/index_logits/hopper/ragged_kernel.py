@@ -9,22 +9,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashlatte.ops.index_logits.hopper.scores import LogitRows, logits_layout, store, sum_over_heads
+from flashlatte.ops.index_logits.hopper.scores import LogitsOutput, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
     CONSUMER_REGISTERS,
     KEYS,
     PRODUCER_REGISTERS,
-    barriers,
-    scalars_layout,
+    allocate_rings,
     scores_layout,
-    vectors_layout,
     wait_empty,
     wait_full,
 )
+from flashlatte.ops.index_logits.params import KeyRanges, LogitRows
 from flashlatte.runtime.gluon_compat import tma_load
+from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Slots of the ring of keys, and of the ring of queries.
+# Slots of the ring of keys, and of the ring of queries; a slot holds the queries of both consumers.
 SLOTS = gl.constexpr(8)
 Q_SLOTS = gl.constexpr(2)
 # Columns of a consumer (heads of its queries), and of a WGMMA: half of them.
@@ -36,45 +36,20 @@ class RaggedLogitsWork(NamedTuple):
     """The queries, their ranges of visible keys, the keys per work item (a multiple of 64), and the number of waves of
     work items."""
 
-    key_start: Any
-    start_stride: Any
-    key_end: Any
-    end_stride: Any
-    num_queries: Any
-    num_keys: Any
-    item_keys: Any
-    num_waves: Any
+    ranges: KeyRanges
+    num_queries: Int32
+    num_keys: Int32
+    item_keys: Int32
+    num_waves: Int32
 
 
 class RaggedLogitsInputs(NamedTuple):
     """TMA descriptors: q [M · H, D] and weights [M · H] in boxes of 256, k [N, D] and k_scale [N] in boxes of 64."""
 
-    q: Any
-    weights: Any
-    k: Any
-    k_scale: Any
-
-
-class RaggedLogitsOutput(NamedTuple):
-    """Logits [M, width], the row stride, and whether column 0 of a row is its first visible key (1) or key 0 (0)."""
-
-    logits: Any
-    stride: Any
-    width: Any
-    compressed: Any
-
-
-class RaggedLogitsShared(NamedTuple):
-    """Rings of queries (a slot holds the queries of both consumers) and of keys."""
-
-    q: Any  # [2 * Q_SLOTS, 256, D]
-    weights: Any  # [2 * Q_SLOTS, 256]
-    q_full: Any
-    q_empty: Any
-    k: Any  # [SLOTS, 64, D]
-    k_scale: Any  # [SLOTS, 64]
-    k_full: Any
-    k_empty: Any
+    q: Pointer
+    weights: Pointer
+    k: Pointer
+    k_scale: Pointer
 
 
 class RaggedLogitsItem(NamedTuple):
@@ -91,8 +66,8 @@ def _range(work, query):
     """Begin and end of the visible keys of each query, clamped to the keys; an empty range after the last query."""
     is_query = query < work.num_queries
     row = query.to(gl.int64)
-    start = gl.load(work.key_start + row * work.start_stride, mask=is_query, other=0)
-    end = gl.load(work.key_end + row * work.end_stride, mask=is_query, other=0)
+    start = gl.load(work.ranges.start + row * work.ranges.start_stride, mask=is_query, other=0)
+    end = gl.load(work.ranges.end + row * work.ranges.end_stride, mask=is_query, other=0)
     start = gl.minimum(gl.maximum(start, 0), work.num_keys).to(gl.int32)
     end = gl.minimum(gl.maximum(end, 0), work.num_keys).to(gl.int32)
     return start, end
@@ -203,40 +178,16 @@ def consume(work, shared, output, CONSUMER: gl.constexpr, HEADS: gl.constexpr):
             items_done += 1
 
 
+@gluon_kernel
 def index_logits_ragged_kernel(
-    q,
-    weights,
-    k,
-    k_scale,
-    key_start,
-    start_stride: tl.int64,
-    key_end,
-    end_stride: tl.int64,
-    num_queries: tl.int32,
-    num_keys: tl.int32,
-    item_keys: tl.int32,
-    num_waves: tl.int32,
-    logits,
-    logits_stride: tl.int64,
-    width: tl.int32,
-    compressed: tl.int32,
+    inputs: RaggedLogitsInputs,
+    work: RaggedLogitsWork,
+    output: LogitsOutput,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     """In each wave a program processes one work item: 512 / HEADS queries and up to item_keys keys."""
-    shared = RaggedLogitsShared(
-        gl.allocate_shared_memory(gl.float8e4nv, [2 * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [2 * Q_SLOTS, COLUMNS], scalars_layout()),
-        barriers(Q_SLOTS, 1),
-        barriers(Q_SLOTS, 2),
-        gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
-        barriers(SLOTS, 1),
-        barriers(SLOTS, 2),
-    )
-    work = RaggedLogitsWork(key_start, start_stride, key_end, end_stride, num_queries, num_keys, item_keys, num_waves)
-    inputs = RaggedLogitsInputs(q, weights, k, k_scale)
-    output = RaggedLogitsOutput(logits, logits_stride, width, compressed)
+    shared = allocate_rings(Q_SLOTS, 2, COLUMNS, COLUMNS, SLOTS, 2, HEAD_DIM)
     gl.warp_specialize(
         [
             (consume, (work, shared, output, 0, HEADS)),
@@ -246,6 +197,3 @@ def index_logits_ragged_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-kernel = gluon_kernel(index_logits_ragged_kernel, by_element=["key_start", "key_end", "logits"])

@@ -6,13 +6,14 @@ a thread. A thread holds a quarter of the columns of two keys.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.ops.index_logits.hopper.tiles import KEYS
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 
 
 @gluon.constexpr_function
@@ -59,17 +60,18 @@ def sum_over_heads(scores, weights, HEADS: gl.constexpr):
     return gl.sum(partial, 2)
 
 
-class LogitRows(NamedTuple):
-    """Rows of logits of a tile's queries, [queries]: begin and end of the visible keys, and the address of key 0."""
+class LogitsOutput(NamedTuple):
+    """Logits [rows, width], and whether column 0 of a row is its first visible key (1) or key 0 (0)."""
 
-    start: Any
-    end: Any
-    address: Any
+    logits: ElementPointer
+    stride: Int64
+    width: Int32
+    compressed: Int32
 
 
 @gluon.jit
 def store(logits, first_key, rows):
-    """Write ``logits`` [64, queries] of the keys from ``first_key`` on, where visible."""
+    """Write ``logits`` [64, queries] of the keys from ``first_key`` on, where visible; ``rows`` is a ``LogitRows``."""
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, logits.type.layout))
     seen = (key[:, None] >= rows.start[None, :]) & (key[:, None] < rows.end[None, :])
     gl.store(rows.address[None, :] + key[:, None], logits.to(rows.address.dtype.element_ty), mask=seen)

@@ -2,7 +2,7 @@
 
 The tiles of all requests form a list that is not stored: request by request, and within a request with more queries
 than a tile, group by group of queries. A program processes a contiguous share of the list in segments: tiles of one
-group.
+group. ``lengths`` is a ``QueryLengths``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,6 @@ _SCAN = gl.constexpr(128)
 _SCANNED = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 
-class PagedLogitsWork(NamedTuple):
-    """The requests.
-
-    Attributes:
-        lengths: keys of each request, [requests], or visible keys of each query, [requests, next_n].
-        request_stride, token_stride: strides of the lengths; token_stride is 0 with one length per request.
-        max_keys: maximum keys, limited by the block table and the logits.
-        next_n: queries per request.
-        group: queries per tile.
-    """
-
-    lengths: Any
-    request_stride: Any
-    token_stride: Any
-    max_keys: Any
-    requests: Any
-    next_n: Any
-    group: Any
-
-
 class Segment(NamedTuple):
     """``tiles`` tiles of keys from ``key`` on, for the queries from ``token`` on of a request. ``remaining``: tiles of
     the program from here on, including these. 0 tiles ends the loop.
@@ -52,25 +32,25 @@ class Segment(NamedTuple):
 
 
 @gluon.jit
-def _length(work, request, token):
-    address = work.lengths + request.to(gl.int64) * work.request_stride + token * work.token_stride
-    return gl.load(address, mask=request < work.requests, other=0)
+def _length(lengths, request, token):
+    address = lengths.lengths + request.to(gl.int64) * lengths.request_stride + token * lengths.token_stride
+    return gl.load(address, mask=request < lengths.requests, other=0)
 
 
 @gluon.jit
-def _tiles(work, request, length, PER_QUERY: gl.constexpr):
+def _tiles(lengths, request, length):
     """Tiles of keys of requests; 0 after the last request. ``length``: first length of each request."""
-    keys = _keys(work, length)
-    if PER_QUERY:
-        for token in range(1, work.next_n):
-            keys = gl.maximum(keys, _keys(work, _length(work, request, token)))
+    keys = _keys(lengths, length)
+    if lengths.per_query:
+        for token in range(1, lengths.next_n):
+            keys = gl.maximum(keys, _keys(lengths, _length(lengths, request, token)))
     return (keys + KEYS - 1) // KEYS
 
 
 @gluon.jit
-def _keys(work, length):
+def _keys(lengths, length):
     """Clamp before the cast, which would truncate int64 lengths."""
-    return gl.minimum(gl.maximum(length, 0), work.max_keys).to(gl.int32)
+    return gl.minimum(gl.maximum(length, 0), lengths.max_keys).to(gl.int32)
 
 
 @gluon.jit
@@ -79,19 +59,19 @@ def _add(a, b):
 
 
 @gluon.jit
-def read_first_lengths(work):
+def read_first_lengths(lengths):
     """Start loading the lengths of the first requests, which overlaps with the setup."""
-    return _length(work, gl.arange(0, _SCAN, _SCANNED), 0)
+    return _length(lengths, gl.arange(0, _SCAN, _SCANNED), 0)
 
 
 @gluon.jit
-def first_segment(work, first_lengths, PER_QUERY: gl.constexpr):
+def first_segment(lengths, first_lengths):
     """The first segment of the program's share of the list."""
-    groups = (work.next_n + work.group - 1) // work.group
-    total = gl.sum(_tiles(work, gl.arange(0, _SCAN, _SCANNED), first_lengths, PER_QUERY), 0)
-    for start in range(_SCAN, work.requests, _SCAN):
+    groups = (lengths.next_n + lengths.group - 1) // lengths.group
+    total = gl.sum(_tiles(lengths, gl.arange(0, _SCAN, _SCANNED), first_lengths), 0)
+    for start in range(_SCAN, lengths.requests, _SCAN):
         candidates = start + gl.arange(0, _SCAN, _SCANNED)
-        total += gl.sum(_tiles(work, candidates, _length(work, candidates, 0), PER_QUERY), 0)
+        total += gl.sum(_tiles(lengths, candidates, _length(lengths, candidates, 0)), 0)
     total *= groups
     share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
     begin = gl.minimum(gl.program_id(0) * share, total)
@@ -99,32 +79,32 @@ def first_segment(work, first_lengths, PER_QUERY: gl.constexpr):
     request = gl.to_tensor(0)
     before = gl.to_tensor(0)
     scanned = gl.to_tensor(0)
-    for start in range(0, work.requests, _SCAN):
+    for start in range(0, lengths.requests, _SCAN):
         candidates = start + gl.arange(0, _SCAN, _SCANNED)
-        tiles = _tiles(work, candidates, _length(work, candidates, 0), PER_QUERY) * groups
+        tiles = _tiles(lengths, candidates, _length(lengths, candidates, 0)) * groups
         ends = scanned + gl.associative_scan(tiles, 0, _add)
-        passed = (candidates < work.requests) & (ends <= begin)
+        passed = (candidates < lengths.requests) & (ends <= begin)
         request += gl.sum(passed.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
         scanned += gl.sum(tiles, 0)
-    tiles = gl.maximum(_tiles(work, request, _length(work, request, 0), PER_QUERY), 1)
+    tiles = gl.maximum(_tiles(lengths, request, _length(lengths, request, 0)), 1)
     remaining = gl.minimum(total - begin, share)
     group = (begin - before) // tiles
     skipped = (begin - before) % tiles
-    return Segment(request, group * work.group, skipped * KEYS, gl.minimum(tiles - skipped, remaining), remaining)
+    return Segment(request, group * lengths.group, skipped * KEYS, gl.minimum(tiles - skipped, remaining), remaining)
 
 
 @gluon.jit
-def next_segment(work, segment, PER_QUERY: gl.constexpr):
+def next_segment(lengths, segment):
     """The next segment: the next group of the request, or the next request with keys."""
     remaining = segment.remaining - segment.tiles
     request = segment.request
-    token = segment.token + work.group
-    if token >= work.next_n:
+    token = segment.token + lengths.group
+    if token >= lengths.next_n:
         token = 0
         request += 1
-    tiles = _tiles(work, request, _length(work, request, 0), PER_QUERY)
-    while (tiles == 0) & (request < work.requests):
+    tiles = _tiles(lengths, request, _length(lengths, request, 0))
+    while (tiles == 0) & (request < lengths.requests):
         request += 1
-        tiles = _tiles(work, request, _length(work, request, 0), PER_QUERY)
+        tiles = _tiles(lengths, request, _length(lengths, request, 0))
     return Segment(request, token, 0, gl.minimum(tiles, remaining), remaining)

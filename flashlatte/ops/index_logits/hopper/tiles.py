@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -40,6 +42,43 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for index in gl.static_range(COUNT):
         mbarrier.init(ring.index(index), count=ARRIVALS)
     return ring
+
+
+class LogitsShared(NamedTuple):
+    """Rings of queries and of keys, with their barriers."""
+
+    q: Any  # [slots · consumers' tiles, columns, D]
+    weights: Any  # [slots · consumers' tiles, columns, or more]
+    q_full: Any
+    q_empty: Any
+    k: Any  # [slots, 64, D]
+    k_scale: Any  # [slots, 64]
+    k_full: Any
+    k_empty: Any
+
+
+@gluon.jit
+def allocate_rings(
+    Q_SLOTS: gl.constexpr,
+    TILES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    READERS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):
+    """Slots of queries, of TILES tiles with COLUMNS columns and WEIGHTS weights each, which both consumers read; and
+    slots of keys, which READERS consumers read."""
+    return LogitsShared(
+        gl.allocate_shared_memory(gl.float8e4nv, [TILES * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
+        gl.allocate_shared_memory(gl.float32, [TILES * Q_SLOTS, WEIGHTS], scalars_layout()),
+        barriers(Q_SLOTS, 1),
+        barriers(Q_SLOTS, 2),
+        gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
+        barriers(SLOTS, 1),
+        barriers(SLOTS, READERS),
+    )
 
 
 @gluon.jit

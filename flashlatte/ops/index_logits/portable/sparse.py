@@ -5,176 +5,104 @@ Contiguous keys are read as a cache of one page, whose size is their number.
 
 from __future__ import annotations
 
-import torch
+from typing import Any, NamedTuple
+
+import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import load_words
-from flashlatte.kernels.triton.cache_layout import as_bytes, cdiv, row_alignment
-from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32
-from flashlatte.kv_cache.index_formats import as_index_cache
+from flashlatte.kernels.triton.cache_layout import cdiv
+from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
+from flashlatte.ops.index_logits.params import LogitRows, SparseIndexLogitsParams
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
-from flashlatte.ops.index_logits.portable.ragged import ENCODINGS
-from flashlatte.ops.index_logits.portable.score import compute_type, head_sums, load_keys, load_queries
-from flashlatte.runtime import machine
-from flashlatte.runtime.strides import stride_in_use
+from flashlatte.ops.index_logits.portable.score import (
+    IndexKeys,
+    IndexQueries,
+    load_queries,
+    score_arguments,
+    store_logits,
+    tile_of_page,
+)
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 from flashlatte.runtime.triton_kernel import kernel
 
 
-def sparse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor,
-    first_key: torch.Tensor,
-    num_keys: torch.Tensor,
-    block_size: int,
-    logits: torch.Tensor,
-) -> None:
-    num_rows, heads, head_dim = q.shape
-    if k.dim() == 4:
-        cache, layout = as_index_cache(k, head_dim)
-        k = as_bytes(cache)
-        num_pages, page_size = k.shape[:2]
-        encoding, key_stride, scale_stride = layout.encoding, layout.planes[0].width, layout.scale_bytes
-        unit, page_stride = row_alignment(k, 0), stride_in_use(k, 0)
-    else:
-        encoding, num_pages, page_size = ENCODINGS[k.dtype], 1, k.shape[0]
-        unit, page_stride, key_stride = row_alignment(k, 0), 0, stride_in_use(k, 0)
-        scale_stride = 0 if k_scale is None else stride_in_use(k_scale, 0)
-        k = as_bytes(k)
+class CandidateBlocks(NamedTuple):
+    """The first key of each block of ``size`` keys, and how many of its keys are visible, [rows, blocks]."""
+
+    first: ElementPointer
+    first_row_stride: Int64
+    first_stride: Int64
+    counts: ElementPointer
+    count_row_stride: Int64
+    count_stride: Int64
+    size: Int32
+
+
+class CandidateKeys(NamedTuple):
+    """The keys of a row's blocks: pointers to their first keys and to their counts. Columns end at ``width``."""
+
+    keys: IndexKeys
+    blocks: CandidateBlocks
+    first: Any
+    counts: Any
+    width: Any
+    fills: Any = True
+
+
+def sparse(params: SparseIndexLogitsParams) -> None:
+    q, first, counts, logits = params.q, params.first_key, params.num_keys, params.logits
+    num_rows, heads, _ = q.shape
     config = choose(RAGGED, q.device)
     width = logits.shape[1]
     tiles = cdiv(width, config.block_n * config.tiles)
-    q_unit = row_alignment(q, 0, 1)
+    blocks = 1, padded_heads(heads), config.block_n
+    queries, keys, score = score_arguments(q, params.weights, params.k, params.k_scale, blocks)
     sparse_kernel[(num_rows * tiles,)](
-        q=as_bytes(q),
-        k=k,
-        k_scale=k_scale,
-        weights=weights,
-        first_key=first_key,
-        num_keys=num_keys,
-        logits=logits,
-        heads=heads,
+        queries,
+        keys,
+        CandidateBlocks(first, *first.stride(), counts, *counts.stride(), params.block_size),
+        token_rows(logits, align=1),
         width=width,
-        block_size=block_size,
         tiles=tiles,
-        num_pages=num_pages,
-        page_size=page_size,
-        page_stride=page_stride // unit,
-        key_stride=key_stride // unit,
-        scale_stride=scale_stride,
-        q_stride=stride_in_use(q, 0) // q_unit,
-        q_head_stride=stride_in_use(q, 1) // q_unit,
-        weight_stride=stride_in_use(weights, 0),
-        first_stride=first_key.stride(0),
-        first_block_stride=first_key.stride(1),
-        num_stride=num_keys.stride(0),
-        num_block_stride=num_keys.stride(1),
-        logits_stride=stride_in_use(logits, 0),
-        D=head_dim,
-        ENCODING=encoding,
-        COMPUTE=compute_type(q, encoding),
-        Q_ALIGN=q_unit,
-        ALIGN=unit,
-        NATIVE=converts_e4m3(q.device),
-        INTERPRETED=machine.interpreting(),
-        BLOCK_H=padded_heads(heads),
-        BLOCK_N=config.block_n,
         TILES=config.tiles,
+        CONFIG=score,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
-@kernel(by_element=("first_key", "num_keys"))
+@triton.jit
+def locate_candidates_of_row(source, column, CONFIG: tl.constexpr):
+    keys, blocks = source.keys, source.blocks
+    in_row = column < source.width
+    block, offset = column // blocks.size, column % blocks.size
+    first = tl.load(source.first + block * blocks.first_stride, mask=in_row, other=0).to(tl.int64)
+    count = tl.load(source.counts + block * blocks.count_stride, mask=in_row, other=0).to(tl.int64)
+    key = first + offset
+    exists = (offset < count) & (key >= 0) & (key < keys.num_pages * keys.page_size)
+    key = tl.where(exists, key, 0)
+    page = keys.start + key // keys.page_size * keys.page_stride * CONFIG.key_align
+    return tile_of_page(keys, page, keys.page_size, key % keys.page_size, exists, CONFIG)
+
+
+@kernel
 def sparse_kernel(
-    q,
-    k,
-    k_scale,
-    weights,
-    first_key,
-    num_keys,
-    logits,
-    heads: tl.int32,
+    queries: IndexQueries,
+    keys: IndexKeys,
+    blocks: CandidateBlocks,
+    logits: TokenRows,
     width: tl.int64,
-    block_size: tl.int32,
     tiles: tl.int32,
-    num_pages: tl.int64,
-    page_size: tl.int64,
-    page_stride: tl.int64,
-    key_stride: tl.int64,
-    scale_stride: tl.int64,
-    q_stride: tl.int64,
-    q_head_stride: tl.int64,
-    weight_stride: tl.int64,
-    first_stride: tl.int64,
-    first_block_stride: tl.int64,
-    num_stride: tl.int64,
-    num_block_stride: tl.int64,
-    logits_stride: tl.int64,
-    D: tl.constexpr,
-    ENCODING: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    Q_ALIGN: tl.constexpr,
-    ALIGN: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    row = tl.program_id(0) // tiles
-    begin = (tl.program_id(0) % tiles).to(tl.int64) * (BLOCK_N * TILES)
-    head = tl.arange(0, BLOCK_H)
-    queries, half_weights = load_queries(
-        q,
-        weights,
-        tl.zeros([BLOCK_H], tl.int32) + row,
-        head,
-        head < heads,
-        q_stride,
-        q_head_stride,
-        weight_stride,
-        D,
-        ENCODING,
-        COMPUTE,
-        NATIVE,
-        Q_ALIGN,
-    )
-    first_row = first_key + row.to(tl.int64) * first_stride
-    num_row = num_keys + row.to(tl.int64) * num_stride
-    logits_row = logits + row.to(tl.int64) * logits_stride
-    for tile in range(begin, tl.minimum(begin + BLOCK_N * TILES, width), BLOCK_N):
-        # [BLOCK_N]
-        column = tile + tl.arange(0, BLOCK_N)
-        in_row = column < width
-        block, offset = column // block_size, column % block_size
-        first = tl.load(first_row + block * first_block_stride, mask=in_row, other=0).to(tl.int64)
-        seen = tl.load(num_row + block * num_block_stride, mask=in_row, other=0).to(tl.int64)
-        key = first + offset
-        visible = (offset < seen) & (key >= 0) & (key < num_pages * page_size)
-        key = tl.where(visible, key, 0)
-        page = k + key // page_size * page_stride * ALIGN
-        slot = key % page_size
-        scales = k_scale
-        if ENCODING == "e2m1" or ENCODING == "e4m3":
-            if k_scale is None:
-                scales = page + page_size * key_stride * ALIGN + slot * scale_stride
-            else:
-                scales = k_scale + slot * scale_stride
-        if ENCODING == "e4m3":  # before the product, behind which it is waited for
-            if k_scale is None:
-                scale = load_words(scales, 0, tl.uint32, visible, ALIGN).to(tl.float32, bitcast=True)
-            else:
-                scale = tl.load(scales, mask=visible, other=0.0)
-        keys = load_keys(page + slot * key_stride * ALIGN, scales, visible, D, ENCODING, COMPUTE, NATIVE)
-        # [BLOCK_N, 1]
-        scores = head_sums(keys, queries, half_weights, 1, ENCODING, COMPUTE)
-        if ENCODING == "e4m3":
-            scores *= scale[:, None]
-        scores = tl.where(visible[:, None], scores, float("-inf"))
-        tl.store(
-            logits_row + column[:, None],
-            from_float32(scores, logits.dtype.element_ty, INTERPRETED),
-            mask=in_row[:, None],
-        )
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    begin = (tl.program_id(0) % tiles).to(tl.int64) * (CONFIG.block_n * TILES)
+    head = tl.arange(0, CONFIG.block_h)
+    tile = load_queries(queries, row, head, head < queries.heads, CONFIG)
+    first = blocks.first + row * blocks.first_row_stride
+    counts = blocks.counts + row * blocks.count_row_stride
+    rows = LogitRows(None, width + tl.zeros([1], tl.int64), token_row(logits, row) + tl.zeros([1], tl.int64))
+    stop = tl.minimum(begin + CONFIG.block_n * TILES, width)
+    source = CandidateKeys(keys, blocks, first, counts, width)
+    store_logits(begin, stop, source, tile, rows, locate_candidates_of_row, CONFIG)

@@ -4,8 +4,7 @@ With P the probabilities over the selected keys and w = e^lse / (e^lse + e^sink)
 dP = dO Vᵀ, dS = scale · P (w dP - (w Σ out · dO - dlse)), dQ = dS K, dK = dSᵀ Q, dV = w Pᵀ dO. Both kernels compute P
 again from lse: one that had dQ and dKV in registers at once would spill.
 
-STEP is a ``kernels.triton.config.Step``. out, lse, their gradients and dq are contiguous; strides of q and kv are in
-units of ALIGN elements.
+STEP is a ``kernels.triton.config.StepConfig``. out, lse, their gradients and dq are contiguous.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -13,12 +12,37 @@ units of ALIGN elements.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows, load_tile, sink_weight, within
+from flashlatte.kernels.triton.rows import HeadRows, TokenRows
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
+
+
+class SparseBackwardQueries(NamedTuple):
+    """q [s_q, h_q, d]; contiguous dout [s_q, h_q, d_v], and sums [4, rows] of ``row_sums_kernel``, rows = s_q · h_q."""
+
+    q: HeadRows
+    dout: Pointer
+    sums: Pointer
+    rows: Int64
+    h_q: Int32
+
+
+class SparseBackwardKeys(NamedTuple):
+    """kv [s_kv, d], and the indices [s_q, topk] that tokens select; ``topk_length`` [s_q] of them, or all if None."""
+
+    kv: TokenRows
+    s_kv: Int32
+    indices: Pointer
+    indices_stride: Int64
+    topk_length: ElementPointer
+    length_stride: Int64
 
 
 @kernel
@@ -71,27 +95,14 @@ def row_sums_kernel(
 
 @kernel
 def keys_kernel(
-    q,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    kv,
-    kv_stride: tl.int64,
-    s_kv: tl.int32,
-    indices,
-    indices_stride: tl.int64,
-    topk_length,
-    length_stride: tl.int64,
-    dout,
-    sums,
-    rows: tl.int64,
-    h_q: tl.int32,
-    softmax_scale: tl.float32,
+    queries: SparseBackwardQueries,
+    selection: SparseBackwardKeys,
     first_token: tl.int64,
     first_slot: tl.int32,
     slots: tl.int32,
+    softmax_scale: tl.float32,
     dkv,
     ATOMIC: tl.constexpr,
-    ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Gradients of a tile of the keys at slots first_slot to first_slot + slots of a token's indices.
@@ -102,11 +113,11 @@ def keys_kernel(
     launched_token = (tl.program_id(0) // tiles).to(tl.int64)
     token = first_token + launched_token
     slot = (tl.program_id(0) % tiles) * STEP.block_n + tl.arange(0, STEP.block_n)  # of this launch
-    length = _length(topk_length, token * length_stride, first_slot + slots)
+    length = _length(selection, token, first_slot + slots)
     in_use = first_slot + slot < length
-    index = tl.load(indices + token * indices_stride + first_slot + slot, mask=in_use, other=-1)
-    valid = within(index, s_kv) & in_use
-    keys = load_tile(kv, tl.where(valid, index, 0) * kv_stride * ALIGN, valid, STEP)
+    index = tl.load(selection.indices + token * selection.indices_stride + first_slot + slot, mask=in_use, other=-1)
+    valid = within(index, selection.s_kv) & in_use
+    keys = _load_keys(selection, index, valid, STEP)
 
     scale = softmax_scale * LOG2_E
     ROWS: tl.constexpr = STEP.block_n
@@ -115,12 +126,10 @@ def keys_kernel(
     d_latent = tl.zeros([LATENT, ROWS] if STEP.values_first else [ROWS, LATENT], tl.float32)
     d_rope = tl.zeros([ROPE, ROWS] if STEP.values_first else [ROWS, ROPE], tl.float32)
     # Without a valid key nothing is stored.
-    heads = tl.where(tl.max(valid.to(tl.int32), axis=0) > 0, h_q, 0)
+    heads = tl.where(tl.max(valid.to(tl.int32), axis=0) > 0, queries.h_q, 0)
     for start in tl.range(0, heads, STEP.block_h, num_stages=STEP.num_stages):
         head = start + tl.arange(0, STEP.block_h)
-        query, d_out, lse2, weight, delta = _load_heads(
-            q, token * q_stride_token, q_stride_head, dout, sums, rows, token, head, h_q, ALIGN, STEP
-        )
+        query, d_out, lse2, weight, delta = _load_heads(queries, token, head, STEP)
         scores = tl.dot(keys.latent, tl.trans(query.latent))  # [block_n, block_h]
         if STEP.rope > 0:
             scores = tl.dot(keys.rope, tl.trans(query.rope), scores)
@@ -141,34 +150,19 @@ def keys_kernel(
 
 @kernel
 def queries_kernel(
-    q,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    kv,
-    kv_stride: tl.int64,
-    s_kv: tl.int32,
-    indices,
-    indices_stride: tl.int64,
+    queries: SparseBackwardQueries,
+    selection: SparseBackwardKeys,
     topk: tl.int32,
-    topk_length,
-    length_stride: tl.int64,
-    dout,
-    sums,
-    rows: tl.int64,
-    h_q: tl.int32,
     softmax_scale: tl.float32,
     dq,
-    ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """dq of a token's block of heads."""
-    head_blocks = tl.cdiv(h_q, STEP.block_h)
+    head_blocks = tl.cdiv(queries.h_q, STEP.block_h)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
-    query, d_out, lse2, weight, delta = _load_heads(
-        q, token * q_stride_token, q_stride_head, dout, sums, rows, token, head, h_q, ALIGN, STEP
-    )
-    length = _length(topk_length, token * length_stride, topk)
+    query, d_out, lse2, weight, delta = _load_heads(queries, token, head, STEP)
+    length = _length(selection, token, topk)
 
     scale = softmax_scale * LOG2_E
     ROWS: tl.constexpr = STEP.block_h
@@ -178,9 +172,9 @@ def queries_kernel(
     d_rope = tl.zeros([ROPE, ROWS] if STEP.values_first else [ROWS, ROPE], tl.float32)
     for start in tl.range(0, length, STEP.block_n, num_stages=STEP.num_stages):
         slot = start + tl.arange(0, STEP.block_n)
-        index = tl.load(indices + token * indices_stride + tl.minimum(slot, length - 1))
-        valid = within(index, s_kv) & (slot < length)
-        keys = load_tile(kv, tl.where(valid, index, 0) * kv_stride * ALIGN, valid, STEP)
+        index = tl.load(selection.indices + token * selection.indices_stride + tl.minimum(slot, length - 1))
+        valid = within(index, selection.s_kv) & (slot < length)
+        keys = _load_keys(selection, index, valid, STEP)
         scores = tl.dot(query.latent, tl.trans(keys.latent))  # [block_h, block_n]
         if STEP.rope > 0:
             scores = tl.dot(query.rope, tl.trans(keys.rope), scores)
@@ -192,70 +186,41 @@ def queries_kernel(
         if STEP.rope > 0:
             d_rope = _add_product(d_rope, ds, keys.rope, STEP)
 
-    row = (token * h_q + head) * STEP.head_dim
-    _store(dq, row, head < h_q, d_latent, 0, STEP.latent_dim, False, STEP)
+    row = (token * queries.h_q + head) * STEP.head_dim
+    _store(dq, row, head < queries.h_q, d_latent, 0, STEP.latent_dim, False, STEP)
     if STEP.rope > 0:
-        _store(dq, row, head < h_q, d_rope, STEP.latent_dim, STEP.head_dim - STEP.latent_dim, False, STEP)
-
-
-@kernel
-def sum_by_key_kernel(
-    contributions,
-    sorted_keys,
-    order,
-    count: tl.int32,
-    s_kv: tl.int32,
-    dkv,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Add rows ``order`` of ``contributions`` to rows ``sorted_keys`` of ``dkv``, those of a key one after the other.
-
-    The program of a key's first contribution adds all of them. Keys from s_kv on select nothing.
-    """
-    position = tl.program_id(0)
-    key = tl.load(sorted_keys + position)
-    before = tl.load(sorted_keys + tl.maximum(position - 1, 0))
-    if (key >= s_kv) | ((position > 0) & (before == key)):
-        return
-    cols = tl.arange(0, WIDTH)
-    mask = cols < D
-    target = dkv + key.to(tl.int64) * D + cols
-    total = tl.load(target, mask=mask, other=0.0)
-    same = key >= 0
-    while same:
-        row = tl.load(order + position).to(tl.int64)
-        total += tl.load(contributions + row * D + cols, mask=mask, other=0.0)
-        position += 1
-        following = tl.load(sorted_keys + tl.minimum(position, count - 1))
-        same = (position < count) & (following == key)
-    tl.store(target, total, mask=mask)
+        _store(dq, row, head < queries.h_q, d_rope, STEP.latent_dim, STEP.head_dim - STEP.latent_dim, False, STEP)
 
 
 @triton.jit
-def _length(topk_length, offset, topk):
+def _length(selection, token, topk):
     """How many of a token's ``topk`` indices count."""
     length = topk
-    if topk_length is not None:
-        given = tl.load(topk_length + offset).to(tl.int64)
+    if selection.topk_length is not None:
+        given = tl.load(selection.topk_length + token * selection.length_stride).to(tl.int64)
         length = tl.minimum(tl.maximum(given, 0), topk).to(tl.int32)
     return length
 
 
 @triton.jit
-def _load_heads(
-    q, q_offset, q_stride_head, dout, sums, rows, token, head, h_q, ALIGN: tl.constexpr, STEP: tl.constexpr
-):
+def _load_keys(selection, index, valid, STEP: tl.constexpr):
+    kv = selection.kv
+    return load_tile(kv.start, tl.where(valid, index, 0) * kv.stride * kv.align, valid, STEP)
+
+
+@triton.jit
+def _load_heads(queries, token, head, STEP: tl.constexpr):
     """Rows of q and dout of some heads of a token, and their row sums; 0, and an lse of +inf, beyond the last head."""
+    q, h_q, sums = queries.q, queries.h_q, queries.sums
     in_heads = head < h_q
-    query = load_tile(q, (q_offset + head * q_stride_head) * ALIGN, in_heads, STEP)
+    query = load_tile(q.start, (token * q.token_stride + head * q.head_stride) * q.align, in_heads, STEP)
     row = token * h_q + head
     d_out = load_rows(
-        dout, row * STEP.latent_dim, in_heads, 0, STEP.latent_dim, STEP.latent, STEP.interpreted
+        queries.dout, row * STEP.latent_dim, in_heads, 0, STEP.latent_dim, STEP.latent, STEP.interpreted
     )  # [block_h, latent]
     lse2 = tl.load(sums + row, mask=in_heads, other=float("inf"))
-    weight = tl.load(sums + rows + row, mask=in_heads, other=0.0)
-    delta = tl.load(sums + 2 * rows + row, mask=in_heads, other=0.0)
+    weight = tl.load(sums + queries.rows + row, mask=in_heads, other=0.0)
+    delta = tl.load(sums + 2 * queries.rows + row, mask=in_heads, other=0.0)
     return query, d_out, lse2, weight, delta
 
 

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 
 from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.head_dims import padded
+from flashlatte.kernels.triton.key_sums import add_by_key, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.kernels.triton.rows import HeadRows, TokenRows
+from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_attention.portable.config import KEYS, QUERIES
 from flashlatte.ops.sparse_attention.portable.kernels import (
+    SparseBackwardKeys,
+    SparseBackwardQueries,
     keys_kernel,
     queries_kernel,
     row_sums_kernel,
-    sum_by_key_kernel,
 )
 from flashlatte.runtime.strides import row_align
 
 # Contributions to dkv that exist at once where their sum is deterministic.
 SCRATCH_BYTES = 256 * 2**20
 _ROW_SUMS_BLOCK = 16
-_MAX_GRID = 2**31 - 1
 
 
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    deterministic: bool,
-    dq: torch.Tensor,
-    dkv: torch.Tensor,
-    d_sink: torch.Tensor,
-) -> None:
-    """``dout``, ``dlse``, ``out``, ``lse`` and the gradients are contiguous."""
+def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGradients) -> None:
+    q, kv, indices, topk_length = params.q, params.kv, params.indices, params.topk_length
+    out, attn_sink, deterministic = params.out, params.attn_sink, params.deterministic
     s_q, h_q, head_dim = q.shape
     d_v, topk = out.shape[2], indices.shape[2]
     gpu = gpu_class(q.device)
@@ -50,9 +38,9 @@ def backward(
     sums = torch.empty(4, rows, dtype=torch.float32, device=q.device)
     row_sums_kernel[(-(-rows // _ROW_SUMS_BLOCK),)](
         out=out,
-        dout=dout,
-        lse=lse,
-        dlse=dlse,
+        dout=params.dout,
+        lse=params.lse,
+        dlse=params.dlse,
         attn_sink=attn_sink,
         sink_stride=0 if attn_sink is None else attn_sink.stride(0),
         rows=rows,
@@ -64,29 +52,29 @@ def backward(
         INTERPRETED=gpu == "interpreter",
         num_warps=4,
     )
-    torch.sum(sums[3].view(s_q, h_q), dim=0, out=d_sink)
+    torch.sum(sums[3].view(s_q, h_q), dim=0, out=gradients.d_sink)
 
     align = min(row_align(q), row_align(kv))
-    shared = {
-        "q": q,
-        "q_stride_token": q.stride(0) // align,
-        "q_stride_head": q.stride(1) // align,
-        "kv": kv,
-        "kv_stride": kv.stride(0) // align,
-        "s_kv": kv.shape[0],
-        "indices": indices,
-        "indices_stride": indices.stride(0),
-        "topk_length": topk_length,
-        "length_stride": 0 if topk_length is None else topk_length.stride(0),
-        "dout": dout,
-        "sums": sums,
-        "rows": rows,
-        "h_q": h_q,
-        "softmax_scale": softmax_scale,
-        "ALIGN": align,
-    }
+    records = (
+        SparseBackwardQueries(
+            HeadRows(q, q.stride(0) // align, q.stride(1) // align, align), params.dout, sums, rows, h_q
+        ),
+        SparseBackwardKeys(
+            TokenRows(kv, kv.stride(0) // align, align),
+            kv.shape[0],
+            indices,
+            indices.stride(0),
+            topk_length,
+            0 if topk_length is None else topk_length.stride(0),
+        ),
+    )
     queries_kernel[(s_q * -(-h_q // queries.block_h),)](
-        **shared, topk=topk, dq=dq, STEP=queries_step, num_warps=queries.num_warps
+        *records,
+        topk=topk,
+        softmax_scale=params.softmax_scale,
+        dq=gradients.dq,
+        STEP=queries_step,
+        num_warps=queries.num_warps,
     )
 
     dkv_sum = torch.zeros(kv.shape[0], head_dim, dtype=torch.float32, device=q.device)
@@ -94,12 +82,13 @@ def backward(
     if deterministic:
         scratch_rows = min(SCRATCH_BYTES // (4 * head_dim), s_q * topk)
         contributions = torch.empty(scratch_rows, head_dim, dtype=torch.float32, device=q.device)
-    for first_token, tokens, first_slot, slots in _pieces(s_q, topk, keys.block_n, scratch_rows):
+    for first_token, tokens, first_slot, slots in pieces(s_q, topk, keys.block_n, scratch_rows):
         keys_kernel[(tokens * -(-slots // keys.block_n),)](
-            **shared,
+            *records,
             first_token=first_token,
             first_slot=first_slot,
             slots=slots,
+            softmax_scale=params.softmax_scale,
             dkv=contributions,
             ATOMIC=not deterministic,
             STEP=keys_step,
@@ -109,45 +98,8 @@ def backward(
             piece = slice(first_token, first_token + tokens)
             counted = indices[piece, 0, first_slot : first_slot + slots]
             lengths = None if topk_length is None else topk_length[piece]
-            sorted_keys, order = _by_key(counted, first_slot, lengths, kv.shape[0])
-            sum_by_key_kernel[(tokens * slots,)](
-                contributions=contributions,
-                sorted_keys=sorted_keys,
-                order=order,
-                count=tokens * slots,
-                s_kv=kv.shape[0],
-                dkv=dkv_sum,
-                D=head_dim,
-                WIDTH=padded(head_dim),
-                num_warps=4,
-            )
-    dkv.copy_(dkv_sum.unsqueeze(1))
-
-
-def _pieces(s_q: int, topk: int, block_n: int, scratch_rows: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """(first token, tokens, first slot, slots) of the launches of the keys kernel: within the largest grid and, if
-    given, with a contribution for each of at most ``scratch_rows`` slots.
-    """
-    slots_at_once = topk if scratch_rows is None else min(topk, scratch_rows)
-    tokens_at_once = _MAX_GRID // -(-slots_at_once // block_n)
-    if scratch_rows is not None:
-        tokens_at_once = scratch_rows // slots_at_once
-    for first_token in range(0, s_q, tokens_at_once):
-        for first_slot in range(0, topk, slots_at_once):
-            tokens = min(tokens_at_once, s_q - first_token)
-            yield first_token, tokens, first_slot, min(slots_at_once, topk - first_slot)
-
-
-def _by_key(
-    indices: torch.Tensor, first_slot: int, lengths: torch.Tensor | None, s_kv: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys that slots [tokens, slots] select, ascending, s_kv for none; and whose slots they are, ascending too."""
-    valid = (indices >= 0) & (indices < s_kv)
-    if lengths is not None:
-        slot = torch.arange(first_slot, first_slot + indices.shape[1], device=indices.device)
-        valid &= slot < lengths[:, None]
-    keys = torch.where(valid, indices, s_kv).to(torch.int32).flatten()
-    return torch.sort(keys, stable=True)
+            add_by_key(contributions, counted, first_slot, lengths, dkv_sum)
+    gradients.dkv.copy_(dkv_sum.unsqueeze(1))
 
 
 @functools.lru_cache(maxsize=64)

@@ -48,18 +48,19 @@ from flashlatte.kernels.triton.online_softmax import sink_weight
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import SelectedRows, copy_words, tokens_layout
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, OUTPUT, OUTPUT_ROWS, PLAIN
+from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.split_kv import fp24_partials
 from flashlatte.split_kv.gluon_device import PARTIAL, write_partial
 from flashlatte.split_kv.outputs import head_pointers, write_lse
 
 
 class SparseDecodeQuery(NamedTuple):
-    """The queries (in the kernel, a pointer to words), with strides in units of 16 bytes."""
+    """The queries, with strides in units of 16 bytes."""
 
-    q: Any
-    q_stride_request: Any
-    q_stride_token: Any
-    q_stride_head: Any
+    q: Pointer
+    stride_request: Int32
+    stride_token: Int32
+    stride_head: Int32
 
 
 class SparseDecodeArgs(NamedTuple):
@@ -107,11 +108,11 @@ def copy_query(args, item, cost, CONFIG: gl.constexpr):
         # Opaque: values that depend on it would otherwise be hoisted out of the main loop and kept in registers.
         head = opaque(args.work.group * ROWS + gl.arange(0, ROWS, tokens_layout(False)))
         offset = (
-            (item // tokens).to(gl.int64) * query.q_stride_request
-            + (item % tokens).to(gl.int64) * query.q_stride_token
-            + head.to(gl.int64) * query.q_stride_head
+            (item // tokens).to(gl.int64) * query.stride_request
+            + (item % tokens).to(gl.int64) * query.stride_token
+            + head.to(gl.int64) * query.stride_head
         )
-        words = query.q + offset * 4
+        words = query.q.to(gl.pointer_type(gl.int32), bitcast=True) + offset * 4
         exists = head < args.outputs.heads
         rows = SelectedRows(words, exists, exists)
         copy_words(args.tiles.q.left, rows, 0, 0, 128, False)

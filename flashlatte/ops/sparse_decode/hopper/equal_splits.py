@@ -16,10 +16,9 @@ from flashlatte.kernels.hopper.mla_tiles import LATENT, ROWS
 from flashlatte.kernels.hopper.ptx import fp24
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
 from flashlatte.kernels.triton.online_softmax import sink_weight
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.fp24_partials import PARTIAL, add_splits, addresses, sums_address
-from flashlatte.split_kv.outputs import Outputs, head_pointers, write_lse
+from flashlatte.split_kv.outputs import Outputs, head_pointers, with_rows, write_lse
 
 # Tile of a CTA, 16 columns per warp, and splits per iteration.
 _TILE_ROWS = gl.constexpr(16)
@@ -56,22 +55,10 @@ def _load_sums(sums, exists):
     return fp24.load_two(sums, gl.zeros([_TILE_ROWS], gl.int32, _ROWS) + exists)
 
 
-@gluon_kernel(by_element=("sink", "lse"))
+@gluon_kernel
 def combine_equal_kernel(
+    outputs: Outputs,
     scratch,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    sink,
-    sink_stride: tl.int64,
-    tokens: tl.int32,
-    heads: tl.int32,
-    empty_lse: tl.float32,
     num_groups: tl.int32,
     row_tiles: tl.int32,
     splits: tl.int32,
@@ -79,22 +66,7 @@ def combine_equal_kernel(
 ):
     """A CTA combines 16 rows and 64 columns of a work item. ``row_tiles``: tiles of 16 rows in use, of a group of 64
     heads."""
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        sink,
-        sink_stride,
-        tokens,
-        heads,
-        heads,
-        empty_lse,
-    )
+    outputs = with_rows(outputs, outputs.tokens, outputs.heads, outputs.heads)
     cta = gl.program_id(0)
     first_col = cta % _COL_TILES * _TILE_COLS
     first_row = cta // _COL_TILES % row_tiles * _TILE_ROWS
@@ -129,10 +101,11 @@ def combine_equal_kernel(
     factor = inverse(row_sum)
     lse2 = lse2_of(row_max, row_sum)
     head = group * ROWS + row
-    if sink is not None:
-        factor *= sink_weight(sink, sink_stride, head, head < heads, lse2, row_sum == 0)
+    in_heads = head < outputs.heads
+    if outputs.sink is not None:
+        factor *= sink_weight(outputs.sink, outputs.sink_stride, head, in_heads, lse2, row_sum == 0)
     pointers = head_pointers(outputs, item, head, OUT_ALIGN)[:, None] + (first_col + col)[None, :]
-    gl.store(pointers, (combined * factor[:, None]).to(out.dtype.element_ty), mask=(head < heads)[:, None])
+    gl.store(pointers, (combined * factor[:, None]).to(outputs.out.dtype.element_ty), mask=in_heads[:, None])
     if first_col == 0:
         write_lse(outputs, item, 0, head, lse2)
 
@@ -142,9 +115,11 @@ def launch_combine_equal(scratch: torch.Tensor, outputs: Outputs, items: int, sp
     num_groups = -(-outputs.heads // ROWS.value)
     row_tiles = -(-min(outputs.heads, ROWS.value) // _TILE_ROWS.value)
     combine_equal_kernel[(items * num_groups * row_tiles * _COL_TILES.value,)](
-        *by_name(
-            combine_equal_kernel, outputs, scratch=scratch, num_groups=num_groups, row_tiles=row_tiles, splits=splits
-        ),
+        outputs,
+        scratch=scratch,
+        num_groups=num_groups,
+        row_tiles=row_tiles,
+        splits=splits,
         OUT_ALIGN=out_align,
         num_warps=4,
         launch_pdl=True,

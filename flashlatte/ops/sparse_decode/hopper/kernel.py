@@ -21,60 +21,20 @@ from flashlatte.ops.sparse_decode.hopper import (
 from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device
+from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.gluon_device import PARTIAL
-from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.outputs import Outputs, with_rows
 
 # Registers per thread of a consumer. The producer gets the rest: 120 with four warps, 64 with eight.
 _CONSUMER_REGISTERS = gl.constexpr(192)
 
 
 def sparse_decode_kernel(
-    q,
-    q_stride_request: tl.int32,
-    q_stride_token: tl.int32,
-    q_stride_head: tl.int32,
-    k_cache,
-    page_stride: tl.int32,
-    token_stride: tl.int32,
-    num_slots: tl.int32,
-    page_size: tl.int32,
-    page_magic: tl.int64,
-    page_shift: tl.int32,
-    indices,
-    indices_stride_request: tl.int64,
-    indices_stride_token: tl.int64,
-    extra_k_cache,
-    extra_page_stride: tl.int32,
-    extra_token_stride: tl.int32,
-    extra_num_slots: tl.int32,
-    extra_page_size: tl.int32,
-    extra_page_magic: tl.int64,
-    extra_page_shift: tl.int32,
-    extra_indices,
-    extra_indices_stride_request: tl.int64,
-    extra_indices_stride_token: tl.int64,
-    num_items: tl.int32,
-    tokens: tl.int32,
-    lengths,
-    lengths_stride_request: tl.int64,
-    lengths_stride_token: tl.int64,
-    limit: tl.int32,
-    extra_lengths,
-    extra_lengths_stride_request: tl.int64,
-    extra_lengths_stride_token: tl.int64,
-    extra_limit: tl.int32,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    sink,
-    sink_stride: tl.int64,
-    heads: tl.int32,
-    empty_lse: tl.float32,
+    query: consumers.SparseDecodeQuery,
+    own: rows.CacheSelection,
+    extra: rows.CacheSelection,
+    key_lengths: KeyLengths,
+    outputs: Outputs,
     scratch,
     scale: tl.float32,
     num_groups: tl.int32,
@@ -83,67 +43,11 @@ def sparse_decode_kernel(
 ):
     """A CTA processes 64 heads, for a range of the keys of all items or for whole work items. Arguments as in
     ``launch``."""
-    HAS_EXTRA: gl.constexpr = extra_indices is not None
-    HAS_LENGTHS: gl.constexpr = lengths is not None or extra_lengths is not None
-    BYTE: gl.constexpr = gl.pointer_type(gl.int8)
-    own = rows.CacheSelection(
-        k_cache.to(BYTE, bitcast=True),
-        page_stride,
-        token_stride,
-        num_slots,
-        page_size,
-        page_magic,
-        page_shift,
-        indices,
-        indices_stride_request,
-        indices_stride_token,
-    )
-    extra = None
-    if HAS_EXTRA:
-        extra = rows.CacheSelection(
-            extra_k_cache.to(BYTE, bitcast=True),
-            extra_page_stride,
-            extra_token_stride,
-            extra_num_slots,
-            extra_page_size,
-            extra_page_magic,
-            extra_page_shift,
-            extra_indices,
-            extra_indices_stride_request,
-            extra_indices_stride_token,
-        )
-    key_lengths = device.KeyLengths(
-        num_items,
-        tokens,
-        lengths,
-        lengths_stride_request,
-        lengths_stride_token,
-        limit,
-        extra_lengths,
-        extra_lengths_stride_request,
-        extra_lengths_stride_token,
-        extra_limit if HAS_EXTRA else None,
-    )
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        sink,
-        sink_stride,
-        tokens,
-        heads,
-        heads,
-        empty_lse,
-    )
-    queries = consumers.SparseDecodeQuery(
-        q.to(gl.pointer_type(gl.int32), bitcast=True), q_stride_request, q_stride_token, q_stride_head
-    )
-    shared, masks = tiles.allocate(out.dtype.element_ty, CONFIG.has_rope, CONFIG.cluster)
+    HAS_LENGTHS: gl.constexpr = key_lengths.lengths is not None or key_lengths.extra_lengths is not None
+    outputs = with_rows(outputs, key_lengths.tokens, outputs.heads, outputs.heads)
+    own = rows.in_bytes(own)
+    extra = rows.in_bytes(extra) if extra.indices is not None else None
+    shared, masks = tiles.allocate(outputs.out.dtype.element_ty, CONFIG.has_rope, CONFIG.cluster)
     # The even consumer copies the queries.
     halves: gl.constexpr = tiles.halves_copied(CONFIG.format, CONFIG.has_rope)
     full = allocate_full_barriers(128, CONFIG.producer_threads, halves, CONFIG.granularity)
@@ -162,7 +66,7 @@ def sparse_decode_kernel(
     elif CONFIG.balanced:
         partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * PARTIAL
     args = consumers.SparseDecodeArgs(
-        queries, own, extra, key_lengths, work, scale, shared, masks, full, peer, outputs, scratch, partials
+        query, own, extra, key_lengths, work, scale, shared, masks, full, peer, outputs, scratch, partials
     )
     ONE_BLOCK: gl.constexpr = CONFIG.granularity == 1
     barriers.sync_before_warp_specialize()
@@ -180,10 +84,6 @@ def sparse_decode_kernel(
     )
 
 
-_BY_ELEMENT = ["indices", "extra_indices", "lengths", "extra_lengths", "sink", "lse"]
-
-kernel = gluon_kernel(sparse_decode_kernel, by_element=_BY_ELEMENT)
+kernel = gluon_kernel(sparse_decode_kernel)
 # For CONFIG.cluster; its grid is in clusters.
-cluster_kernel = gluon_kernel(
-    sparse_decode_kernel, by_element=_BY_ELEMENT, cluster=ClusterLaunch(2, clusters.TAIL_BYTES.value)
-)
+cluster_kernel = gluon_kernel(sparse_decode_kernel, cluster=ClusterLaunch(2, clusters.TAIL_BYTES.value))

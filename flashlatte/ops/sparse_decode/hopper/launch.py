@@ -15,8 +15,8 @@ from flashlatte.ops.sparse_decode.hopper.consumers import SparseDecodeQuery
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
 from flashlatte.ops.sparse_decode.hopper.rows import CacheSelection
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, producer_warps
+from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.runtime import machine
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill
 from flashlatte.split_kv import combine, plan
@@ -55,36 +55,30 @@ class SparseDecodeLaunchPlan:
         return self.split.split_blocks is None
 
 
-def sparse_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    layout: CacheFormat,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    softmax_scale: float,
-    empty_lse: float,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def sparse_decode(params: SparseDecodeParams) -> None:
+    q, indices, out = params.q, params.indices, params.out
+    extra_k_cache, extra_indices = params.extra_k_cache, params.extra_indices
     batch, s_q, h_q, head_dim = q.shape
     device = q.device
     topk = indices.shape[2]
-    extra_topk = 0 if extra_indices is None else extra_indices.shape[2]
-    is_uniform = topk_length is None and extra_topk_length is None
+    extra_topk = None if extra_indices is None else extra_indices.shape[2]
+    layout = params.layout
     kind = _kind(layout)
     has_scales = kind != PLAIN.value
     launch_plan = make_plan(
-        machine.num_sms(device), batch * s_q, h_q, topk, extra_topk, is_uniform, has_scales, batch_invariant
+        machine.num_sms(device),
+        batch * s_q,
+        h_q,
+        topk,
+        extra_topk or 0,
+        params.is_uniform,
+        has_scales,
+        params.batch_invariant,
     )
     if extra_indices is not None and extra_indices.dtype != indices.dtype:
         # The kernel loads indices of both lists by the same code.
         indices, extra_indices = indices.long(), extra_indices.long()
-    own, alignment, flat = _selection(k_cache, indices, "k_cache", layout)
+    own, alignment, flat = _selection(params.k_cache, indices, "k_cache", layout)
     extra = own._replace(k_cache=None, indices=None)
     if extra_k_cache is not None and extra_indices is not None:
         extra, extra_alignment, extra_flat = _selection(extra_k_cache, extra_indices, "extra_k_cache", layout)
@@ -93,8 +87,17 @@ def sparse_decode(
         q = q.clone(memory_format=torch.contiguous_format)
     query = SparseDecodeQuery(q, *(stride // _ALIGN for stride in strides_in_use(q)))
     out_align = row_align(out)
-    lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk)
-    outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
+    lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
+    outputs = outputs_of(
+        out,
+        params.lse,
+        params.attn_sink,
+        tokens=s_q,
+        heads=h_q,
+        rows=h_q,
+        empty_lse=params.empty_lse,
+        row_align=out_align,
+    )
     split = launch_plan.split
 
     # Two CTAs that need the same tokens each dequantize half of them.
@@ -102,18 +105,15 @@ def sparse_decode(
     launched = cluster_kernel[(launch_plan.ctas // 2,)] if in_cluster else kernel[(launch_plan.ctas,)]
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     launched(
-        *by_name(
-            kernel,
-            query,
-            own,
-            lengths,
-            outputs,
-            **{f"extra_{name}": value for name, value in extra._asdict().items()},
-            scratch=scratch,
-            scale=softmax_scale * _LOG2_E,
-            num_groups=split.groups,
-            num_splits=launch_plan.equal_splits or split.splits,
-        ),
+        query,
+        own,
+        extra,
+        lengths,
+        outputs,
+        scratch=scratch,
+        scale=params.softmax_scale * _LOG2_E,
+        num_groups=split.groups,
+        num_splits=launch_plan.equal_splits or split.splits,
         CONFIG=schedule.SparseDecodeConfig(
             format=kind,
             producer_threads=32 * producer_warps(kind),

@@ -18,6 +18,7 @@ from flashlatte.kernels.hopper.word_layouts import words_of
 from flashlatte.ops.sparse_decode.hopper import schedule
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, halves_copied
 from flashlatte.runtime.gluon_compat import cp_async
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.
 _MODEL1_SCALES = gl.constexpr(8)
@@ -62,7 +63,7 @@ class CacheSelection(NamedTuple):
     """A cache, its address parameters, and the lists of indices that select its tokens.
 
     Attributes:
-        k_cache: in the kernel a pointer to bytes.
+        k_cache: after ``in_bytes`` a pointer to bytes.
         page_stride, token_stride: in bytes.
         num_slots: tokens of the cache; indices from num_slots on are invalid.
         page_size: tokens of a page.
@@ -70,16 +71,16 @@ class CacheSelection(NamedTuple):
         indices: lists at [request · indices_stride_request + token · indices_stride_token].
     """
 
-    k_cache: Any
-    page_stride: Any
-    token_stride: Any
-    num_slots: Any
-    page_size: Any
-    page_magic: Any
-    page_shift: Any
-    indices: Any
-    indices_stride_request: Any
-    indices_stride_token: Any
+    k_cache: Pointer
+    page_stride: Int32
+    token_stride: Int32
+    num_slots: Int32
+    page_size: Int32
+    page_magic: Int64
+    page_shift: Int32
+    indices: ElementPointer
+    indices_stride_request: Int64
+    indices_stride_token: Int64
 
 
 class SelectedRows(NamedTuple):
@@ -89,6 +90,23 @@ class SelectedRows(NamedTuple):
     words: Any
     scales: Any
     valid: Any
+
+
+@gluon.jit
+def in_bytes(selection):
+    """The same selection with a pointer to the cache's bytes."""
+    return CacheSelection(
+        selection.k_cache.to(gl.pointer_type(gl.int8), bitcast=True),
+        selection.page_stride,
+        selection.token_stride,
+        selection.num_slots,
+        selection.page_size,
+        selection.page_magic,
+        selection.page_shift,
+        selection.indices,
+        selection.indices_stride_request,
+        selection.indices_stride_token,
+    )
 
 
 @gluon.jit

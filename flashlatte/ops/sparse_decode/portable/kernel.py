@@ -6,15 +6,19 @@ extra cache. A CTA processes a group of a work item's heads.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LOG2_E, empty_state, load_tile, normalize, online_softmax_step
 from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
+from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
-from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
+from flashlatte.split_kv.device import KeyLengths
+from flashlatte.split_kv.outputs import Outputs, with_rows, write_lse, write_out
 
 
 @triton.jit
@@ -75,146 +79,128 @@ def _attend(
     return state
 
 
+class PortableSparseDecodeConfig(NamedTuple):
+    """Compile-time configuration of the kernel.
+
+    Attributes:
+        cache_layout, extra_cache_layout: ``TokenAddress`` of each cache; None without a second one.
+        step: ``online_softmax``'s constants.
+        d_v: width of a value.
+        q_align, out_align: units of the strides of q and out, in elements.
+        overhead: of ``SplitPlan``.
+        balanced: whether a CTA processes a range instead of a work item.
+    """
+
+    cache_layout: Any
+    extra_cache_layout: Any
+    step: Any
+    d_v: Any
+    q_align: Any
+    out_align: Any
+    overhead: Any
+    balanced: Any
+
+
+class SparseQuery(NamedTuple):
+    """q [b, s_q, h_q, d], strides in units of q_align elements."""
+
+    q: Pointer
+    stride_request: Int64
+    stride_token: Int64
+    stride_head: Int64
+
+
+class SelectedKeys(NamedTuple):
+    """A cache and the lists of indices into it, at [request · stride_request + token · stride_token]."""
+
+    cache: SparseCache
+    indices: Pointer
+    stride_request: Int64
+    stride_token: Int64
+
+
 @kernel
 def sparse_decode_kernel(
-    q,
-    q_stride_request: tl.int64,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    k_cache,
-    k_stride_page: tl.int64,
-    k_stride_token: tl.int64,
-    num_slots: tl.int64,
-    indices,
-    indices_stride_request: tl.int64,
-    indices_stride_token: tl.int64,
-    extra_k_cache,
-    extra_k_stride_page: tl.int64,
-    extra_k_stride_token: tl.int64,
-    extra_num_slots: tl.int64,
-    extra_indices,
-    extra_indices_stride_request: tl.int64,
-    extra_indices_stride_token: tl.int64,
-    num_items: tl.int32,
-    tokens: tl.int32,
-    lengths,
-    lengths_stride_request: tl.int64,
-    lengths_stride_token: tl.int64,
-    limit: tl.int32,
-    extra_lengths,
-    extra_lengths_stride_request: tl.int64,
-    extra_lengths_stride_token: tl.int64,
-    extra_limit: tl.int32,
-    softmax_scale: tl.float32,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    sink,
-    sink_stride: tl.int64,
-    heads: tl.int32,
-    empty_lse: tl.float32,
+    query: SparseQuery,
+    own: SelectedKeys,
+    extra: SelectedKeys,
+    key_lengths: KeyLengths,
+    outputs: Outputs,
     scratch,
+    softmax_scale: tl.float32,
     num_groups: tl.int32,
     num_ranges: tl.int32,
-    CACHE_LAYOUT: tl.constexpr,
-    EXTRA_CACHE_LAYOUT: tl.constexpr,
-    STEP: tl.constexpr,
-    D_V: tl.constexpr,
-    Q_ALIGN: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
-    OVERHEAD: tl.constexpr,
-    BALANCED: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """A CTA processes one of ``num_ranges`` balanced ranges (BALANCED), or a work item, for one group of heads.
+    """A CTA processes one of ``num_ranges`` balanced ranges (``CONFIG.balanced``), or a work item, for one group of
+    heads.
 
     A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent indices, so all but the first hit the
     L2 cache.
     """
-    HAS_EXTRA: tl.constexpr = extra_k_cache is not None
-    BLOCK_H: tl.constexpr = STEP.block_h
-    BLOCK_N: tl.constexpr = STEP.block_n
-    cache = SparseCache(k_cache, k_stride_page, k_stride_token, num_slots)
-    extra_cache = SparseCache(extra_k_cache, extra_k_stride_page, extra_k_stride_token, extra_num_slots)
-    key_lengths = device.KeyLengths(
-        num_items,
-        tokens,
-        lengths,
-        lengths_stride_request,
-        lengths_stride_token,
-        limit,
-        extra_lengths,
-        extra_lengths_stride_request,
-        extra_lengths_stride_token,
-        extra_limit if HAS_EXTRA else None,
-    )
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        sink,
-        sink_stride,
-        tokens,
-        heads,
-        heads,
-        empty_lse,
-    )
+    step: tl.constexpr = CONFIG.step
+    BLOCK_H: tl.constexpr = step.block_h
+    BLOCK_N: tl.constexpr = step.block_n
+    outputs = with_rows(outputs, key_lengths.tokens, outputs.heads, outputs.heads)
     group = tl.program_id(0) % num_groups
     number = tl.program_id(0) // num_groups
     head = group * BLOCK_H + tl.arange(0, BLOCK_H)
-    in_heads = head < heads
+    in_heads = head < outputs.heads
     scale = softmax_scale * LOG2_E
 
     first_item = number
     stop_item = number + 1
-    if BALANCED:
-        cta_range = device.find_range(number, num_ranges, key_lengths, BLOCK_N, OVERHEAD)
+    if CONFIG.balanced:
+        cta_range = device.find_range(number, num_ranges, key_lengths, BLOCK_N, CONFIG.overhead)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
-        continued = device.continued_item(cta_range, OVERHEAD)
+        continued = device.continued_item(cta_range, CONFIG.overhead)
     for item in range(first_item, stop_item):
         blocks = device.item_blocks(item, key_lengths, BLOCK_N)
         first_block = 0
         stop_block = blocks
-        if BALANCED:
-            first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
-            cost += blocks + OVERHEAD
+        if CONFIG.balanced:
+            first_block, stop_block = device.split_of(cta_range, cost, blocks, CONFIG.overhead)
+            cost += blocks + CONFIG.overhead
         if first_block < stop_block:
-            request = item // tokens
-            token = item % tokens
-            q_offset = (request * q_stride_request + token * q_stride_token + head * q_stride_head) * Q_ALIGN
-            q_tile = load_tile(q, q_offset, in_heads, STEP)
+            request, token = device.request_and_token(item, outputs.tokens)
+            q_offset = request * query.stride_request + token * query.stride_token + head * query.stride_head
+            q_tile = load_tile(query.q, q_offset * CONFIG.q_align, in_heads, step)
             length = device.key_count(item, key_lengths)
-            own = indices + request * indices_stride_request + token * indices_stride_token
-            state = empty_state(STEP)
-            state = _attend(state, q_tile, cache, own, first_block, stop_block, length, scale, CACHE_LAYOUT, STEP)
-            if HAS_EXTRA:
+            indices = own.indices + request * own.stride_request + token * own.stride_token
+            state = empty_state(step)
+            state = _attend(
+                state, q_tile, own.cache, indices, first_block, stop_block, length, scale, CONFIG.cache_layout, step
+            )
+            if extra.indices is not None:
                 before = tl.cdiv(length, BLOCK_N)
                 first_extra = tl.maximum(first_block - before, 0)
                 stop_extra = tl.maximum(stop_block - before, 0)
-                own = extra_indices + request * extra_indices_stride_request + token * extra_indices_stride_token
+                indices = extra.indices + request * extra.stride_request + token * extra.stride_token
                 length = device.extra_key_count(item, key_lengths)
                 state = _attend(
-                    state, q_tile, extra_cache, own, first_extra, stop_extra, length, scale, EXTRA_CACHE_LAYOUT, STEP
+                    state,
+                    q_tile,
+                    extra.cache,
+                    indices,
+                    first_extra,
+                    stop_extra,
+                    length,
+                    scale,
+                    CONFIG.extra_cache_layout,
+                    step,
                 )
-            values, lse2 = normalize(state, scale, STEP)
-            cols = tl.arange(0, STEP.latent)
+            values, lse2 = normalize(state, scale, step)
+            cols = tl.arange(0, step.latent)
             if first_block == 0 and stop_block == blocks:
-                write_out(outputs, item, 0, head, cols, values, lse2, D_V, OUT_ALIGN, STEP.interpreted)
+                write_out(outputs, item, 0, head, cols, values, lse2, CONFIG.d_v, CONFIG.out_align, step.interpreted)
                 write_lse(outputs, item, 0, head, lse2)
             elif scratch is not None:
                 partial = device.partial_of_range(number, group, num_groups, first_block > 0)
-                combine.write_partial(scratch, partial, heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, D_V)
-    if BALANCED:
-        metadata = device.range_metadata(scratch, num_ranges, num_groups, BLOCK_H * (D_V + 1))
+                combine.write_partial(
+                    scratch, partial, outputs.heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, CONFIG.d_v
+                )
+    if CONFIG.balanced:
+        metadata = device.range_metadata(scratch, num_ranges, num_groups, BLOCK_H * (CONFIG.d_v + 1))
         tl.store(metadata + number, continued.to(tl.float32))

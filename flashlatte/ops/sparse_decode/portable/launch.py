@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
 from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
-from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
+from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
-from flashlatte.ops.sparse_decode.portable.kernel import sparse_decode_kernel
-from flashlatte.ops.sparse_decode.portable.tiles import TokenAddress
+from flashlatte.ops.sparse_decode.portable.kernel import (
+    PortableSparseDecodeConfig,
+    SelectedKeys,
+    SparseQuery,
+    sparse_decode_kernel,
+)
+from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, TokenAddress
 from flashlatte.runtime import machine
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
@@ -40,58 +44,22 @@ class PortableSparseDecodePlan:
 
     Attributes:
         config: tile sizes.
+        step: ``online_softmax``'s constants.
         split: how query tokens are split over CTAs.
-        constants: the kernel's constants, except those that depend on strides.
     """
 
     config: AttentionConfig
+    step: StepConfig
     split: SplitPlan
-    constants: dict[str, Any]
 
 
-class SparseQuery(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of Q_ALIGN elements."""
-
-    q: torch.Tensor
-    q_stride_request: int
-    q_stride_token: int
-    q_stride_head: int
-
-
-class SelectedKeys(NamedTuple):
-    """A cache and the lists of indices into it; strides are in units of ``TokenAddress.align``."""
-
-    k_cache: torch.Tensor | None
-    k_stride_page: int
-    k_stride_token: int
-    num_slots: int
-    indices: torch.Tensor | None
-    indices_stride_request: int
-    indices_stride_token: int
-
-
-def sparse_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    layout: CacheFormat,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    softmax_scale: float,
-    empty_lse: float,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def sparse_decode(params: SparseDecodeParams) -> None:
+    q, indices, out = params.q, params.indices, params.out
     batch, s_q, h_q, head_dim = q.shape
     head_dim_v = out.shape[3]
     device = q.device
     topk = indices.shape[2]
-    extra_topk = None if extra_indices is None else extra_indices.shape[2]
-    is_uniform = topk_length is None and extra_topk_length is None
+    extra_topk = None if params.extra_indices is None else params.extra_indices.shape[2]
     launch_plan = make_plan(
         gpu_class(device),
         machine.num_sms(device),
@@ -99,40 +67,51 @@ def sparse_decode(
         h_q,
         head_dim,
         head_dim_v,
-        _table(layout, layout if extra_k_cache is None else layout.second_format(extra_k_cache.shape[-1])),
+        _table(params.layout, params.extra_layout),
         topk,
         extra_topk or 0,
-        is_uniform,
-        batch_invariant,
+        params.is_uniform,
+        params.batch_invariant,
     )
-    main_layout, own = _selection(k_cache, indices, layout)
-    extra_layout = layout if extra_k_cache is None else layout.second_format(extra_k_cache.shape[-1])
-    second_layout, extra = _selection(extra_k_cache, extra_indices, extra_layout)
+    main_layout, own = _selection(params.k_cache, indices, params.layout)
+    second_layout, extra = _selection(params.extra_k_cache, params.extra_indices, params.extra_layout)
     q_align, out_align = row_align(q), row_align(out)
     query = SparseQuery(q, *(stride // q_align for stride in q.stride()[:3]))
-    lengths = key_lengths(batch, s_q, topk_length, topk, extra_topk_length, extra_topk or 0)
-    outputs = outputs_of(out, lse, attn_sink, tokens=s_q, heads=h_q, rows=h_q, empty_lse=empty_lse, row_align=out_align)
+    lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
+    outputs = outputs_of(
+        out,
+        params.lse,
+        params.attn_sink,
+        tokens=s_q,
+        heads=h_q,
+        rows=h_q,
+        empty_lse=params.empty_lse,
+        row_align=out_align,
+    )
     split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     sparse_decode_kernel[(split.ctas(batch * s_q),)](
-        *by_name(
-            sparse_decode_kernel,
-            query,
-            own,
-            lengths,
-            outputs,
-            **{f"extra_{name}": value for name, value in extra._asdict().items()},
-            softmax_scale=softmax_scale,
-            scratch=scratch,
-            num_groups=split.groups,
-            num_ranges=split.splits,
+        query,
+        own,
+        extra,
+        lengths,
+        outputs,
+        scratch=scratch,
+        softmax_scale=params.softmax_scale,
+        num_groups=split.groups,
+        num_ranges=split.splits,
+        CONFIG=PortableSparseDecodeConfig(
+            cache_layout=main_layout,
+            extra_cache_layout=second_layout,
+            step=launch_plan.step,
+            d_v=head_dim_v,
+            q_align=q_align,
+            out_align=out_align,
+            overhead=split.overhead,
+            balanced=split.split_blocks is None,
         ),
-        CACHE_LAYOUT=main_layout,
-        EXTRA_CACHE_LAYOUT=second_layout,
-        Q_ALIGN=q_align,
-        OUT_ALIGN=out_align,
-        **launch_plan.constants,
+        num_warps=launch_plan.config.num_warps,
     )
     if scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
@@ -164,17 +143,7 @@ def make_plan(
     else:
         overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
         split = plan.balanced(partial, items, max_blocks, groups, groups, ranges, overhead)
-    return PortableSparseDecodePlan(
-        config=chosen,
-        split=split,
-        constants={
-            "STEP": step,
-            "D_V": head_dim_v,
-            "OVERHEAD": split.overhead,
-            "BALANCED": split.split_blocks is None,
-            "num_warps": chosen.num_warps,
-        },
-    )
+    return PortableSparseDecodePlan(chosen, step, split)
 
 
 def _table(*layouts: CacheFormat) -> str:
@@ -192,7 +161,7 @@ def _selection(
 ) -> tuple[TokenAddress | None, SelectedKeys]:
     """The kernel's constants and arguments for a cache."""
     if cache is None or indices is None:
-        return None, SelectedKeys(None, 0, 0, 0, None, 0, 0)
+        return None, SelectedKeys(SparseCache(None, 0, 0, 0), None, 0, 0)
     page_stride, token_stride = stride_in_use(cache, 0), stride_in_use(cache, 1)
     if not layout.plain:
         # The rows and planes of a page are multiples of 16 bytes, except for one-byte scales.
@@ -214,6 +183,9 @@ def _selection(
             align=align,
         ),
         SelectedKeys(
-            cache, page_stride // align, token_stride // align, slots, indices, indices.stride(0), indices.stride(1)
+            SparseCache(cache, page_stride // align, token_stride // align, slots),
+            indices,
+            indices.stride(0),
+            indices.stride(1),
         ),
     )

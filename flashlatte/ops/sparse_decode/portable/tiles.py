@@ -16,6 +16,7 @@ from flashlatte.kernels.triton.cache_address import load_words
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_float32, to_float32
 from flashlatte.kernels.triton.online_softmax import RowTile
 from flashlatte.kv_cache.formats import BlockScaling, Tiling
+from flashlatte.runtime.kernel_records import Int64, Pointer
 
 # Words of four latent elements.
 _WORDS = tl.constexpr(128)
@@ -34,10 +35,10 @@ class SparseCache(NamedTuple):
         num_slots: number of tokens; an index from num_slots on is invalid. At most 2^31 for int32 indices.
     """
 
-    k_cache: Any
-    stride_page: Any
-    stride_token: Any
-    num_slots: Any
+    k_cache: Pointer
+    stride_page: Int64
+    stride_token: Int64
+    num_slots: Int64
 
 
 class TokenAddress(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,22 +13,29 @@ from flashlatte.kernels.hopper.ptx.copies import store_evict_first
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 from flashlatte.ops.sparse_prefill.hopper.state import list_of, row_exists, rows_of
 from flashlatte.runtime.gluon_compat import cta_barrier
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, Pointer
 
 # PTX name of the kernel's first parameter.
 _OUT_DESCRIPTOR = gl.constexpr("sparse_prefill_kernel_param_0")
 
 
 class SparsePrefillOutput(NamedTuple):
-    """Pointers of the statistics, and the other inputs of the epilogue. ``sinks`` may be None."""
+    """The results, and the other inputs of the epilogue. ``sinks`` may be None.
 
-    max_logits: Any
-    lse: Any
-    sinks: Any
-    sink_stride: Any
-    heads: Any
-    softmax_scale: Any
-    empty_lse: Any
-    damaged: Any  # int32 per tile, set to 1 if a row is NaN; None for tiles of one token
+    Attributes:
+        descriptor: TMA descriptor of out; the first parameter of the kernel, by whose name PTX refers to it.
+        damaged: int32 per tile, set to 1 if a row is NaN; None for tiles of one token.
+    """
+
+    descriptor: Pointer
+    max_logits: ElementPointer
+    lse: ElementPointer
+    sinks: ElementPointer
+    sink_stride: Int64
+    heads: Int32
+    softmax_scale: Float32
+    empty_lse: Float32
+    damaged: ElementPointer
 
 
 @gluon.jit

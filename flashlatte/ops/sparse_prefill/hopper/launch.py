@@ -7,8 +7,12 @@ import math
 import torch
 
 from flashlatte.ops.sparse_prefill import by_token
+from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
+from flashlatte.ops.sparse_prefill.hopper.producer import SparsePrefillQueries
+from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
 from flashlatte.ops.sparse_prefill.hopper.unions import MAX_POSITIONS, build_unions
+from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 from flashlatte.runtime import checks, machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
@@ -25,36 +29,21 @@ MIN_TOPK = 512
 MAX_ROUNDS_RATIO = 1.1
 
 
-def sparse_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    empty_lse: float,
-    out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    checks.begins_aligned("hopper", q=q, kv=kv, out=out)
+def sparse_prefill(params: SparsePrefillParams) -> None:
+    q, kv, indices = params.q, params.kv, params.indices
+    checks.begins_aligned("hopper", q=q, kv=kv, out=params.out)
     s_q, heads, _ = q.shape
     topk = indices.shape[-1]
     group = queries_per_tile(s_q, heads, topk, kv.shape[0], machine.num_sms(q.device))
-    numbers = (attn_sink, softmax_scale, empty_lse)
     if group == 1:
-        _launch(q, kv, indices, topk_length, *numbers, out, max_logits, lse)
+        _launch(params, indices, params.topk_length)
         return
     chunk = max(SCRATCH_BYTES // (4 * topk) // group * group, group)
     for begin in range(0, s_q, chunk):
-        tokens = slice(begin, begin + chunk)
-        chunk_indices, lengths = indices[tokens], None if topk_length is None else topk_length[tokens]
-        results = (out[tokens], max_logits[tokens], lse[tokens])
-        union = build_unions(chunk_indices, lengths, kv.shape[0], group)
-        _launch(q[tokens], kv, union.entries, union.counts, *numbers, *results, damaged=union.damaged, group=group)
-        by_token.sparse_prefill(
-            q[tokens], kv, chunk_indices, lengths, *numbers, *results, damaged=union.damaged, group=group
-        )
+        part = params.of_tokens(slice(begin, begin + chunk))
+        union = build_unions(part.indices, part.topk_length, kv.shape[0], group)
+        _launch(part, union.entries, union.counts, union.damaged, group)
+        by_token.sparse_prefill(part, union.damaged, group)
 
 
 def queries_per_tile(s_q: int, heads: int, topk: int, s_kv: int, num_sms: int) -> int:
@@ -73,49 +62,45 @@ def queries_per_tile(s_q: int, heads: int, topk: int, s_kv: int, num_sms: int) -
 
 
 def _launch(
-    q: torch.Tensor,
-    kv: torch.Tensor,
+    params: SparsePrefillParams,
     lists: torch.Tensor,
     lengths: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    empty_lse: float,
-    out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
     damaged: torch.Tensor | None = None,
     group: int = 1,
 ) -> None:
     """``lists``: the indices [s_q, 1, topk], or with group > 1 the entries of each group's union."""
+    q, kv, out, attn_sink = params.q, params.kv, params.out, params.attn_sink
     s_q, heads, head_dim = q.shape
     heads_per_tile = ROWS_PER_TILE // group
     head_blocks = -(-heads // heads_per_tile)
     tiles = -(-s_q // group) * head_blocks
     sparse_prefill_kernel[(min(tiles, machine.num_sms(q.device)),)](
-        out_desc=describe(out, out.shape, strides_in_use(out), (group, heads_per_tile, 256)),
-        q=q,
-        q_token_stride=q.stride(0) // ALIGNMENT,
-        q_head_stride=q.stride(1) // ALIGNMENT,
+        SparsePrefillOutput(
+            descriptor=describe(out, out.shape, strides_in_use(out), (group, heads_per_tile, 256)),
+            max_logits=params.max_logits,
+            lse=params.lse,
+            sinks=attn_sink,
+            sink_stride=0 if attn_sink is None else attn_sink.stride(0),
+            heads=heads,
+            softmax_scale=params.softmax_scale,
+            empty_lse=params.empty_lse,
+            damaged=damaged,
+        ),
+        SparsePrefillQueries(q, q.stride(0) // ALIGNMENT, q.stride(1) // ALIGNMENT, heads),
+        SparsePrefillWork(
+            indices=lists,
+            index_stride=lists.stride(0),
+            lengths=lengths,
+            length_stride=0 if lengths is None else lengths.stride(0),
+            s_kv=kv.shape[0],
+            topk=lists.shape[-1],
+            head_blocks=head_blocks,
+            tiles=tiles,
+            tokens=s_q,
+        ),
         kv=kv,
         kv_stride=kv.stride(0) // ALIGNMENT,
-        indices=lists,
-        index_stride=lists.stride(0),
-        lengths=lengths,
-        length_stride=0 if lengths is None else lengths.stride(0),
-        sinks=attn_sink,
-        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
-        max_logits=max_logits,
-        lse=lse,
-        damaged=damaged,
-        s_kv=kv.shape[0],
-        heads=heads,
-        head_blocks=head_blocks,
-        topk=lists.shape[-1],
-        tiles=tiles,
-        tokens=s_q,
-        softmax_scale=softmax_scale,
-        scale_log2=softmax_scale * math.log2(math.e),
-        empty_lse=empty_lse,
+        scale_log2=params.softmax_scale * math.log2(math.e),
         HEAD_DIM=head_dim,
         GROUP=group,
         num_warps=4,

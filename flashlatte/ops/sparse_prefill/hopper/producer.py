@@ -31,6 +31,7 @@ from flashlatte.ops.sparse_prefill.hopper.state import (
 )
 from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS
 from flashlatte.runtime.gluon_compat import cp_async
+from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 
 # A thread copies 16 bytes at a time, eight adjacent threads the 128 bytes of a swizzled row.
 _ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
@@ -40,10 +41,10 @@ _COLUMNS = gl.constexpr(gl.SliceLayout(0, COPY))
 class SparsePrefillQueries(NamedTuple):
     """q in global memory, with strides in units of 16 bytes."""
 
-    q: Any
-    token_stride: Any
-    head_stride: Any
-    heads: Any
+    q: Pointer
+    token_stride: Int64
+    head_stride: Int64
+    heads: Int32
 
 
 class GatheredTokens(NamedTuple):

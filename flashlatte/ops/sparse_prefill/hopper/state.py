@@ -17,6 +17,7 @@ from flashlatte.kernels.hopper.mla_tiles import (
     allocate_vector,
 )
 from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 
 # Named barrier: the queries are empty, both consumers to the producer.
 Q_EMPTY = gl.constexpr(OWN_BARRIERS)
@@ -54,15 +55,15 @@ class SparsePrefillWork(NamedTuple):
     A tile of several tokens has a list of entries (``unions``) instead of indices.
     """
 
-    indices: Any
-    index_stride: Any
-    lengths: Any  # None where all indices count
-    length_stride: Any
-    s_kv: Any
-    topk: Any
-    head_blocks: Any
-    tiles: Any
-    tokens: Any
+    indices: ElementPointer
+    index_stride: Int64
+    lengths: ElementPointer  # None where all indices count
+    length_stride: Int64
+    s_kv: Int32
+    topk: Int32
+    head_blocks: Int32
+    tiles: Int32
+    tokens: Int32
 
 
 @gluon.jit

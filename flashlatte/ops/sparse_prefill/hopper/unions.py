@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.hopper.ptx import shared_words
+from flashlatte.ops.sparse_prefill.by_token import TokenSelections, selections_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -55,17 +56,13 @@ def build_unions(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: 
     entries = torch.empty(groups, group * topk, **int32_options)
     counts, damaged = torch.empty(groups, **int32_options), torch.empty(groups, **int32_options)
     union_kernel[(groups,)](
-        indices=indices,
-        indices_stride=indices.stride(0),
-        lengths=topk_length,
-        length_stride=0 if topk_length is None else topk_length.stride(0),
+        selections_of(indices, topk_length),
         entries=entries,
         counts=counts,
         damaged=damaged,
         interpreted_memory=torch.empty(groups, WORDS, dtype=torch.int32) if interpreting else None,
         tokens=s_q,
         s_kv=s_kv,
-        topk=topk,
         GROUP=group,
         WORDS=WORDS,
         BLOCK=BLOCK,
@@ -75,19 +72,15 @@ def build_unions(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: 
     return Union(entries, counts, damaged)
 
 
-@kernel(by_element=("indices", "lengths", "entries", "counts", "damaged"))
+@kernel(by_element=("entries", "counts", "damaged"))
 def union_kernel(
-    indices,
-    indices_stride: tl.int64,
-    lengths,
-    length_stride: tl.int64,
+    selections: TokenSelections,
     entries,
     counts,
     damaged,
     interpreted_memory,
     tokens: tl.int32,
     s_kv: tl.int32,
-    topk: tl.int32,
     GROUP: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -99,7 +92,7 @@ def union_kernel(
     """
     group = tl.program_id(0)
     first = group * GROUP
-    entries += group.to(tl.int64) * GROUP * topk
+    entries += group.to(tl.int64) * GROUP * selections.topk
     memory = interpreted_memory + group * WORDS if INTERPRETED else shared_words.allocate(WORDS)
     lane_offset = tl.arange(0, BLOCK)
     selected = tl.zeros_like(lane_offset)
@@ -114,7 +107,7 @@ def union_kernel(
             )
         tl.debug_barrier()
         for member in tl.static_range(GROUP):
-            row, length = selection(indices, indices_stride, lengths, length_stride, first + member, tokens, topk)
+            row, length = selection_of(selections, first + member, tokens)
             for begin in range(0, length, BLOCK):
                 index = tl.load(row + begin + lane_offset, mask=begin + lane_offset < length, other=-1)
                 inside = (index >= window) & (index < window + positions)
@@ -140,7 +133,7 @@ def union_kernel(
     if tl.sum(selected - listed, axis=0) != 0:
         count = tl.zeros([], tl.int32)
         for member in tl.static_range(GROUP):
-            row, length = selection(indices, indices_stride, lengths, length_stride, first + member, tokens, topk)
+            row, length = selection_of(selections, first + member, tokens)
             for begin in range(0, length, BLOCK):
                 index = tl.load(row + begin + lane_offset, mask=begin + lane_offset < length, other=-1)
                 inside = (index >= 0) & (index < s_kv)
@@ -152,10 +145,11 @@ def union_kernel(
 
 
 @triton.jit
-def selection(indices, indices_stride, lengths, length_stride, token, tokens, topk):
+def selection_of(selections, token, tokens):
     """Pointer to a token's first index, and the number of its indices; 0 after the last token."""
     token_row = tl.minimum(token, tokens - 1).to(tl.int64)
-    length = topk
-    if lengths is not None:
-        length = tl.minimum(tl.maximum(tl.load(lengths + token_row * length_stride), 0), topk).to(tl.int32)
-    return indices + token_row * indices_stride, tl.where(token < tokens, length, 0)
+    length = selections.topk
+    if selections.lengths is not None:
+        given = tl.load(selections.lengths + token_row * selections.lengths_stride)
+        length = tl.minimum(tl.maximum(given, 0), selections.topk).to(tl.int32)
+    return selections.indices + token_row * selections.indices_stride, tl.where(token < tokens, length, 0)

@@ -6,12 +6,25 @@ row."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.hopper.ptx import shared_words
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.ops.topk.hopper.shared_layout import COUNTER, LIST
+
+
+class TopkRow(NamedTuple):
+    """The ``length`` entries of ``logits`` from element ``first`` on; the CTA lists and stores columns ``begin`` to
+    ``stop``."""
+
+    logits: Any
+    first: Any
+    length: Any
+    begin: Any
+    stop: Any
 
 
 @triton.jit
@@ -26,31 +39,24 @@ def whole_blocks(logits, first, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_first_block(logits, first, length, BLOCK: tl.constexpr):
+def load_first_block(row, BLOCK: tl.constexpr):
     """Start loading the first whole block of ``append_candidates``, 16 bytes at a time; zeros if there is none."""
-    _, aligned, blocks = whole_blocks(logits, first, length, BLOCK)
+    _, aligned, blocks = whole_blocks(row.logits, row.first + row.begin, row.stop - row.begin, BLOCK)
     offset = tl.arange(0, BLOCK)
-    return tl.load(logits + aligned + offset, mask=(offset >= 0) & (blocks > 0), other=0.0)
+    return tl.load(row.logits + aligned + offset, mask=(offset >= 0) & (blocks > 0), other=0.0)
 
 
 @triton.jit
-def append_candidates(
-    logits,
-    first,
-    begin,
-    stop,
-    threshold,
-    loaded,
-    memory,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Append the entries >= ``threshold`` (never NaN) of columns ``begin`` to ``stop`` of a row, which begins at
-    element ``first`` of ``logits``, and count them. ``loaded``: the result of ``load_first_block``.
+def append_candidates(row, threshold, loaded, memory, CONFIG: tl.constexpr):
+    """Append the entries >= ``threshold`` (never NaN) of the CTA's columns of a row, and count them. ``loaded``: the
+    result of ``load_first_block``.
     """
-    first += begin
-    length = stop - begin
+    CAPACITY: tl.constexpr = CONFIG.capacity
+    BLOCK: tl.constexpr = CONFIG.block
+    INTERPRETED: tl.constexpr = CONFIG.interpreted
+    logits, begin = row.logits, row.begin
+    first = row.first + begin
+    length = row.stop - begin
     head, aligned, blocks = whole_blocks(logits, first, length, BLOCK)
     offset = tl.arange(0, BLOCK)
     for block in range(blocks):

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.hopper.ptx import shared_words
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents, gdc_wait
 from flashlatte.ops.topk.hopper.candidates import (
+    TopkRow,
     append_candidates,
     load_candidates,
     load_first_block,
@@ -24,83 +27,73 @@ from flashlatte.ops.topk.hopper.radix_select import (
 )
 from flashlatte.ops.topk.hopper.shared_layout import COUNTER, num_words
 from flashlatte.ops.topk.hopper.store_largest import select_largest, store_in_order
-from flashlatte.ops.topk.order import ordered, row_range, store_all
+from flashlatte.ops.topk.order import TopkOutputs, TopkRows, ordered, output_row, row_range, store_all
 from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import kernel
 
 
-def topk_kernel(
-    logits,
-    start,
-    end,
-    indices,
-    values,
-    interpreted_memory,
-    width: tl.int64,
-    k: tl.int32,
-    wanted: tl.int32,
-    next_n: tl.int32,
-    logits_stride: tl.int64,
-    start_stride: tl.int64,
-    end_stride: tl.int64,
-    index_stride: tl.int64,
-    value_stride: tl.int64,
-    PER_REQUEST: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SAMPLE_BLOCK: tl.constexpr,
-    MASKED_BLOCK: tl.constexpr,
-    FIRST_SAMPLE: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    CTAS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Each cluster of CTAS CTAs processes one row.
+class TopkConfig(NamedTuple):
+    """The compile-time constants of the kernel.
 
-    ``wanted``: target number of candidates, more than k and fewer than CAPACITY. FIRST_SAMPLE: maximum size of the
-        first sample. PREFETCH: load the first block before the sample is processed. ``interpreted_memory``: int32 in
+    Attributes:
+        per_request: ``end`` has an entry for each request.
+        capacity: of the list of candidates.
+        block, masked_block, sample_block: entries that a CTA processes at a time: of the list pass, of the radix select
+            on the row, and of a sample.
+        first_sample: maximum size of the first sample.
+        prefetch: load the first block before the sample is processed.
+        ctas: CTAs of a row.
+        overlapped: the preceding kernel in the stream may still run.
+    """
+
+    per_request: bool
+    capacity: int
+    block: int
+    sample_block: int
+    masked_block: int
+    first_sample: int
+    prefetch: bool
+    ctas: int
+    overlapped: bool
+    interpreted: bool
+
+
+def topk_kernel(
+    rows: TopkRows,
+    outputs: TopkOutputs,
+    interpreted_memory,
+    wanted: tl.int32,
+    CONFIG: tl.constexpr,
+):
+    """Each cluster of CTAs processes one row.
+
+    ``wanted``: target number of candidates, more than k and fewer than the capacity. ``interpreted_memory``: int32 in
         place of shared memory in Triton's interpreter, else None.
     """
-    if OVERLAPPED:
-        # The preceding kernel in the stream may still run.
+    CAPACITY: tl.constexpr = CONFIG.capacity
+    CTAS: tl.constexpr = CONFIG.ctas
+    INTERPRETED: tl.constexpr = CONFIG.interpreted
+    if CONFIG.overlapped:
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
-    row = (program // CTAS).to(tl.int64)
+    number = (program // CTAS).to(tl.int64)
     cta = program % CTAS
-    first, last = row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST)
+    first, last = row_range(rows, number, CONFIG.per_request)
     length = (last - first).to(tl.int32)
-    first += row * logits_stride
-    entries = logits + first
-    index_row = indices + row * index_stride
-    value_row = values
-    if values is not None:
-        value_row = values + row * value_stride
+    first += number * rows.stride
+    entries = rows.logits + first
+    target = output_row(outputs, number)
+    k = outputs.k
     memory = interpreted_memory if INTERPRETED else shared_words.allocate(num_words(CAPACITY))
 
     if length <= k:
         if cta == 0:
-            store_all(entries, index_row, value_row, tl.arange(0, CAPACITY), length, k, INTERPRETED)
+            store_all(entries, target, tl.arange(0, CAPACITY), length, k, INTERPRETED)
     else:
-        begin, stop = column_range(cta, length, BLOCK, CTAS)
-        low, count, source = list_candidates(
-            logits,
-            first,
-            begin,
-            stop,
-            length,
-            k,
-            wanted,
-            memory,
-            CAPACITY,
-            BLOCK,
-            SAMPLE_BLOCK,
-            FIRST_SAMPLE,
-            PREFETCH,
-            CTAS,
-            INTERPRETED,
-        )
+        begin, stop = column_range(cta, length, CONFIG.block, CTAS)
+        row = TopkRow(rows.logits, first, length, begin, stop)
+        low, count, source = list_candidates(row, k, wanted, memory, CONFIG)
         if is_sufficient(count, k, CAPACITY):
             valid = tl.arange(0, CAPACITY) < count
             bits, column = load_candidates(memory, source, valid, CTAS, INTERPRETED)
@@ -108,7 +101,7 @@ def topk_kernel(
                 shared_words.cluster_arrive()
             keys = ordered(bits.to(tl.float32, bitcast=True), valid)
             selected = select_largest(keys, column, valid, low, length, k, memory, INTERPRETED)
-            store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS, INTERPRETED)
+            store_in_order(target, selected, bits, column, begin, stop, memory, CTAS, INTERPRETED)
             if CTAS > 1:
                 # A CTA must not exit before all CTAs have read its list.
                 shared_words.cluster_wait()
@@ -116,7 +109,7 @@ def topk_kernel(
             # A CTA must not exit before all CTAs have read its counter.
             sync_row(CTAS)
             if cta == 0:
-                store_largest_of_row(entries, index_row, value_row, length, k, memory, MASKED_BLOCK, INTERPRETED)
+                store_largest_of_row(entries, target, length, k, memory, CONFIG.masked_block, INTERPRETED)
 
 
 @triton.jit
@@ -131,54 +124,41 @@ def column_range(cta, length, BLOCK: tl.constexpr, CTAS: tl.constexpr):
 
 
 @triton.jit
-def list_candidates(
-    logits,
-    first,
-    begin,
-    stop,
-    length,
-    k,
-    wanted,
-    memory,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SAMPLE_BLOCK: tl.constexpr,
-    FIRST_SAMPLE: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    CTAS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Build the list of candidates of a row, which begins at element ``first`` of ``logits``; each CTA lists columns
-    ``begin`` to ``stop``. The threshold comes from a small sample, and if the list is not sufficient, from a larger
-    one.
+def list_candidates(row, k, wanted, memory, CONFIG: tl.constexpr):
+    """Build the list of candidates of a row. The threshold comes from a small sample, and if the list is not
+    sufficient, from a larger one.
 
     Returns:
         low (int64): key of the threshold.
         count, source: number and addresses of the candidates (``locate_candidates``).
     """
+    CAPACITY: tl.constexpr = CONFIG.capacity
+    SAMPLE_BLOCK: tl.constexpr = CONFIG.sample_block
+    INTERPRETED: tl.constexpr = CONFIG.interpreted
     low = tl.full([], NEGATIVE_INFINITY, tl.int64)
     count = tl.zeros([], tl.int32)
     source = tl.zeros([CAPACITY], tl.int32)
-    enough = sample_size(length, wanted)
-    sample = tl.minimum(enough, FIRST_SAMPLE)
+    enough = sample_size(row.length, wanted)
+    sample = tl.minimum(enough, CONFIG.first_sample)
     retry = True
     while retry:
-        if PREFETCH:  # in flight while the sample is processed
-            loaded = load_first_block(logits, first + begin, stop - begin, BLOCK)
-        shared_words.store(memory, COUNTER, tl.full([], 0, tl.int32), length > 0, INTERPRETED)
-        if length > CAPACITY:
-            low = estimate_threshold(logits + first, length, wanted, sample, memory, SAMPLE_BLOCK, INTERPRETED)
+        if CONFIG.prefetch:  # in flight while the sample is processed
+            loaded = load_first_block(row, CONFIG.block)
+        shared_words.store(memory, COUNTER, tl.full([], 0, tl.int32), row.length > 0, INTERPRETED)
+        if row.length > CAPACITY:
+            entries = row.logits + row.first
+            low = estimate_threshold(entries, row.length, wanted, sample, memory, SAMPLE_BLOCK, INTERPRETED)
         tl.debug_barrier()
-        if not PREFETCH:
-            loaded = load_first_block(logits, first + begin, stop - begin, BLOCK)
-        append_candidates(logits, first, begin, stop, value_of(low), loaded, memory, CAPACITY, BLOCK, INTERPRETED)
-        sync_row(CTAS)
-        count, source = locate_candidates(memory, CAPACITY, CTAS, INTERPRETED)
+        if not CONFIG.prefetch:
+            loaded = load_first_block(row, CONFIG.block)
+        append_candidates(row, value_of(low), loaded, memory, CONFIG)
+        sync_row(CONFIG.ctas)
+        count, source = locate_candidates(memory, CAPACITY, CONFIG.ctas, INTERPRETED)
         retry = (sample < enough) & (is_sufficient(count, k, CAPACITY) == 0)
         sample = enough
         if retry:
             # All CTAs have read the counters before they are reset.
-            sync_row(CTAS)
+            sync_row(CONFIG.ctas)
     return low, count, source
 
 
@@ -205,7 +185,6 @@ def value_of(key):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-BY_ELEMENT = ("start", "end", "indices", "values")
-kernel_1_cta = kernel(topk_kernel, by_element=BY_ELEMENT)
-kernel_2_ctas = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=ClusterLaunch(2, 0))
-kernel_8_ctas = kernel(topk_kernel, by_element=BY_ELEMENT, cluster=ClusterLaunch(8, 0))
+kernel_1_cta = kernel(topk_kernel)
+kernel_2_ctas = kernel(topk_kernel, cluster=ClusterLaunch(2, 0))
+kernel_8_ctas = kernel(topk_kernel, cluster=ClusterLaunch(8, 0))

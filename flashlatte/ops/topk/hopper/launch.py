@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels.triton.dependent_launch import launch_options
-from flashlatte.ops.topk.hopper.kernel import kernel_1_cta, kernel_2_ctas, kernel_8_ctas
+from flashlatte.ops.topk.hopper.kernel import TopkConfig, kernel_1_cta, kernel_2_ctas, kernel_8_ctas
 from flashlatte.ops.topk.hopper.shared_layout import num_words
+from flashlatte.ops.topk.order import records_of
+from flashlatte.ops.topk.params import TopkParams
 from flashlatte.runtime import machine
-from flashlatte.runtime.strides import stride_in_use
 
 # By number of CTAs per row.
 KERNELS = {1: kernel_1_cta, 2: kernel_2_ctas, 8: kernel_8_ctas}
@@ -25,49 +26,32 @@ SAMPLE_BLOCK = 4096
 FIRST_SAMPLE = {8: 4096, 2: 8192, 1: 16384}
 
 
-def topk(
-    logits: torch.Tensor,
-    start: torch.Tensor | None,
-    end: torch.Tensor | None,
-    next_n: int,
-    indices: torch.Tensor,
-    values: torch.Tensor | None,
-) -> None:
-    rows, width = logits.shape
-    k = indices.shape[1]
+def topk(params: TopkParams) -> None:
+    rows, k = params.indices.shape
     capacity = max(1 << (2 * k - 1).bit_length(), MIN_CAPACITY)
     interpreting = machine.interpreting()
-    sms = 0 if interpreting else machine.num_sms(logits.device)
-    ctas, warps, registers = _launch_shape(rows, sms, values is not None)
+    sms = 0 if interpreting else machine.num_sms(params.logits.device)
+    ctas, warps, registers = _launch_shape(rows, sms, params.values is not None)
     # Dependent launch makes one row, between its logits and its slots, 1 µs of 22 faster, and 64 rows 3 µs of 70
     # slower.
     overlapped = ctas == max(KERNELS)
+    config = TopkConfig(
+        per_request=params.per_request,
+        capacity=capacity,
+        block=32 * warps * ENTRIES_PER_THREAD,
+        sample_block=SAMPLE_BLOCK,
+        masked_block=32 * warps * MASKED_ENTRIES_PER_THREAD,
+        first_sample=FIRST_SAMPLE[ctas],
+        prefetch=rows <= sms,
+        ctas=ctas,
+        overlapped=overlapped,
+        interpreted=interpreting,
+    )
     KERNELS[ctas][(rows,)](
-        logits=logits,
-        start=start,
-        end=end,
-        indices=indices,
-        values=values,
+        *records_of(params),
         interpreted_memory=torch.empty(num_words(capacity), dtype=torch.int32) if interpreting else None,
-        width=width,
-        k=k,
         wanted=int(TARGET_FILL * capacity),
-        next_n=next_n,
-        logits_stride=stride_in_use(logits, 0),
-        start_stride=0 if start is None else start.stride(0),
-        end_stride=0 if end is None else end.stride(0),
-        index_stride=stride_in_use(indices, 0),
-        value_stride=0 if values is None else stride_in_use(values, 0),
-        PER_REQUEST=end is not None and end.shape[0] != rows,
-        CAPACITY=capacity,
-        BLOCK=32 * warps * ENTRIES_PER_THREAD,
-        SAMPLE_BLOCK=SAMPLE_BLOCK,
-        MASKED_BLOCK=32 * warps * MASKED_ENTRIES_PER_THREAD,
-        FIRST_SAMPLE=FIRST_SAMPLE[ctas],
-        PREFETCH=rows <= sms,
-        CTAS=ctas,
-        OVERLAPPED=overlapped,
-        INTERPRETED=interpreting,
+        CONFIG=config,
         num_warps=warps,
         maxnreg=registers,
         **launch_options(overlapped),

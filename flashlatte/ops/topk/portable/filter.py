@@ -1,33 +1,62 @@
 """The candidates of a row: entries that reach a threshold estimated from a sample."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import triton
 import triton.language as tl
 
-from flashlatte.ops.topk.order import LOWEST, load_values, ordered, row_range
-from flashlatte.ops.topk.portable.threshold import threshold
+from flashlatte.ops.topk.order import HIGHEST, LOWEST, OUTSIDE, TopkRows, load_values, ordered, row_range
+from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
 # Adjacent entries of a sample: a cache line.
 RUN = tl.constexpr(32)
 
 
+class TopkCandidates(NamedTuple):
+    """keys and columns [rows · chunks, CAPACITY] of the candidates in the chunks of each row, and their counts [rows ·
+    chunks]; None: there are no candidates."""
+
+    keys: Pointer
+    columns: Pointer
+    counts: Pointer
+    chunks: Int32
+
+
+@triton.jit
+def threshold(keys, k):
+    """A key that exactly k of ``keys`` reach, if one exists, else the k-th largest key. At least k keys are not
+    OUTSIDE."""
+    # As unsigned offsets from the lowest int32, so that bits can be determined from the top.
+    low = tl.min(tl.where(keys == OUTSIDE, HIGHEST, keys), axis=0).to(tl.int64) + 0x80000000
+    high = tl.max(keys, axis=0).to(tl.int64) + 0x80000000
+    different = low ^ high
+    bit = tl.zeros([], tl.int32) + 31
+    while (bit >= 0) & ((different >> tl.maximum(bit, 0)) == 0):
+        bit -= 1
+    # Bits above are the same in all keys.
+    settled = (low >> (bit + 1)) << (bit + 1)
+    reached = k + 1
+    while (bit >= 0) & (reached != k):
+        candidate = settled | (tl.full([], 1, tl.int64) << bit)
+        count = tl.sum((keys >= (candidate - 0x80000000).to(tl.int32)).to(tl.int32), axis=0)
+        settled = tl.where(count >= k, candidate, settled)
+        reached = tl.where(count >= k, count, reached)
+        bit -= 1
+    return (settled - 0x80000000).to(tl.int32)
+
+
 @kernel
 def filter_kernel(
-    logits,
-    start,
-    end,
-    candidate_keys,
-    candidate_columns,
-    counts,
+    rows: TopkRows,
+    candidates: TopkCandidates,
     first_row: tl.int64,
-    width: tl.int64,
-    chunks: tl.int32,
     wanted: tl.int32,
-    next_n: tl.int32,
-    logits_stride: tl.int64,
-    start_stride: tl.int64,
-    end_stride: tl.int64,
     PER_REQUEST: tl.constexpr,
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -39,10 +68,10 @@ def filter_kernel(
     In rows of at most CAPACITY entries, all are candidates; in longer rows, about ``wanted``.
     """
     program = tl.program_id(0).to(tl.int64)
-    row = first_row + program // chunks
-    first, last = row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST)
+    row = first_row + program // candidates.chunks
+    first, last = row_range(rows, row, PER_REQUEST)
     length = (last - first).to(tl.int32)
-    entries = logits + row * logits_stride + first
+    entries = rows.logits + row * rows.stride + first
 
     cutoff = tl.full([], LOWEST, tl.int32)
     if length > CAPACITY:
@@ -53,11 +82,11 @@ def filter_kernel(
         sample = ordered(load_values(entries + position, inside, INTERPRETED), inside)
         cutoff = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
 
-    chunk_length = tl.cdiv(tl.cdiv(length, chunks), RUN) * RUN
-    begin = (program % chunks).to(tl.int32) * chunk_length
+    chunk_length = tl.cdiv(tl.cdiv(length, candidates.chunks), RUN) * RUN
+    begin = (program % candidates.chunks).to(tl.int32) * chunk_length
     stop = tl.minimum(begin + chunk_length, length)
-    key_places = candidate_keys + program * CAPACITY
-    column_places = candidate_columns + program * CAPACITY
+    key_places = candidates.keys + program * CAPACITY
+    column_places = candidates.columns + program * CAPACITY
     count = tl.zeros([], tl.int32)
     column = begin + tl.arange(0, BLOCK)
     values = load_values(entries + column, column < stop, INTERPRETED)
@@ -73,4 +102,4 @@ def filter_kernel(
         tl.store(key_places + position, keys, mask=stored)
         tl.store(column_places + position, column, mask=stored)
         count += tl.sum(passes, axis=0)
-    tl.store(counts + program, count)
+    tl.store(candidates.counts + program, count)

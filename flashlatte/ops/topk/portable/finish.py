@@ -8,8 +8,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.ops.topk.order import OUTSIDE, load_values, ordered, row_range, store_all, store_chosen
-from flashlatte.ops.topk.portable.threshold import threshold
+from flashlatte.ops.topk.order import (
+    OUTSIDE,
+    TopkOutputs,
+    TopkRows,
+    load_values,
+    ordered,
+    output_row,
+    row_range,
+    store_all,
+    store_chosen,
+)
+from flashlatte.ops.topk.portable.filter import TopkCandidates, threshold
 from flashlatte.runtime.triton_kernel import kernel
 
 DIGITS = tl.constexpr(256)
@@ -17,24 +27,10 @@ DIGITS = tl.constexpr(256)
 
 @kernel
 def finish_kernel(
-    logits,
-    start,
-    end,
-    candidate_keys,
-    candidate_columns,
-    counts,
-    indices,
-    values,
+    rows: TopkRows,
+    outputs: TopkOutputs,
+    candidates: TopkCandidates,
     first_row: tl.int64,
-    width: tl.int64,
-    chunks: tl.int32,
-    k: tl.int32,
-    next_n: tl.int32,
-    logits_stride: tl.int64,
-    start_stride: tl.int64,
-    end_stride: tl.int64,
-    index_stride: tl.int64,
-    value_stride: tl.int64,
     PER_REQUEST: tl.constexpr,
     SPLIT: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -44,42 +40,41 @@ def finish_kernel(
     """If candidates are None, rows have at most CAPACITY entries. SPLIT: rows have several chunks of candidates."""
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program
-    first, last = row_range(start, end, row, width, start_stride, end_stride, next_n, PER_REQUEST)
+    first, last = row_range(rows, row, PER_REQUEST)
     length = (last - first).to(tl.int32)
-    entries = logits + row * logits_stride + first
-    index_row = indices + row * index_stride
-    value_row = values
-    if values is not None:
-        value_row = values + row * value_stride
+    entries = rows.logits + row * rows.stride + first
+    target = output_row(outputs, row)
+    k = outputs.k
 
     position = tl.arange(0, CAPACITY)
     if length <= k:
-        store_all(entries, index_row, value_row, position, length, k, INTERPRETED)
-    elif candidate_keys is None:
+        store_all(entries, target, position, length, k, INTERPRETED)
+    elif candidates.keys is None:
         keys = ordered(load_values(entries + position, position < length, INTERPRETED), position < length)
-        chosen, target = places_of_largest(keys, k)
-        store_chosen(entries, index_row, value_row, chosen, target, position, INTERPRETED)
+        chosen, rank = places_of_largest(keys, k)
+        store_chosen(entries, target, chosen, rank, position, INTERPRETED)
     else:
         # [CAPACITY]: indices of the concatenated candidates of all chunks
         source = position
         if SPLIT:
             total = tl.zeros([], tl.int32)
-            for chunk in range(chunks):
+            for chunk in range(candidates.chunks):
                 source = tl.where(position >= total, chunk * CAPACITY + position - total, source)
                 # More than CAPACITY candidates in a chunk are too many; the clamp keeps the sum below 2^31.
-                count = tl.minimum(tl.load(counts + program * chunks + chunk), CAPACITY + 1)
+                count = tl.load(candidates.counts + program * candidates.chunks + chunk)
+                count = tl.minimum(count, CAPACITY + 1)
                 total = tl.minimum(total + count, CAPACITY + 1)
         else:
-            total = tl.load(counts + program)
+            total = tl.load(candidates.counts + program)
         if (total >= k) & (total <= CAPACITY):
             taken = position < total
-            base = program * chunks * CAPACITY
-            keys = tl.load(candidate_keys + base + source, mask=taken, other=OUTSIDE)
-            chosen, target = places_of_largest(keys, k)
-            columns = tl.load(candidate_columns + base + source, mask=chosen, other=0)
-            store_chosen(entries, index_row, value_row, chosen, target, columns, INTERPRETED)
+            base = program * candidates.chunks * CAPACITY
+            keys = tl.load(candidates.keys + base + source, mask=taken, other=OUTSIDE)
+            chosen, rank = places_of_largest(keys, k)
+            columns = tl.load(candidates.columns + base + source, mask=chosen, other=0)
+            store_chosen(entries, target, chosen, rank, columns, INTERPRETED)
         else:
-            store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK, INTERPRETED)
+            store_largest_by_radix(entries, target, length, k, BLOCK, INTERPRETED)
 
 
 @triton.jit
@@ -98,7 +93,7 @@ def places_of_largest(keys, k):
 
 
 @triton.jit
-def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def store_largest_by_radix(entries, target, length, k, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
     """Select the k largest of ``length`` > k entries by radix: one pass for every eight bits of the keys, and one to
     write."""
     settled = tl.zeros([], tl.int64)
@@ -134,6 +129,6 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         ties_ranks = ties_before + tl.cumsum(ties, axis=0) - ties
         chosen = (above == 1) | ((ties == 1) & (ties_ranks < wanted))
         position = above_ranks + tl.minimum(ties_ranks, wanted)
-        store_chosen(entries, index_row, value_row, chosen, position, column, INTERPRETED)
+        store_chosen(entries, target, chosen, position, column, INTERPRETED)
         above_before += tl.sum(above, axis=0)
         ties_before += tl.sum(ties, axis=0)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte.kernels.triton.cache_layout import cdiv
-from flashlatte.ops.topk.portable.filter import filter_kernel
+from flashlatte.ops.topk.order import records_of
+from flashlatte.ops.topk.params import TopkParams
+from flashlatte.ops.topk.portable.filter import TopkCandidates, filter_kernel
 from flashlatte.ops.topk.portable.finish import finish_kernel
 from flashlatte.runtime import machine
-from flashlatte.runtime.strides import stride_in_use
 
 SCRATCH_BYTES = 64 * 2**20
 MIN_CAPACITY = 1024
@@ -53,108 +54,47 @@ MANY_ROWS = Regime(capacity_per_k=2, fill=0.7, filter_warps=4, filter_entries=16
 FEW_ROWS = Regime(capacity_per_k=4, fill=0.5, filter_warps=8, filter_entries=16, finish_entries=16)
 
 
-def topk(
-    logits: torch.Tensor,
-    start: torch.Tensor | None,
-    end: torch.Tensor | None,
-    next_n: int,
-    indices: torch.Tensor,
-    values: torch.Tensor | None,
-) -> None:
-    rows, width = logits.shape
-    k = indices.shape[1]
-    programs = PROGRAMS_PER_SM * machine.num_sms(logits.device)
+def topk(params: TopkParams) -> None:
+    rows, width = params.logits.shape
+    k, device = params.indices.shape[1], params.logits.device
+    programs = PROGRAMS_PER_SM * machine.num_sms(device)
     regime = MANY_ROWS if rows >= programs else FEW_ROWS
     capacity = max(1 << (regime.capacity_per_k * k - 1).bit_length(), MIN_CAPACITY)
     warps = min(max(capacity // (32 * regime.finish_entries), 4), MAX_WARPS)
     if width <= capacity:
-        _finish(logits, start, end, next_n, None, None, None, indices, values, 0, rows, 1, capacity, warps)
+        _finish(params, TopkCandidates(None, None, None, 1), 0, rows, capacity, warps)
         return
     chunks = 1 if regime is MANY_ROWS else max(1, min(cdiv(programs, rows), MAX_CHUNKS, width // SMALLEST_CHUNK))
     at_a_time = max(1, min(rows, SCRATCH_BYTES // (8 * capacity * chunks)))
-    candidate_keys, candidate_columns = (
-        torch.empty(at_a_time * chunks, capacity, dtype=torch.int32, device=logits.device) for _ in range(2)
-    )
-    counts = torch.empty(at_a_time * chunks, dtype=torch.int32, device=logits.device)
+    keys, columns = (torch.empty(at_a_time * chunks, capacity, dtype=torch.int32, device=device) for _ in range(2))
+    counts = torch.empty(at_a_time * chunks, dtype=torch.int32, device=device)
+    candidates = TopkCandidates(keys, columns, counts, chunks)
     for first_row in range(0, rows, at_a_time):
         count = min(at_a_time, rows - first_row)
         filter_kernel[(count * chunks,)](
-            logits=logits,
-            start=start,
-            end=end,
-            candidate_keys=candidate_keys,
-            candidate_columns=candidate_columns,
-            counts=counts,
+            records_of(params)[0],
+            candidates,
             first_row=first_row,
-            width=width,
-            chunks=chunks,
             wanted=int(regime.fill * capacity),
-            next_n=next_n,
-            logits_stride=stride_in_use(logits, 0),
-            start_stride=0 if start is None else start.stride(0),
-            end_stride=0 if end is None else end.stride(0),
-            PER_REQUEST=end is not None and end.shape[0] != rows,
+            PER_REQUEST=params.per_request,
             CAPACITY=capacity,
             SAMPLE=4096 if chunks > 1 else regime.sample(width, capacity),
             BLOCK=32 * regime.filter_warps * regime.filter_entries,
             INTERPRETED=machine.interpreting(),
             num_warps=regime.filter_warps,
         )
-        _finish(
-            logits,
-            start,
-            end,
-            next_n,
-            candidate_keys,
-            candidate_columns,
-            counts,
-            indices,
-            values,
-            first_row,
-            count,
-            chunks,
-            capacity,
-            warps,
-        )
+        _finish(params, candidates, first_row, count, capacity, warps)
 
 
 def _finish(
-    logits: torch.Tensor,
-    start: torch.Tensor | None,
-    end: torch.Tensor | None,
-    next_n: int,
-    candidate_keys: torch.Tensor | None,
-    candidate_columns: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    indices: torch.Tensor,
-    values: torch.Tensor | None,
-    first_row: int,
-    rows: int,
-    chunks: int,
-    capacity: int,
-    warps: int,
+    params: TopkParams, candidates: TopkCandidates, first_row: int, rows: int, capacity: int, warps: int
 ) -> None:
     finish_kernel[(rows,)](
-        logits=logits,
-        start=start,
-        end=end,
-        candidate_keys=candidate_keys,
-        candidate_columns=candidate_columns,
-        counts=counts,
-        indices=indices,
-        values=values,
+        *records_of(params),
+        candidates,
         first_row=first_row,
-        width=logits.shape[1],
-        chunks=chunks,
-        k=indices.shape[1],
-        next_n=next_n,
-        logits_stride=stride_in_use(logits, 0),
-        start_stride=0 if start is None else start.stride(0),
-        end_stride=0 if end is None else end.stride(0),
-        index_stride=stride_in_use(indices, 0),
-        value_stride=0 if values is None else stride_in_use(values, 0),
-        PER_REQUEST=end is not None and end.shape[0] != logits.shape[0],
-        SPLIT=chunks > 1,
+        PER_REQUEST=params.per_request,
+        SPLIT=candidates.chunks > 1,
         CAPACITY=capacity,
         BLOCK=capacity // 4,
         INTERPRETED=machine.interpreting(),

@@ -1,0 +1,62 @@
+"""Random contexts and weights inside vLLM, for benchmarks: the same numbers in each engine.
+
+vLLM imports this module in an engine's process. Only there may it be imported.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from flashlatte.bench.serving.vllm_requests import PREFILLED, request_number
+
+
+class RandomContexts(DecodeBenchConnector):
+    """A KV connector that supplies the whole context of a request except its last token.
+
+    The rows are normally distributed plain values, which depend on the request's number alone: neither on the pages
+    nor on what ran before. Requests whose names begin with ``PREFILLED`` are excepted.
+    """
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        for cache in kv_caches.values():
+            if not cache.is_floating_point():
+                raise ValueError(f"random contexts need a cache of plain 16-bit or 32-bit values, got {cache.dtype}")
+        self.caches = [kv_caches[name] for name in sorted(kv_caches)]
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        for name, (blocks_of_groups, _) in self._get_connector_metadata().reqs_to_fill.items():
+            (blocks,) = blocks_of_groups
+            for layer, cache in enumerate(self.caches):
+                seed = request_number(name) * len(self.caches) + layer
+                rows = torch.empty(len(blocks), *cache.shape[1:], dtype=cache.dtype, device=cache.device)
+                cache[blocks] = rows.normal_(generator=torch.Generator(cache.device).manual_seed(seed))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.request_id.startswith(PREFILLED):
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+@register_model_loader("random")
+class RandomWeights(BaseModelLoader):
+    """Weights that keep the variance of activations at 1, so that attention is neither uniform nor one-hot.
+
+    vLLM's ``dummy`` weights of at most 0.001 make all scores of attention nearly 0.
+    """
+
+    def download_model(self, model_config: Any) -> None:
+        pass
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        for number, (name, weight) in enumerate(model.named_parameters()):
+            if weight.dim() == 1:
+                weight.data.fill_(1.0 if "norm" in name else 0.0)
+                continue
+            deviation = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+            weight.data.normal_(std=deviation, generator=torch.Generator(weight.device).manual_seed(number))

@@ -1,0 +1,100 @@
+"""The table of model families in ``docs/guide/models.md``, from the code that decides which are supported.
+
+``python -m flashlatte.integrations.transformers.models_table docs/guide/models.md`` writes it into the page.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashlatte.engine import model_types
+from flashlatte.integrations.transformers.families import FAMILIES
+from flashlatte.layers import models
+from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
+
+BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
+_YES = "yes"
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """A family of models.
+
+    Attributes:
+        names: models of the family.
+        model_type: its name in configs.
+        attention: differences of its attention to DeepSeek-V3's.
+        layer, enable, engine: "yes", or the reason why it is not supported.
+    """
+
+    names: str
+    model_type: str
+    attention: str
+    layer: str
+    enable: str
+    engine: str
+
+
+def rows() -> Iterator[FamilyRow]:
+    """A row for each family that has been looked at, by model type."""
+    enabled = {family.model_type for family in FAMILIES}
+    for name, traits in models.SUPPORTED.items():
+        if (traits.runs_as or name) not in enabled:
+            raise ValueError(f"enable must support every family that the layer supports, got {name}")
+        engine = _YES if name in model_types.MODEL_TYPES else model_types.REFUSED[name]
+        if f"{name}_text" in model_types.MODEL_TYPES:
+            engine = f"yes, as `{name}_text`"
+        linear = any(family.linear for family in FAMILIES if family.model_type == name)
+        layer = traits.layer_refusal or _YES
+        yield FamilyRow(traits.names, name, _attention(traits, linear=linear), layer, _YES, engine)
+    attention = "512 numbers a token; window and compressed tokens in one softmax, sinks"
+    yield FamilyRow("DeepSeek-V4", V4_MODEL_TYPE, attention, "`V4Attention`", _YES, _YES)
+    for name, reason in models.REFUSED.items():
+        yield FamilyRow(name, name, "", reason, reason, reason)
+
+
+def _attention(traits: models.Traits, *, linear: bool) -> str:
+    """The differences to DeepSeek-V3's attention that the layer computes."""
+    gates = {"head": "a gate for each head", "channel": "a gate for each value dim", "query": "a gate from q_gate_proj"}
+    found = {
+        "an indexer selects tokens": traits.has_indexer,
+        gates.get(traits.output_gate or "", ""): traits.output_gate is not None,
+        "sinks": traits.attn_sink,
+        "no rotation": traits.rope_layout == models.UNROTATED,
+        "latents are scaled": traits.scales_latents,
+        "queries are scaled by position": traits.scales_queries,
+        "keys' rope dims are normalized": traits.key_rope_norm,
+        "layers of linear attention between": linear,
+        traits.also: bool(traits.also),
+    }
+    return "; ".join(text for text, applies in found.items() if applies)
+
+
+def table() -> str:
+    """The table in Markdown."""
+    header = ("models", "`model_type`", "difference to DeepSeek-V3's MLA", "layer", "`enable`", "engine")
+    lines = [header, ("---",) * len(header)]
+    for row in sorted(rows(), key=lambda row: row.model_type):
+        lines.append((row.names, f"`{row.model_type}`", row.attention, row.layer, row.enable, row.engine))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def written_into(page: str) -> str:
+    """A page with the table between its markers.
+
+    Raises:
+        ValueError: no markers.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"page must have the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(written_into(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,75 @@
+"""What all requests share: the engine, the tokenizer, and the limits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashlatte.engine.async_engine import AsyncEngine
+from flashlatte.engine.engine import Engine
+from flashlatte.serve.errors import ApiError
+from flashlatte.serve.fields import Fields
+from flashlatte.serve.metrics import ServerMetrics
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Attributes:
+    max_body_bytes: size of a body.
+    body_seconds: time in which a body has to arrive.
+    write_seconds: time that a client may leave a part of a stream unread, beyond what the socket holds.
+    drain_seconds: time that running requests have to end when the server is stopped.
+    """
+
+    max_body_bytes: int = 4 << 20
+    body_seconds: float = 30.0
+    write_seconds: float = 60.0
+    drain_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """Attributes:
+    engine: runs the requests. It has a tokenizer.
+    model_name: name of the model in the API.
+    max_model_len: maximum number of tokens of a prompt and its output.
+    created: Unix time of the start, in seconds.
+    """
+
+    engine: AsyncEngine
+    metrics: ServerMetrics
+    model_name: str
+    max_model_len: int
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.engine.tokenizer
+
+    def check_model(self, fields: Fields) -> None:
+        """Read the field ``model``. Status 404 for another model than the server's."""
+        name = fields.checked_text("model", fields.required("model"))
+        if name != self.model_name:
+            raise ApiError(
+                404, f"model must be {self.model_name!r}, got {name!r:.200}", param="model", code="model_not_found"
+            )
+
+    def room_after(self, prompts: list[list[int]], name: str) -> int:
+        """Number of tokens that fit the context after the longest prompt. Status 400 if none does."""
+        longest = max(map(len, prompts))
+        if longest >= self.max_model_len:
+            raise ApiError(
+                400,
+                f"{name} must have at most {self.max_model_len - 1} tokens, got {longest}",
+                param=name,
+                code="context_length_exceeded",
+            )
+        return self.max_model_len - longest
+
+
+def max_context(engine: Engine) -> int:
+    """The most tokens that a prompt and its output may have: the model's positions, or what the cache holds."""
+    # The last token of an output is never stored.
+    return min(engine.model.max_position, engine.pool.num_pages * engine.pool.page_size + 1)

@@ -1,0 +1,220 @@
+"""Training steps of enabled models against transformers' own attention, in float32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES
+
+from flashlatte.integrations.transformers import disable, enable
+from flashlatte.integrations.transformers.calls import CACHE
+from flashlatte.layers import training
+
+transformers: Any = pytest.importorskip("transformers")
+
+# More tokens than the indexers select.
+LENGTH = 30
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "v3": ("DeepseekV3", {}),
+    "v32": ("DeepseekV32", INDEXED),
+    "glm5": ("GlmMoeDsa", GLM5),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request) -> str:
+    return request.param
+
+
+def make(name: str, **options: Any) -> Any:
+    family, of_family = FAMILIES[name]
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | EXPERTS | of_family | options)
+    return getattr(transformers, f"{family}ForCausalLM")(config).train()
+
+
+def step(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
+    """Outputs of a step with gradients in the parameters."""
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    outputs = model(**inputs, labels=labels, **options)
+    outputs.loss.backward()
+    return outputs
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def checkpointing(model: Any, use_reentrant: bool) -> None:
+    kwargs = {"use_reentrant": use_reentrant}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    else:  # before transformers 5.24
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    error = ((result - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+    assert error < 1e-4, f"{what} differs by {error:.2e} of its largest element"
+
+
+@pytest.fixture
+def attended(monkeypatch) -> list[bool]:
+    """Whether each layer's attention so far selected tokens."""
+    seen: list[bool] = []
+    attend = training.attend
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = attend(*args, **kwargs)
+        seen.append(output.indices is not None)
+        return output
+
+    monkeypatch.setattr(training, "attend", watched)
+    return seen
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_gradients_are_stock_attention_s(name, prompts, attended, side):
+    """The indexer's are of its own loss, and stock attention has none."""
+    inputs = prompts((0, 0) if side is None else (5, 9), length=LENGTH, side=side or "left")
+    stock = make(name)
+    model = enable(copy.deepcopy(stock), indexer_loss_coef=0.5)
+    expected, outputs = step(stock, inputs), step(model, inputs)
+    assert attended == [name != "v3"] * len(model.model.layers)
+    assert outputs.get(CACHE) is None
+    own = outputs.loss - (0.5 * outputs.indexer_loss if name != "v3" else 0)
+    assert_close(own, expected.loss, "loss")
+    shown = inputs["attention_mask"].bool()
+    assert_close(outputs.logits[shown], expected.logits[shown], "logits")
+    found, wanted = gradients(model), gradients(stock)
+    assert {key for key in found if ".indexer." not in key} == wanted.keys()
+    for key, gradient in wanted.items():
+        assert_close(found[key], gradient, key)
+    of_indexers = {key for key, _ in model.named_parameters() if ".indexer." in key}
+    assert of_indexers <= found.keys()
+    assert bool(of_indexers) == (name != "v3")
+    assert all(found[key].abs().sum() > 0 for key in of_indexers)
+
+
+def test_short_sequences_attend_to_every_token(prompts, attended):
+    inputs = prompts((0, 3), length=6)
+    stock = make("v32")
+    model = enable(copy.deepcopy(stock))
+    step(stock, inputs)
+    outputs = step(model, inputs)
+    assert attended == [False] * len(model.model.layers)
+    assert outputs.indexer_loss > 0
+    found = gradients(model)
+    for key, gradient in gradients(stock).items():
+        assert_close(found[key], gradient, key)
+
+
+def test_checkpointing_changes_nothing(name, prompts):
+    inputs = prompts((0, 4), length=LENGTH)
+    model = enable(make(name))
+    outputs = step(model, inputs)
+    wanted = gradients(model)
+    model.zero_grad()
+    checkpointing(model, use_reentrant=False)
+    again = step(model, inputs)
+    assert again.loss.equal(outputs.loss)
+    assert all(gradient.equal(wanted[key]) for key, gradient in gradients(model).items())
+
+
+def test_reentrant_checkpointing_is_refused_where_an_indexer_learns(prompts):
+    inputs = prompts((0, 4), length=LENGTH)
+    model = enable(make("v32"))
+    model.enable_input_require_grads()
+    checkpointing(model, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"^gradient checkpointing must not be reentrant"):
+        step(model, inputs)
+
+
+def test_autocast(name, prompts):
+    inputs = prompts((0, 4), length=LENGTH)
+    stock = make(name)
+    model = enable(copy.deepcopy(stock))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, outputs = stock(**inputs), model(**inputs, labels=inputs["input_ids"])
+    outputs.loss.backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+    if name == "v3":
+        # The indexers' selections differ where scores are close.
+        shown = inputs["attention_mask"].bool()
+        error = (outputs.logits.float() - expected.logits.float())[shown].abs().max() / expected.logits.abs().max()
+        assert error < 0.1
+
+
+def test_a_frozen_indexer_has_no_loss(prompts):
+    model = enable(make("v32"))
+    for layer in model.model.layers:
+        layer.self_attn.indexer.requires_grad_(False)
+    assert "indexer_loss" not in step(model, prompts((0, 4), length=LENGTH))
+
+
+def test_a_decoder_alone_returns_the_loss(prompts):
+    decoder = enable(make("v32").model)
+    outputs = decoder(**prompts((0, 4), length=LENGTH))
+    outputs.indexer_loss.backward()
+    assert {key.split(".")[3] for key in gradients(decoder)} == {"indexer"}
+
+
+@pytest.mark.parametrize("option", ["position_ids", "output_attentions", CACHE, "mask", "dropout", "implementation"])
+def test_other_steps_are_stock_attention_s_or_refused(prompts, attended, option):
+    """They are refused where the indexer would not learn."""
+    inputs = prompts((0, 0), length=12)
+    options: dict[str, Any] = {}
+    if option == "position_ids":
+        options[option] = torch.arange(12)[None]
+    elif option == "output_attentions":
+        options[option] = True
+    elif option == "mask":
+        inputs["attention_mask"][0, 4:6] = 0
+    of_model = {"attention_dropout": 0.1} if option == "dropout" else {}
+    implementation = "eager" if option in ("output_attentions", "implementation") else "sdpa"
+    for name in ("v3", "v32"):
+        model = make(name, **of_model)
+        model.set_attn_implementation(implementation)
+        enable(model)
+        if option == CACHE:
+            options[option] = transformers.DynamicCache(config=model.config)
+        if name == "v3":
+            step(model, inputs, **options)
+        else:
+            with pytest.raises(ValueError, match=r"^an enabled model whose indexer learns cannot compute this .*: it"):
+                step(model, inputs, **options)
+            for layer in model.model.layers:
+                layer.self_attn.indexer.requires_grad_(False)
+            step(model, inputs, **options)
+    assert not attended
+
+
+def test_tuples_are_refused_where_an_indexer_learns(prompts):
+    model = enable(make("v32"))
+    with pytest.raises(ValueError, match=r"^return_dict must be True for a model whose indexer learns"):
+        model(**prompts((0, 4), length=LENGTH), return_dict=False)
+
+
+def test_generation_and_disable_after_training(name, prompts, attended):
+    stock, inputs = make(name), prompts((0, 4), length=LENGTH)
+    model = enable(copy.deepcopy(stock))
+    step(model, inputs)
+    trained = copy.deepcopy(model)
+    with torch.no_grad():
+        options = {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.eval().generate(**inputs, **options), stock.eval().generate(**inputs, **options))
+    count = len(attended)
+    step(trained, inputs)
+    assert len(attended) == 2 * count
+    assert "indexer_loss" not in step(disable(trained), inputs)
+    assert len(attended) == 2 * count
+
+
+def test_a_wrong_coefficient_is_refused():
+    with pytest.raises(TypeError, match=r"^indexer_loss_coef must be"):
+        enable(make("v3"), indexer_loss_coef="1")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,66 @@
+"""A training step of a layer in bf16, compared with the same step in float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from unittest import mock
+
+import torch
+
+from flashlatte.layers import MLAAttention, MLAConfig, training
+
+
+def relative_errors(
+    config: MLAConfig,
+    lengths: Sequence[int],
+    *,
+    dense: bool,
+    device: torch.device | str = "cpu",
+    autocast: bool = False,
+) -> dict[str, float]:
+    """‖x - y‖ / ‖y‖ of the output, the indexer's loss and each gradient, with random weights and hidden states.
+
+    The step in float32 runs on references, over what the step in bf16 selected, since close scores may change places.
+
+    Args:
+        dense: attend to every token.
+        autocast: bf16 by autocast over float32 parameters, which are those of the step in float32.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    layer = MLAAttention(config, dtype=torch.float32, device=device).requires_grad_(True)
+    for parameter in layer.parameters():
+        shift = 1.0 if parameter.dim() == 1 else 0.0
+        parameter.data.normal_(shift, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
+    half = layer if autocast else copy.deepcopy(layer).bfloat16()
+    if half.indexer is not None:
+        half.indexer.weights_proj.float()
+    layer = copy.deepcopy(layer)
+    for exact, rounded in zip(layer.parameters(), half.parameters(), strict=True):
+        exact.data.copy_(rounded.data)
+    hidden = torch.randn(sum(lengths), config.hidden_size, generator=generator, device=device).bfloat16()
+    boundaries = torch.tensor([0, *lengths], device=device).cumsum(0)
+    weights = torch.randn(hidden.shape, generator=generator, device=device)
+
+    def step(module: MLAAttention, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = hidden.clone().requires_grad_()
+        result = module.forward_training(hidden, boundaries, max(lengths), dense=dense)
+        found = {"out": result.out}
+        total = (result.out.float() * weights).sum()
+        if result.indexer_loss is not None:
+            found["indexer_loss"] = result.indexer_loss
+            total = total + result.indexer_loss
+        total.backward()
+        found |= {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+        assert hidden.grad is not None
+        return {name: x.detach().double() for name, x in found.items()} | {"hidden": hidden.grad.double()}
+
+    selected: list[torch.Tensor] = []
+    select = training.select
+    with mock.patch.object(training, "select", lambda *args: selected.append(select(*args)) or selected[0]):
+        device_type = torch.device(device).type
+        with torch.autocast(device_type, torch.bfloat16, enabled=autocast):
+            results = step(half, hidden)
+        exact = step(layer, hidden.float())
+    assert results.keys() == exact.keys()
+    return {name: ((results[name] - x).norm() / x.norm()).item() for name, x in exact.items()}
