@@ -34,11 +34,14 @@ def rotate_tail(
     return torch.cat((rest, rotate(tail, cos_sin, positions, interleaved=True)), dim=-1)
 
 
-def check_table(cos_sin: torch.Tensor, head_dim: int, device: torch.device) -> None:
-    """Check that ``cos_sin`` is contiguous float32 [n, rope_dim], for rows of ``head_dim`` elements."""
+def check_rotation(
+    cos_sin: torch.Tensor, positions: torch.Tensor, tokens: int, head_dim: int, device: torch.device
+) -> None:
+    """Check a contiguous float32 table [n, rope_dim] for rows of ``head_dim`` elements, and positions [tokens]."""
     checks.tensor("cos_sin", cos_sin, ("n", "rope_dim"), (torch.float32,), device)
     if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim or not cos_sin.is_contiguous():
         raise ValueError(
             f"cos_sin must be contiguous and have an even width of at most {head_dim}, got shape "
             f"{list(cos_sin.shape)} with strides {cos_sin.stride()}"
         )
+    checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)

@@ -134,6 +134,12 @@ def not_expanded(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name} must not be an expanded tensor, got strides {value.stride()}")
 
 
+def contiguous(**tensors: torch.Tensor) -> None:
+    for name, value in tensors.items():
+        if not value.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
+
+
 def _has_shape(actual: torch.Size, wanted: Sequence[int | str], may_be_empty: int) -> bool:
     if len(actual) != len(wanted):
         return False

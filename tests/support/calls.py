@@ -20,8 +20,17 @@ from support.recording import Recorded, Recording
 from support.turboquant_calls import turboquant_decode, turboquant_gather, turboquant_store
 
 from flashlatte import kv_cache
-from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.ops.cache_gather.params import CacheGatherParams
+from flashlatte.ops.cache_write.params import CacheWriteParams
+from flashlatte.ops.compress.params import CompressParams
+from flashlatte.ops.gather_records.params import GatherRecordsParams
 from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
+from flashlatte.ops.mhc.params import MhcPreParams
+from flashlatte.ops.norm_rope.params import LatentRowsParams
+from flashlatte.ops.q_kv_norm.params import QKvNormParams
+from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
+from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
+from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
 from flashlatte.ops.topk.params import TopkParams
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
@@ -63,7 +72,8 @@ def cache_write(
     rows = torch.zeros(tokens, layout.head_dim + gap, dtype=dtype)[:, : layout.head_dim]
     cache = kv_cache.allocate(form, pages, page_size)
     slots = torch.zeros(tokens, dtype=torch.int64)
-    return record("cache_write", backend, cache, slots, rows, None, layout, None, 1.0, scale_rounding, arch=arch)
+    params = CacheWriteParams(cache, slots, rows, None, layout.name, layout.head_dim, None, 1.0, scale_rounding)
+    return record("cache_write", backend, params, arch=arch)
 
 
 def cache_gather(
@@ -82,7 +92,9 @@ def cache_gather(
     table = torch.zeros(requests, 8, dtype=torch.int32)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     out = torch.zeros(tokens, layout.head_dim + gap, dtype=BF16)[:, : layout.head_dim]
-    return record("cache_gather", backend, cache, table, starts, None, layout, None, 1.0, out, arch=arch)
+    of_format = layout.name, layout.head_dim, None, 1.0
+    params = CacheGatherParams(cache, table, starts, None, None, *of_format, out)
+    return record("cache_gather", backend, params, arch=arch)
 
 
 def cache_copy(
@@ -124,8 +136,8 @@ def reshape_and_cache(
     if in_pieces:
         k_cache = k_cache.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
     slots = torch.zeros(tokens, dtype=torch.int64)
-    arguments = (key, k_cache, slots, k_scale, 1.0, value, v_cache, v_scale, 1.0)
-    return record("reshape_and_cache", backend, *arguments, arch=arch)
+    params = ReshapeAndCacheParams(key, value, k_cache, v_cache, slots, k_scale, 1.0, v_scale, 1.0)
+    return record("reshape_and_cache", backend, params, arch=arch)
 
 
 def gather_records(
@@ -141,7 +153,9 @@ def gather_records(
     cache = kv_cache.allocate(form, pages, page_size)
     out = torch.zeros(tokens, cache.shape[-1], dtype=cache.dtype)
     table, starts = torch.zeros(requests, 8, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32)
-    return record("gather_records", backend, cache, table, starts, None, kv_cache.get_format(form), out, arch=arch)
+    layout = kv_cache.get_format(form)
+    params = GatherRecordsParams(cache, table, starts, None, layout.name, layout.head_dim, out)
+    return record("gather_records", backend, params, arch=arch)
 
 
 def rope_cache_write(
@@ -157,8 +171,10 @@ def rope_cache_write(
     cache, where = kv_cache.allocate(form, pages, page_size), torch.zeros(tokens, dtype=torch.int64)
     rows = [torch.zeros(tokens, width, dtype=BF16) for width in (512, 64)]
     q_rope, table = torch.zeros(tokens, heads, 192, dtype=BF16)[..., 128:], torch.zeros(100, 64, dtype=BF16)
-    arguments = (cache, where, *rows, q_rope, where, table, True, kv_cache.get_format(form), None, 1.0)
-    return record("rope_cache_write", backend, *arguments, arch=arch)
+    layout = kv_cache.get_format(form)
+    of_format = layout.name, layout.head_dim, None, 1.0
+    params = RopeCacheWriteParams(cache, where, *rows, q_rope, where, table, True, *of_format)
+    return record("rope_cache_write", backend, params, arch=arch)
 
 
 def pack_seq(
@@ -199,7 +215,7 @@ def compress(
     head_dim = 128 if form.startswith("index") else 512
     width = head_dim * (2 if ratio == 4 else 1)
     layout = kv_cache.get_format(form, head_dim)
-    problem = CompressArgs(
+    params = CompressParams(
         kv=torch.zeros(tokens, 2 * width, dtype=dtype)[:, :width],
         score=torch.zeros(tokens, 2 * width, dtype=dtype)[:, width:],
         ape=torch.zeros(ratio, width),
@@ -210,12 +226,12 @@ def compress(
         positions=torch.zeros(tokens, dtype=torch.int64),
         slot_mapping=torch.zeros(tokens, dtype=torch.int64),
         cache=kv_cache.allocate(layout, pages, page_size),
-        layout=layout,
+        cache_format=layout.name,
         scale_rounding="power_of_two",
         state_cache=torch.zeros(9, page_size, 2 * width) if with_state else None,
         state_table=torch.zeros(requests, columns, dtype=torch.int32) if with_state else None,
     )
-    return record("compress", backend, problem, arch=arch)
+    return record("compress", backend, params, arch=arch)
 
 
 def index_workspace(
@@ -240,7 +256,8 @@ def q_kv_norm(
 ) -> list[Recorded]:
     both = torch.zeros(tokens, 1536, dtype=dtype)
     rows, weights = both.split((1024, 512), dim=1), (torch.zeros(1024), torch.zeros(512))
-    return record("q_kv_norm", backend, *rows, *weights, 1e-6, *map(torch.empty_like, rows), arch=arch)
+    params = QKvNormParams(*rows, *weights, 1e-6, *map(torch.empty_like, rows))
+    return record("q_kv_norm", backend, params, arch=arch)
 
 
 def rotate_and_cache(
@@ -257,8 +274,11 @@ def rotate_and_cache(
     layout = kv_cache.get_format(form, 512)
     q, cache = torch.zeros(tokens, heads, 512, dtype=dtype), kv_cache.allocate(layout, pages, page_size)
     where = torch.zeros(tokens, dtype=torch.int64)
-    arguments = (q, q[:, 0], torch.zeros(100, 64), where, where, 1e-6, layout, "power_of_two", q, cache)
-    return record("rotate_and_cache", backend, *arguments, arch=arch)
+    table = torch.zeros(100, 64)
+    params = RotateAndCacheParams(
+        None, q[:, 0], table, where, where, 1e-6, layout.name, "power_of_two", out=q, cache=cache
+    )
+    return record("rotate_and_cache", backend, params, arch=arch)
 
 
 def inverse_rope_quantize(
@@ -307,11 +327,23 @@ def latent_rows(
 ) -> list[Recorded]:
     kv_a, q_a = torch.zeros(tokens, 576, dtype=BF16), torch.zeros(tokens, 1536, dtype=BF16)
     table, where = torch.zeros(100, 64), torch.zeros(tokens, dtype=torch.int64)
-    of_latent = kv_a, torch.zeros(512, dtype=BF16), 1e-6, table, where, interleaved
-    of_query = q_a, torch.zeros(1536, dtype=BF16), 1e-6
     slots, cache = (where, kv_cache.allocate("bf16", pages, 64)) if with_cache else (None, None)
-    outs = torch.empty_like(kv_a), torch.empty_like(q_a)
-    return record("latent_rows", backend, *of_latent, *of_query, slots, *outs, cache, arch=arch)
+    params = LatentRowsParams(
+        kv_a=kv_a,
+        weight=torch.zeros(512, dtype=BF16),
+        eps=1e-6,
+        table=table,
+        positions=where,
+        interleaved=interleaved,
+        q_a=q_a,
+        q_weight=torch.zeros(1536, dtype=BF16),
+        q_eps=1e-6,
+        slot_mapping=slots,
+        rows=torch.empty_like(kv_a),
+        q_out=torch.empty_like(q_a),
+        cache=cache,
+    )
+    return record("latent_rows", backend, params, arch=arch)
 
 
 def rotate_heads(
@@ -343,7 +375,8 @@ def mhc_pre(
 ) -> list[Recorded]:
     streams, numbers = torch.zeros(tokens, 4, width, dtype=BF16), torch.zeros(tokens, 24)
     made = torch.zeros(tokens, 4), torch.zeros(tokens, 4, 4), torch.zeros(tokens, width, dtype=BF16)
-    return record("mhc_pre", backend, streams, numbers, numbers[0], numbers[0, :3], 1e-6, 1e-6, 20, *made, arch=arch)
+    params = MhcPreParams(streams, numbers, numbers[0], numbers[0, :3], 1e-6, 1e-6, 20, *made)
+    return record("mhc_pre", backend, params, arch=arch)
 
 
 def mhc_post(

@@ -106,6 +106,18 @@ def locate_slots(slots, tokens, WIDE: tl.constexpr):
 
 
 @triton.jit
+def tile_scale_row(page_start, page_size, offset, TILING: tl.constexpr):
+    """Pointers to the scales of tokens, if they are bytes after the tokens of a page."""
+    return page_start + page_size * TILING.row_bytes + offset * TILING.padded_tiles
+
+
+@triton.jit
+def block_scale_byte(block, SCALING: tl.constexpr):
+    """The byte of the scale of a block, from ``scale_offset`` on."""
+    return SCALING.blocks // SCALING.scale_lanes * (block % SCALING.scale_lanes) + block // SCALING.scale_lanes
+
+
+@triton.jit
 def locate_rows(requests, pages, rows, num_rows, WIDE: tl.constexpr):
     """For each row: whether it belongs to a request, whether its token is in the cache, and its page and offset."""
     request, start = request_of_row(requests, rows)

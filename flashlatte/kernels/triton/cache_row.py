@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import store_words
+from flashlatte.kernels.triton.cache_address import store_words, tile_scale_row
 from flashlatte.kernels.triton.fp4 import to_mxfp4
-from flashlatte.kernels.triton.fp8 import float_to_e4m3, from_float32
+from flashlatte.kernels.triton.fp8 import cast, float_to_e4m3, from_float32, to_float32
 from flashlatte.kernels.triton.row_scales import scale_rows
+from flashlatte.kernels.triton.rows import page_pointers
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
+from flashlatte.runtime.kernel_records import Float32, Pointer
 
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 
@@ -33,16 +35,11 @@ class RowBytes(NamedTuple):
     power_of_two: bool = False
 
 
-class CacheSlot(NamedTuple):
-    """The slot of a row. Strides are in elements of the cache, divided by its alignment."""
+class CacheScale(NamedTuple):
+    """The scale of a one-byte cache: one float32, or ``value`` if ``tensor`` is None."""
 
-    cache: Any
-    page_stride: Any
-    row_stride: Any
-    page_size: Any
-    page: Any
-    offset: Any
-    valid: Any
+    tensor: Pointer
+    value: Float32
 
 
 def row_bytes(layout: CacheFormat, scale_rounding: str) -> RowBytes:
@@ -54,46 +51,63 @@ def row_bytes(layout: CacheFormat, scale_rounding: str) -> RowBytes:
 
 
 @triton.jit
+def load_scale(scale):
+    return scale.value if scale.tensor is None else tl.load(scale.tensor)
+
+
+@triton.jit
+def encode_elements(x, dtype: tl.constexpr, scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """x in the dtype of a cache without tiles; bytes (uint8) are e4m3 of x / scale."""
+    if dtype == tl.uint8:
+        return float_to_e4m3(tl.div_rn(to_float32(x, INTERPRETED), scale), NATIVE)
+    else:
+        return cast(x, dtype, INTERPRETED)
+
+
+@triton.jit
 def store_row(
     x,
-    slot,
+    cache,
+    page_size,
+    in_cache,
+    page,
+    offset,
     D: tl.constexpr,
     FORMAT: tl.constexpr,
-    ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Store float32 x [1, D] at ``slot`` if that is valid. ALIGN: alignment in elements, the divisor of the strides."""
+    """Store float32 x [1, D] in the slot of ``page`` and ``offset`` if that is ``in_cache``."""
     column = tl.arange(0, D)[None, :]
-    page_start = slot.cache + slot.page * slot.page_stride * ALIGN
-    valid = slot.valid & (column < D)  # [1, D]
+    page_start = page_pointers(cache, page)
+    valid = in_cache & (column < D)  # [1, D]
     if FORMAT.encoding == "plain":
-        row = page_start + slot.offset * slot.row_stride * ALIGN
-        tl.store(row + column, from_float32(x, slot.cache.dtype.element_ty, INTERPRETED), mask=valid)
+        row = page_start + offset * cache.row_stride * cache.align
+        tl.store(row + column, from_float32(x, cache.start.dtype.element_ty, INTERPRETED), mask=valid)
     elif FORMAT.encoding == "tiles":
         TILING: tl.constexpr = FORMAT.tiling
         LATENT: tl.constexpr = TILING.tile * TILING.tiles
-        row = page_start + slot.offset * TILING.row_bytes
+        row = page_start + offset * TILING.row_bytes
         values, scales = quantize_tiles(tl.reshape(x, [1, D // TILING.tile, TILING.tile]), True)
         codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
         tl.store(row + column, codes, mask=valid & (column < LATENT))
         rope = from_float32(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
-        store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), ALIGN)
+        store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), cache.align)
         tile = tl.arange(0, D // TILING.tile)[None, :]
         # The scales of a token are padded with zero bytes.
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + slot.page_size * TILING.row_bytes + slot.offset * TILING.padded_tiles
-        tl.store(scale_row + tile, exponents, mask=slot.valid & (tile < TILING.padded_tiles))
+        scale_row = tile_scale_row(page_start, page_size, offset, TILING)
+        tl.store(scale_row + tile, exponents, mask=in_cache & (tile < TILING.padded_tiles))
     elif FORMAT.encoding == "e4m3":
         values, scales = scale_rows(x, _SMALLEST_AMAX, FORMAT.power_of_two)  # [1, D], [1]
-        tl.store(page_start + slot.offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)
-        scale_row = page_start + slot.page_size * D + slot.offset * 4
+        tl.store(page_start + offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)
+        scale_row = page_start + page_size * D + offset * 4
         word = scales.to(tl.int32, bitcast=True)
-        store_words(scale_row, tl.arange(0, 1), word, slot.valid & (tl.arange(0, 1) == 0), ALIGN)
+        store_words(scale_row, tl.arange(0, 1), word, in_cache & (tl.arange(0, 1) == 0), cache.align)
     else:
         packed, exponents = to_mxfp4(x, 1, D)
         byte = tl.arange(0, D // 2)[None, :]
-        tl.store(page_start + slot.offset * (D // 2) + byte, packed, mask=slot.valid & (byte < D // 2))
+        tl.store(page_start + offset * (D // 2) + byte, packed, mask=in_cache & (byte < D // 2))
         group = tl.arange(0, D // 32)[None, :]
-        scale_row = page_start + slot.page_size * (D // 2) + slot.offset * (D // 32)
-        tl.store(scale_row + group, exponents, mask=slot.valid & (group < D // 32))
+        scale_row = page_start + page_size * (D // 2) + offset * (D // 32)
+        tl.store(scale_row + group, exponents, mask=in_cache & (group < D // 32))

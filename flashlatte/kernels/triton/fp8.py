@@ -107,3 +107,11 @@ def from_float32(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Convert x between bf16, fp16 and float32, rounding to nearest even."""
+    if x.dtype != dtype:
+        x = from_float32(to_float32(x, INTERPRETED), dtype, INTERPRETED)
+    return x

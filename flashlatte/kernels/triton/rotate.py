@@ -1,14 +1,56 @@
-"""Rotary embedding in Triton: of the last elements of rows in registers, and of whole rows in memory."""
+"""Rotary embedding in Triton: of the last elements of rows in registers, and of rows in memory."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.cache_layout import row_alignment
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
+from flashlatte.runtime.kernel_records import Constant, ElementPointer, Int64, Pointer
+from flashlatte.runtime.strides import stride_in_use
+
+
+class TokenRotation(NamedTuple):
+    """The rotation of tokens: a table [num_positions, 2 · pairs] of cosines, then sines; and each token's row in it.
+
+    ``table_stride`` is in units of ``align`` elements.
+    """
+
+    cos_sin: Pointer
+    table_stride: Int64
+    align: Constant
+    num_positions: Int64
+    positions: ElementPointer
+    position_stride: Int64
+
+
+def rotation_of(cos_sin: torch.Tensor, positions: torch.Tensor) -> TokenRotation:
+    """Make a ``TokenRotation`` from tensors."""
+    align = row_alignment(cos_sin, 0)
+    table_stride = stride_in_use(cos_sin, 0) // align
+    return TokenRotation(cos_sin, table_stride, align, cos_sin.shape[0], positions, positions.stride(0))
+
+
+@triton.jit
+def load_position(rotation, token):
+    return tl.load(rotation.positions + token * rotation.position_stride).to(tl.int64)
+
+
+@triton.jit
+def load_rotation(rotation, token, pair, PAIRS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Cosines and sines of a token, float32, for a tensor of pairs. Positions are clamped to the table."""
+    position = load_position(rotation, token)
+    position = tl.minimum(tl.maximum(position, 0), rotation.num_positions - 1)
+    row = rotation.cos_sin + position * rotation.table_stride * rotation.align
+    cosine = to_float32(tl.load(row + pair, mask=pair < PAIRS, other=0.0), INTERPRETED)
+    return cosine, to_float32(tl.load(row + PAIRS + pair, mask=pair < PAIRS, other=0.0), INTERPRETED)
 
 
 @triton.jit
@@ -81,11 +123,26 @@ def rotate_rows(
     else:
         pair = tl.arange(0, BLOCK_PAIRS)[None, :]
         mask = in_use & (pair < PAIRS)
-        # [BLOCK_H, BLOCK_PAIRS]
-        a = to_float32(tl.load(x_rows + pair, mask=mask, other=0.0), INTERPRETED)
-        b = to_float32(tl.load(x_rows + PAIRS + pair, mask=mask, other=0.0), INTERPRETED)
-        tl.store(
-            out_rows + pair, from_float32(a * cosine - b * sine, out_rows.dtype.element_ty, INTERPRETED), mask=mask
-        )
-        x = from_float32(b * cosine + a * sine, out_rows.dtype.element_ty, INTERPRETED)
-        tl.store(out_rows + PAIRS + pair, x, mask=mask)
+        rotate_pairs(x_rows, out_rows, pair, PAIRS + pair, cosine, sine, mask, INTERPRETED)  # [BLOCK_H, BLOCK_PAIRS]
+
+
+@triton.jit
+def pair_columns(pair, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The columns of the two elements of pairs."""
+    if INTERLEAVED:
+        return 2 * pair, 2 * pair + 1
+    else:
+        return pair, pair + PAIRS
+
+
+@triton.jit
+def rotate_pairs(row, out_row, first, second, cosine, sine, mask, INTERPRETED: tl.constexpr):
+    """Rotate the pairs of columns ``first`` and ``second`` of rows; returns their elements as rounded in ``out_row``,
+    which may be ``row``."""
+    a = to_float32(tl.load(row + first, mask=mask, other=0.0), INTERPRETED)
+    b = to_float32(tl.load(row + second, mask=mask, other=0.0), INTERPRETED)
+    x = from_float32(a * cosine - b * sine, out_row.dtype.element_ty, INTERPRETED)
+    y = from_float32(b * cosine + a * sine, out_row.dtype.element_ty, INTERPRETED)
+    tl.store(out_row + first, x, mask=mask)
+    tl.store(out_row + second, y, mask=mask)
+    return x, y

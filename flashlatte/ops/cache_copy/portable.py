@@ -9,6 +9,8 @@ import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes, cdiv
+from flashlatte.kernels.triton.row_copy import word_bytes, words_at
+from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -23,6 +25,23 @@ class PageMemory(NamedTuple):
     memory: torch.Tensor
     stride: int
     count: int
+
+
+class PageBytes(NamedTuple):
+    """One side of a copy. ``stride`` and ``first`` are in units of ALIGN bytes.
+
+    Attributes:
+        first: of the bytes of a page.
+        pages: the page of each pair.
+        count: pages of the cache, beyond which a pair is skipped. ``memory`` may be scratch instead of the cache.
+    """
+
+    memory: Pointer
+    stride: Int64
+    first: Int64
+    pages: Pointer
+    list_stride: Int64
+    count: Int64
 
 
 def copy_pages(
@@ -77,66 +96,41 @@ def _launch(
     unit = math.gcd(*aligned, src_first, dst_first, stop - first)
     num_blocks = cdiv(stop - first, BLOCK_BYTES)
     copy_pages_kernel[(lists[0].shape[0] * num_blocks,)](
-        src=reads.memory,
-        dst=writes.memory,
-        src_pages=lists[0],
-        dst_pages=lists[1],
-        src_list_stride=lists[0].stride(0),
-        dst_list_stride=lists[1].stride(0),
-        src_count=source.count,
-        dst_count=target.count,
-        src_stride=reads.stride // unit,
-        dst_stride=writes.stride // unit,
-        src_first=src_first // unit,
-        dst_first=dst_first // unit,
+        PageBytes(reads.memory, reads.stride // unit, src_first // unit, lists[0], lists[0].stride(0), source.count),
+        PageBytes(writes.memory, writes.stride // unit, dst_first // unit, lists[1], lists[1].stride(0), target.count),
         length=(stop - first) // unit,
         num_blocks=num_blocks,
         ALIGN=unit,
         FROM_SCRATCH=reads is scratch,
         TO_SCRATCH=writes is scratch,
-        BLOCK_BYTES=BLOCK_BYTES,
+        BLOCK=BLOCK_BYTES // word_bytes(unit),
         num_warps=NUM_WARPS,
     )
 
 
 @kernel
 def copy_pages_kernel(
-    src,
-    dst,
-    src_pages,
-    dst_pages,
-    src_list_stride: tl.int64,
-    dst_list_stride: tl.int64,
-    src_count: tl.int64,
-    dst_count: tl.int64,
-    src_stride: tl.int64,
-    dst_stride: tl.int64,
-    src_first: tl.int64,
-    dst_first: tl.int64,
+    src: PageBytes,
+    dst: PageBytes,
     length: tl.int64,
     num_blocks: tl.int64,
     ALIGN: tl.constexpr,
     FROM_SCRATCH: tl.constexpr,
     TO_SCRATCH: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Copy a block of a pair's bytes. Strides, firsts and ``length`` are multiples of ALIGN bytes; scratch has a page
-    per pair."""
-    WORD_BYTES: tl.constexpr = 4 if ALIGN >= 4 else 1
-    WORD: tl.constexpr = tl.uint32 if ALIGN >= 4 else tl.uint8
-    WORDS: tl.constexpr = ALIGN // WORD_BYTES
-    BLOCK: tl.constexpr = BLOCK_BYTES // WORD_BYTES
+    """Copy a block of ``length`` · ALIGN bytes of a pair's pages. Scratch has a page for each pair."""
     program = tl.program_id(0).to(tl.int64)
     pair = program // num_blocks
-    src_page = tl.load(src_pages + pair * src_list_stride).to(tl.int64)
-    dst_page = tl.load(dst_pages + pair * dst_list_stride).to(tl.int64)
-    exists = (src_page >= 0) & (src_page < src_count) & (dst_page >= 0) & (dst_page < dst_count)
+    src_page = tl.load(src.pages + pair * src.list_stride).to(tl.int64)
+    dst_page = tl.load(dst.pages + pair * dst.list_stride).to(tl.int64)
+    exists = (src_page >= 0) & (src_page < src.count) & (dst_page >= 0) & (dst_page < dst.count)
     if exists:
         src_page = pair if FROM_SCRATCH else src_page
         dst_page = pair if TO_SCRATCH else dst_page
-        src_words = src.to(tl.pointer_type(WORD)) + (src_page * src_stride + src_first) * WORDS
-        dst_words = dst.to(tl.pointer_type(WORD)) + (dst_page * dst_stride + dst_first) * WORDS
+        src_words = words_at(src.memory, src_page * src.stride + src.first, ALIGN)
+        dst_words = words_at(dst.memory, dst_page * dst.stride + dst.first, ALIGN)
         # [BLOCK]
         word = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
-        inside = word < length * WORDS
+        inside = word < length * (ALIGN // 4 if ALIGN >= 4 else ALIGN)
         tl.store(dst_words + word, tl.load(src_words + word, mask=inside, other=0), mask=inside)

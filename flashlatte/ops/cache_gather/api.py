@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlatte.kv_cache import gather_slots, scales
-from flashlatte.kv_cache.codec import as_cache, one_scale
+from flashlatte.kv_cache.codec import as_cache, check_float_dtype, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import as_format, format_class, names_of
+from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
+from flashlatte.ops.cache_gather.params import CacheGatherParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -16,15 +19,7 @@ OPERATION = "cache_gather"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    if reason := refusals.triton(call):
-        return reason
-    if call.cache_format is None or _is_read(format_class(call.cache_format)):
-        return None
-    return f"takes caches in {names_of(_is_read)}, not {call.cache_format}"
-
-
-def _is_read(layout: type[CacheFormat]) -> bool:
-    return layout.plain or layout.tiling is not None or layout.block_scaling is not None
+    return refusals.triton(call) or refuses_format(call, is_plain_or_scaled)
 
 
 def _load_portable() -> dispatch.Function:
@@ -93,8 +88,7 @@ def cache_gather(
         checks.tensor("seq_ends", seq_ends, shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     if out is None:
-        if dtype not in checks.FLOAT_DTYPES:
-            raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
+        check_float_dtype(dtype)
         if total_tokens is None:
             if cu_seqlens.shape[0] == block_table.shape[0]:
                 raise ValueError(
@@ -118,19 +112,19 @@ def cache_gather(
     call = dispatch.CallSpec(OPERATION, device, out.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
     gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, out.shape[0], seq_ends)
-    _cache_gather(
-        cache,
-        block_table,
-        cu_seqlens,
-        seq_starts,
-        layout.name,
-        layout.head_dim,
-        scale_tensor,
-        scale_value,
-        out,
-        seq_ends,
-        backend,
+    params = CacheGatherParams(
+        cache=cache,
+        block_table=block_table,
+        cu_seqlens=cu_seqlens,
+        seq_starts=seq_starts,
+        seq_ends=seq_ends,
+        cache_format=layout.name,
+        head_dim=layout.head_dim,
+        scale_tensor=scale_tensor,
+        scale_value=scale_value,
+        out=out,
     )
+    _cache_gather(*params, backend)
     return out
 
 
@@ -192,22 +186,8 @@ def gather_last(
     return out
 
 
-@register_op("cache_gather", mutates=("out",))
-def _cache_gather(
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    seq_starts: torch.Tensor | None,
-    cache_format: str,
-    head_dim: int,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-    out: torch.Tensor,
-    seq_ends: torch.Tensor | None,
-    backend: str,
-) -> None:
-    if out.shape[0] == 0 or block_table.shape[0] == 0:
-        return
-    run = dispatch.implementation(OPERATION, backend)
-    layout = as_format(cache_format, head_dim)
-    run(cache, block_table, cu_seqlens, seq_starts, layout, scale_tensor, scale_value, out, seq_ends)
+@register_op(OPERATION, mutates=("out",), record=CacheGatherParams)
+def _cache_gather(params: Any, backend: str) -> None:
+    # Not checked by the caller: in a compiled program the number of rows may be unknown.
+    if params.out.shape[0] and params.block_table.shape[0]:
+        dispatch.implementation(OPERATION, backend)(params)

@@ -2,143 +2,99 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import (
     RequestPages,
     Requests,
+    block_scale_byte,
     end_of_rows,
     load_words,
     locate_rows,
     pages_of,
     requests_of,
+    tile_scale_row,
 )
-from flashlatte.kernels.triton.cache_layout import Blocking, alignment_bytes, alignment_elements, as_bytes, cdiv
-from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, e8m0_to_float, from_float32, to_float32
-from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.ops.cache_gather.portable_blocks import gather_blocks_kernel
+from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
+from flashlatte.kernels.triton.cache_row import CacheScale, load_scale
+from flashlatte.kernels.triton.fp4 import e2m1_to_float
+from flashlatte.kernels.triton.fp8 import cast, converts_e4m3, e4m3_to_float, e8m0_to_float, from_float32
+from flashlatte.kernels.triton.rows import (
+    CacheRows,
+    TokenRows,
+    cache_rows,
+    page_pointers,
+    slot_row,
+    token_row,
+    token_rows,
+)
+from flashlatte.ops.cache_gather.params import CacheGatherParams
 from flashlatte.runtime import machine
-from flashlatte.runtime.arguments import by_name
-from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
-TILED_BLOCKING = Blocking(tokens=4, warps=1)
+SCALED_BLOCKING = Blocking(tokens=4, warps=1)
 ROWS_BLOCKING = Blocking(tokens=32, warps=4)
 ROWS_COLUMNS = 64
 
 
-def cache_gather(
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    seq_starts: torch.Tensor | None,
-    layout: CacheFormat,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-    out: torch.Tensor,
-    seq_ends: torch.Tensor | None = None,
-) -> None:
-    cache = as_bytes(cache)
+def cache_gather(params: CacheGatherParams) -> None:
+    cache, out, layout = as_bytes(params.cache), params.out, params.layout
+    block_table, num_rows = params.block_table, params.out.shape[0]
     num_pages, page_size, _, width = cache.shape
-    page_stride = stride_in_use(cache, 0)
-    out_stride = stride_in_use(out, 0)
-    out_align = alignment_elements(out, out_stride)
-    num_rows = out.shape[0]
-    requests = requests_of(cu_seqlens, block_table.shape[0], seq_starts, seq_ends)
-    pages = pages_of(block_table, num_pages, page_size)
-    rows = {"out": out, "num_rows": num_rows, "out_stride": out_stride // out_align}
+    tiling, scaling = layout.tiling, layout.block_scaling
+    records = (
+        cache_rows(cache, strided=tiling is None and scaling is None),
+        requests_of(params.cu_seqlens, block_table.shape[0], params.seq_starts, params.seq_ends),
+        pages_of(block_table, num_pages, page_size),
+        token_rows(out),
+    )
     variant = {
-        "OUT_ALIGN": out_align,
+        "num_rows": num_rows,
         "WIDE": block_table.shape[1] * page_size >= 2**31,
         "NATIVE": converts_e4m3(cache.device),
         "INTERPRETED": machine.interpreting(),
     }
-    if layout.tiling is not None or layout.block_scaling is not None:
-        gather, form = _scaled_form(layout)
-        align = alignment_bytes(cache, page_stride)
-        gather[(cdiv(num_rows, TILED_BLOCKING.tokens),)](
-            *by_name(gather, requests, pages, cache=cache, page_stride=page_stride // align, **rows),
-            **form,
+    if tiling is None and scaling is None:
+        gather_rows_kernel[(cdiv(num_rows, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
+            *records,
+            CacheScale(params.scale_tensor, params.scale_value),
             **variant,
-            ALIGN=align,
-            BLOCK_T=TILED_BLOCKING.tokens,
-            num_warps=TILED_BLOCKING.warps,
+            WIDTH=width,
+            BLOCK_T=ROWS_BLOCKING.tokens,
+            BLOCK_C=ROWS_COLUMNS,
+            num_warps=ROWS_BLOCKING.warps,
         )
         return
-    row_stride = stride_in_use(cache, 1)
-    align = alignment_elements(cache, page_stride, row_stride)
-    gather_rows_kernel[(cdiv(num_rows, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
-        *by_name(
-            gather_rows_kernel,
-            requests,
-            pages,
-            cache=cache,
-            scale_tensor=scale_tensor,
-            scale_value=scale_value,
-            page_stride=page_stride // align,
-            row_stride=row_stride // align,
-            **rows,
-        ),
-        **variant,
-        WIDTH=width,
-        ALIGN=align,
-        BLOCK_T=ROWS_BLOCKING.tokens,
-        BLOCK_C=ROWS_COLUMNS,
-        num_warps=ROWS_BLOCKING.warps,
-    )
+    variant |= {"BLOCK_T": SCALED_BLOCKING.tokens, "num_warps": SCALED_BLOCKING.warps}
+    grid = (cdiv(num_rows, SCALED_BLOCKING.tokens),)
+    if tiling is not None:
+        gather_tiles_kernel[grid](*records, **variant, TILING=tiling)
+    else:
+        tail = layout.head_dim - scaling.block * scaling.blocks
+        gather_blocks_kernel[grid](*records, **variant, SCALING=scaling, TAIL=tail)
 
 
-def _scaled_form(layout: CacheFormat) -> tuple[Any, dict[str, Any]]:
-    """The kernel of a format with a scale per tile or block, and the format as its constants."""
-    if layout.tiling is not None:
-        return gather_tiles_kernel, {"TILING": layout.tiling}
-    scaling = layout.block_scaling
-    return gather_blocks_kernel, {"SCALING": scaling, "TAIL": layout.head_dim - scaling.block * scaling.blocks}
-
-
-@kernel(by_element=("block_table", "cu_seqlens", "seq_starts", "seq_ends"))
+@kernel
 def gather_tiles_kernel(
-    out,
-    cache,
-    cu_seqlens,
-    cu_stride: tl.int64,
-    num_boundaries: tl.int64,
-    num_requests: tl.int64,
-    seq_starts,
-    start_stride: tl.int64,
-    block_table,
-    table_stride: tl.int64,
-    max_pages: tl.int64,
-    num_pages: tl.int64,
-    page_size: tl.int64,
-    seq_ends,
-    end_stride: tl.int64,
+    cache: CacheRows,
+    requests: Requests,
+    pages: RequestPages,
+    out: TokenRows,
     num_rows: tl.int64,
-    page_stride: tl.int64,
-    out_stride: tl.int64,
     TILING: tl.constexpr,
-    ALIGN: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale per tile. ``page_stride`` counts ALIGN bytes, ``out_stride`` OUT_ALIGN elements."""
+    """Formats with a scale per tile."""
     LATENT: tl.constexpr = TILING.tiles * TILING.tile
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
-    requests = Requests(
-        cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride, seq_ends, end_stride
-    )
-    pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
-    page_start = cache + page * page_stride * ALIGN
+    page_start = page_pointers(cache, page)
     row = page_start + offset * TILING.row_bytes
 
     tile = tl.arange(0, TILING.padded_tiles)[None, :]
@@ -148,85 +104,110 @@ def gather_tiles_kernel(
     # [BLOCK_T, padded_tiles, tile], [BLOCK_T, 64], [BLOCK_T, padded_tiles]
     latent_bits = tl.load(row[:, None, None] + column, mask=found[:, None, None] & used, other=0)
     if TILING.rope_offset < TILING.row_bytes:
-        rope_bits = load_words((row + TILING.rope_offset)[:, None], rope_column, tl.uint16, found[:, None], ALIGN)
+        rope_bits = load_words((row + TILING.rope_offset)[:, None], rope_column, tl.uint16, found[:, None], cache.align)
     if TILING.e8m0:
-        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.padded_tiles
+        scale_row = tile_scale_row(page_start, pages.page_size, offset, TILING)
         exponents = tl.load(scale_row[:, None] + tile, mask=found[:, None], other=0)
         scales = e8m0_to_float(exponents)
     else:
-        scale_bits = load_words((row + LATENT)[:, None], tile, tl.uint32, found[:, None], ALIGN)
+        scale_bits = load_words((row + LATENT)[:, None], tile, tl.uint32, found[:, None], cache.align)
         scales = scale_bits.to(tl.float32, bitcast=True)
 
-    OUT_TYPE: tl.constexpr = out.dtype.element_ty
-    out_row = out + rows * out_stride * OUT_ALIGN
+    OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
+    out_row = token_row(out, rows)
     values = e4m3_to_float(latent_bits, NATIVE) * scales[:, :, None]
     tl.store(
         out_row[:, None, None] + column, from_float32(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used
     )
     if TILING.rope_offset < TILING.row_bytes:
-        ropes = rope_bits.to(tl.bfloat16, bitcast=True)
-        if ropes.dtype != OUT_TYPE:
-            ropes = from_float32(to_float32(ropes, INTERPRETED), OUT_TYPE, INTERPRETED)
+        ropes = cast(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE, INTERPRETED)
         tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
-@kernel(by_element=("block_table", "cu_seqlens", "seq_starts", "seq_ends"))
-def gather_rows_kernel(
-    out,
-    cache,
-    scale_tensor,
-    scale_value: tl.float32,
-    cu_seqlens,
-    cu_stride: tl.int64,
-    num_boundaries: tl.int64,
-    num_requests: tl.int64,
-    seq_starts,
-    start_stride: tl.int64,
-    block_table,
-    table_stride: tl.int64,
-    max_pages: tl.int64,
-    num_pages: tl.int64,
-    page_size: tl.int64,
-    seq_ends,
-    end_stride: tl.int64,
+@kernel
+def gather_blocks_kernel(
+    cache: CacheRows,
+    requests: Requests,
+    pages: RequestPages,
+    out: TokenRows,
     num_rows: tl.int64,
-    page_stride: tl.int64,
-    row_stride: tl.int64,
-    out_stride: tl.int64,
+    SCALING: tl.constexpr,
+    TAIL: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block; the last TAIL values have no
+    scale."""
+    SCALED: tl.constexpr = SCALING.block * SCALING.blocks
+    VALUE_BYTES: tl.constexpr = SCALED // 2 if SCALING.fp4 else SCALED
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
+    rows = first_row + tl.arange(0, BLOCK_T)
+    if first_row >= end_of_rows(requests, num_rows):
+        return
+    inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
+    row = (page_pointers(cache, page) + offset * SCALING.token_bytes)[:, None]
+    found = found[:, None]
+
+    block = tl.arange(0, SCALING.blocks)[None, :]
+    scale_row = row + SCALING.scale_offset
+    scale_bytes = tl.load(scale_row + block_scale_byte(block, SCALING), mask=found, other=0)  # [BLOCK_T, blocks]
+    byte = tl.arange(0, VALUE_BYTES)[None, :]
+    codes = tl.load(row + byte, mask=found, other=0)  # [BLOCK_T, VALUE_BYTES]
+    if SCALING.fp4:
+        pairs = codes.to(tl.int32)
+        values = tl.reshape(tl.join(e2m1_to_float(pairs & 15), e2m1_to_float(pairs >> 4)), [BLOCK_T, SCALED])
+        scales = e4m3_to_float(scale_bytes, NATIVE)
+    else:
+        values = e4m3_to_float(codes, NATIVE)
+        scales = e8m0_to_float(scale_bytes)
+    values = tl.reshape(values, [BLOCK_T, SCALING.blocks, SCALING.block]) * scales[:, :, None]
+
+    OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
+    out_row = token_row(out, rows)[:, None]
+    column = tl.arange(0, SCALED)[None, :]
+    elements = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
+    tl.store(out_row + column, elements, mask=inside[:, None])
+    if TAIL > 0:
+        column = tl.arange(0, TAIL)[None, :]
+        tail = tl.load(row + VALUE_BYTES + column, mask=found, other=0)  # [BLOCK_T, TAIL]
+        elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
+        tl.store(out_row + SCALED + column, elements, mask=inside[:, None])
+
+
+@kernel
+def gather_rows_kernel(
+    cache: CacheRows,
+    requests: Requests,
+    pages: RequestPages,
+    out: TokenRows,
+    scale: CacheScale,
+    num_rows: tl.int64,
     WIDTH: tl.constexpr,
-    ALIGN: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale. Strides are divided by their
-    alignment."""
+    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T
     rows = first_row + tl.arange(0, BLOCK_T)
     column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    requests = Requests(
-        cu_seqlens, cu_stride, num_boundaries, num_requests, seq_starts, start_stride, seq_ends, end_stride
-    )
-    pages = RequestPages(block_table, table_stride, max_pages, num_pages, page_size)
     if first_row >= end_of_rows(requests, num_rows):
         return
     inside, found, page, offset = locate_rows(requests, pages, rows, num_rows, WIDE)
-    row = cache + (page * page_stride + offset * row_stride) * ALIGN
     # [BLOCK_T, BLOCK_C]
     found_columns = found[:, None] & (column < WIDTH)
-    values = tl.load(row[:, None] + column, mask=found_columns, other=0)
+    values = tl.load(slot_row(cache, page, offset)[:, None] + column, mask=found_columns, other=0)
 
-    OUT_TYPE: tl.constexpr = out.dtype.element_ty
-    if cache.dtype.element_ty == tl.uint8:
-        scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
-        values = e4m3_to_float(values, NATIVE) * scale
+    OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
+    if cache.start.dtype.element_ty == tl.uint8:
+        values = e4m3_to_float(values, NATIVE) * load_scale(scale)
         values = from_float32(tl.where(found_columns, values, 0.0), OUT_TYPE, INTERPRETED)
-    elif values.dtype != OUT_TYPE:
-        values = from_float32(to_float32(values, INTERPRETED), OUT_TYPE, INTERPRETED)
-    out_row = out + rows * out_stride * OUT_ALIGN
-    tl.store(out_row[:, None] + column, values, mask=inside[:, None] & (column < WIDTH))
+    else:
+        values = cast(values, OUT_TYPE, INTERPRETED)
+    tl.store(token_row(out, rows)[:, None] + column, values, mask=inside[:, None] & (column < WIDTH))

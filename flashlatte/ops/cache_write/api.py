@@ -7,24 +7,18 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.codec import as_cache, check_scale_rounding, format_for_rows, one_scale, split_rows
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
+from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
+from flashlatte.kv_cache.slots import check_slots
+from flashlatte.ops.cache_write.params import CacheWriteParams
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "cache_write"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    if reason := refusals.triton(call):
-        return reason
-    if call.cache_format is None or _is_written(format_class(call.cache_format)):
-        return None
-    return f"takes caches in {names_of(_is_written)}, not {call.cache_format}"
-
-
-def _is_written(layout: type[CacheFormat]) -> bool:
-    return layout.plain or layout.tiling is not None or layout.block_scaling is not None
+    return refusals.triton(call) or refuses_format(call, is_plain_or_scaled)
 
 
 def _load_portable() -> dispatch.Function:
@@ -86,45 +80,25 @@ def cache_write(
     if rope is not None and rope.shape[1] == 0:
         rope = None
     check_scale_rounding(layout, scale_rounding)
-    checks.tensor(
-        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
-    )
-    if slot_mapping.shape[0] > x.shape[0]:
-        raise ValueError(f"slot_mapping must not be longer than x ({x.shape[0]} tokens), got {slot_mapping.shape[0]}")
-    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
+    check_slots(slot_mapping, cache, "x", x.shape[0])
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     gradients.warn_if_dropped(OPERATION, x, rope)
     call = dispatch.CallSpec(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0] == 0:
         return
-    _cache_write(
-        cache,
-        slot_mapping,
-        x,
-        rope,
-        layout.name,
-        layout.head_dim,
-        scale_tensor,
-        scale_value,
-        scale_rounding,
-        backend,
+    params = CacheWriteParams(
+        cache=cache,
+        slot_mapping=slot_mapping,
+        x=x,
+        rope=rope,
+        cache_format=layout.name,
+        head_dim=layout.head_dim,
+        scale_tensor=scale_tensor,
+        scale_value=scale_value,
+        scale_rounding=scale_rounding,
     )
+    _cache_write(params, backend)
 
 
-@register_op("cache_write", mutates=("cache",))
-def _cache_write(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    x: torch.Tensor,
-    rope: torch.Tensor | None,
-    cache_format: str,
-    head_dim: int,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-    scale_rounding: str,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(OPERATION, backend)
-    layout = as_format(cache_format, head_dim)
-    run(cache, slot_mapping, x, rope, layout, scale_tensor, scale_value, scale_rounding)
+_cache_write = dispatched_op(OPERATION, CacheWriteParams, mutates=("cache",))

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-import torch
+import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Slots, locate_slots, store_words
-from flashlatte.kernels.triton.cache_layout import Blocking, alignment_elements, as_bytes, cdiv
-from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
+from flashlatte.kernels.triton.cache_address import (
+    Slots,
+    block_scale_byte,
+    locate_slots,
+    slots_of,
+    store_words,
+    tile_scale_row,
+)
+from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
+from flashlatte.kernels.triton.cache_row import CacheScale, encode_elements, load_scale
+from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales
+from flashlatte.kernels.triton.fp8 import cast, converts_e4m3, e4m3_to_float, float_to_e4m3, to_float32
+from flashlatte.kernels.triton.rows import (
+    CacheRows,
+    TokenRows,
+    cache_rows,
+    page_pointers,
+    slot_row,
+    token_row,
+    token_rows,
+)
 from flashlatte.kernels.triton.tile_scales import quantize_tiles
-from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.ops.cache_write.portable_blocks import write_blocks_kernel
+from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.runtime import machine
-from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
 TILED_BLOCKING = Blocking(tokens=8, warps=2)
@@ -21,63 +37,33 @@ ROWS_BLOCKING = Blocking(tokens=32, warps=4)
 ROWS_COLUMNS = 64
 
 
-def cache_write(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    x: torch.Tensor,
-    rope: torch.Tensor | None,
-    layout: CacheFormat,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-    scale_rounding: str,
-) -> None:
-    cache = as_bytes(cache)
+def cache_write(params: CacheWriteParams) -> None:
+    cache, x, rope, layout = as_bytes(params.cache), params.x, params.rope, params.layout
     tiling, scaling = layout.tiling, layout.block_scaling
     rope_column = 0
     if tiling is not None and rope is None:
         rope, rope_column = x, tiling.tiles * tiling.tile
-    page_stride, x_stride = stride_in_use(cache, 0), stride_in_use(x, 0)
-    row_stride = stride_in_use(cache, 1) if tiling is None and scaling is None else 0
-    rope_stride = 0 if rope is None else stride_in_use(rope, 0)
-    align = alignment_elements(cache, page_stride, row_stride)
-    x_align = alignment_elements(x, x_stride)
-    rope_align = 1 if rope is None else alignment_elements(rope, rope_stride)
-    num_tokens = slot_mapping.shape[0]
-    num_slots = cache.shape[0] * cache.shape[1]
-    tokens = {
-        "cache": cache,
-        "slot_mapping": slot_mapping,
-        "x": x,
-        "rope": rope,
-        "num_tokens": num_tokens,
-        "num_slots": num_slots,
-        "page_size": cache.shape[1],
-        "slot_stride": slot_mapping.stride(0),
-        "page_stride": page_stride // align,
-        "x_stride": x_stride // x_align,
-        "rope_stride": rope_stride // rope_align,
-    }
+    slots = slots_of(params.slot_mapping, cache)
+    rows = cache_rows(cache, strided=tiling is None and scaling is None)
+    records = (rows, slots, token_rows(x), token_rows(rope))
     variant = {
-        "ALIGN": align,
-        "X_ALIGN": x_align,
-        "ROPE_ALIGN": rope_align,
-        "WIDE": num_slots >= 2**31,
+        "WIDE": slots.num_slots >= 2**31,
         "NATIVE": converts_e4m3(cache.device),
         "INTERPRETED": machine.interpreting(),
     }
     if tiling is not None:
-        write_tiles_kernel[(cdiv(num_tokens, TILED_BLOCKING.tokens),)](
-            **tokens,
+        write_tiles_kernel[(cdiv(slots.num_tokens, TILED_BLOCKING.tokens),)](
+            *records,
             **variant,
             TILING=tiling,
-            POWER_OF_TWO=scale_rounding == "power_of_two" or tiling.e8m0,
+            POWER_OF_TWO=params.scale_rounding == "power_of_two" or tiling.e8m0,
             ROPE_COLUMN=rope_column,
             BLOCK_T=TILED_BLOCKING.tokens,
             num_warps=TILED_BLOCKING.warps,
         )
     elif scaling is not None:
-        write_blocks_kernel[(cdiv(num_tokens, SCALED_BLOCKING.tokens),)](
-            **tokens,
+        write_blocks_kernel[(cdiv(slots.num_tokens, SCALED_BLOCKING.tokens),)](
+            *records,
             **variant,
             SCALING=scaling,
             TAIL=layout.head_dim - scaling.block * scaling.blocks,
@@ -87,12 +73,10 @@ def cache_write(
         )
     else:
         width = cache.shape[-1]
-        write_rows_kernel[(cdiv(num_tokens, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
-            **tokens,
+        write_rows_kernel[(cdiv(slots.num_tokens, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
+            *records,
+            CacheScale(params.scale_tensor, params.scale_value),
             **variant,
-            row_stride=row_stride // align,
-            scale_tensor=scale_tensor,
-            scale_value=scale_value,
             WIDTH=width,
             X_WIDTH=x.shape[1],
             BLOCK_T=ROWS_BLOCKING.tokens,
@@ -101,112 +85,129 @@ def cache_write(
         )
 
 
-@kernel(by_element=("slot_mapping",))
+@kernel
 def write_tiles_kernel(
-    cache,
-    slot_mapping,
-    x,
-    rope,
-    num_tokens: tl.int64,
-    num_slots: tl.int64,
-    page_size: tl.int64,
-    slot_stride: tl.int64,
-    page_stride: tl.int64,
-    x_stride: tl.int64,
-    rope_stride: tl.int64,
+    cache: CacheRows,
+    slots: Slots,
+    x: TokenRows,
+    rope: TokenRows,
     TILING: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    ALIGN: tl.constexpr,
     ROPE_COLUMN: tl.constexpr,
-    X_ALIGN: tl.constexpr,
-    ROPE_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Formats with a scale per tile. Strides come divided by their alignment; that of pages counts bytes."""
+    """Formats with a scale per tile."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    page_start = cache + page * page_stride * ALIGN
+    page_start = page_pointers(cache, page)
     row = page_start + offset * TILING.row_bytes
 
     tile = tl.arange(0, TILING.padded_tiles)[None, :]
     column = tile[:, :, None] * TILING.tile + tl.arange(0, TILING.tile)[None, None, :]
     latent_mask = valid[:, None, None] & (tile[:, :, None] < TILING.tiles)
-    x_row = x + tokens * x_stride * X_ALIGN
     # [BLOCK_T, padded_tiles, tile] and [BLOCK_T, 64]
-    latents = tl.load(x_row[:, None, None] + column, mask=latent_mask, other=0.0)
+    latents = tl.load(token_row(x, tokens)[:, None, None] + column, mask=latent_mask, other=0.0)
     if TILING.rope_offset < TILING.row_bytes:
         rope_index = tl.arange(0, 64)[None, :]
-        rope_row = rope + tokens * rope_stride * ROPE_ALIGN
+        rope_row = token_row(rope, tokens)
         ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
 
     values, scales = quantize_tiles(to_float32(latents, INTERPRETED), POWER_OF_TWO)
     tl.store(row[:, None, None] + column, float_to_e4m3(values, NATIVE), mask=latent_mask)
     if TILING.rope_offset < TILING.row_bytes:
-        if ropes.dtype != tl.bfloat16:
-            ropes = from_float32(to_float32(ropes, INTERPRETED), tl.bfloat16, INTERPRETED)
-        rope_bits = ropes.to(tl.uint16, bitcast=True)
-        store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], ALIGN)
+        rope_bits = cast(ropes, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
+        store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], cache.align)
     if TILING.e8m0:
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
-        scale_row = page_start + page_size * TILING.row_bytes + offset * TILING.padded_tiles
+        scale_row = tile_scale_row(page_start, slots.page_size, offset, TILING)
         tl.store(scale_row[:, None] + tile, exponents, mask=valid[:, None])
     else:
-        store_words((row + TILING.tiles * TILING.tile)[:, None], tile, scales, valid[:, None], ALIGN)
+        store_words((row + TILING.tiles * TILING.tile)[:, None], tile, scales, valid[:, None], cache.align)
 
 
-@kernel(by_element=("slot_mapping",))
+@kernel
+def write_blocks_kernel(
+    cache: CacheRows,
+    slots: Slots,
+    x: TokenRows,
+    rope: TokenRows,
+    SCALING: tl.constexpr,
+    TAIL: tl.constexpr,
+    X_WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block; the last TAIL values have no
+    scale."""
+    SCALED: tl.constexpr = SCALING.block * SCALING.blocks
+    VALUE_BYTES: tl.constexpr = SCALED // 2 if SCALING.fp4 else SCALED
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    valid, page, offset = locate_slots(slots, tokens, WIDE)
+    row = page_pointers(cache, page) + offset * SCALING.token_bytes
+
+    column = tl.arange(0, SCALED)[None, :]
+    elements = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH), INTERPRETED)
+    block = tl.arange(0, SCALING.blocks)[None, :]
+    if SCALING.fp4:
+        # [BLOCK_T, blocks, block / 2]
+        low, high = tl.split(tl.reshape(elements, [BLOCK_T, SCALING.blocks, SCALING.block // 2, 2]))
+        scales = nvfp4_scales(low, high, SCALING.rounds_up, NATIVE)
+        divisors = tl.broadcast_to(e4m3_to_float(scales, NATIVE)[:, :, None], low.shape)
+        codes = e2m1_code(tl.div_rn(low, divisors)) | (e2m1_code(tl.div_rn(high, divisors)) << 4)
+        values = tl.reshape(codes, [BLOCK_T, VALUE_BYTES]).to(tl.uint8)
+    else:
+        scaled, scale_bits = quantize_tiles(tl.reshape(elements, [BLOCK_T, SCALING.blocks, SCALING.block]), True)
+        scales = (scale_bits >> 23).to(tl.uint8)
+        values = float_to_e4m3(tl.reshape(scaled, [BLOCK_T, SCALED]), NATIVE)
+    tl.store(row[:, None] + tl.arange(0, VALUE_BYTES)[None, :], values, mask=valid[:, None])
+    scale_row = row[:, None] + SCALING.scale_offset
+    tl.store(scale_row + block_scale_byte(block, SCALING), scales, mask=valid[:, None])
+    if TAIL > 0:
+        column = SCALED + tl.arange(0, TAIL)[None, :]
+        tail = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH), INTERPRETED)
+        tail_bytes = row[:, None] + VALUE_BYTES + tl.arange(0, TAIL)[None, :]
+        tl.store(tail_bytes, float_to_e4m3(tail, NATIVE), mask=valid[:, None])
+
+
+@kernel
 def write_rows_kernel(
-    cache,
-    slot_mapping,
-    x,
-    rope,
-    scale_tensor,
-    scale_value: tl.float32,
-    num_tokens: tl.int64,
-    num_slots: tl.int64,
-    page_size: tl.int64,
-    slot_stride: tl.int64,
-    page_stride: tl.int64,
-    row_stride: tl.int64,
-    x_stride: tl.int64,
-    rope_stride: tl.int64,
+    cache: CacheRows,
+    slots: Slots,
+    x: TokenRows,
+    rope: TokenRows,
+    scale: CacheScale,
     WIDTH: tl.constexpr,
     X_WIDTH: tl.constexpr,
-    ALIGN: tl.constexpr,
-    X_ALIGN: tl.constexpr,
-    ROPE_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale. Strides are divided by their
-    alignment."""
+    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     tokens = (program // column_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
-    row = cache + (page * page_stride + offset * row_stride) * ALIGN
+    row = slot_row(cache, page, offset)[:, None]
     mask = valid[:, None] & (column < WIDTH)
+    elements = _load_columns(x, rope, tokens, column, mask, X_WIDTH)  # [BLOCK_T, BLOCK_C]
+    elements = encode_elements(elements, cache.start.dtype.element_ty, load_scale(scale), NATIVE, INTERPRETED)
+    tl.store(row + column, elements, mask=mask)
 
-    # [BLOCK_T, BLOCK_C]
-    x_row = x + tokens * x_stride * X_ALIGN
-    values = tl.load(x_row[:, None] + column, mask=mask & (column < X_WIDTH), other=0.0)
-    if rope is not None:
-        rope_row = rope + tokens * rope_stride * ROPE_ALIGN
-        ropes = tl.load(rope_row[:, None] + (column - X_WIDTH), mask=mask & (column >= X_WIDTH), other=0.0)
-        values = tl.where(column < X_WIDTH, values, ropes)
 
-    if cache.dtype.element_ty == tl.uint8:
-        scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
-        values = float_to_e4m3(tl.div_rn(to_float32(values, INTERPRETED), scale), NATIVE)
-    elif cache.dtype.element_ty != values.dtype:
-        values = from_float32(to_float32(values, INTERPRETED), cache.dtype.element_ty, INTERPRETED)
-    tl.store(row[:, None] + column, values, mask=mask)
+@triton.jit
+def _load_columns(x, rope, tokens, column, mask, X_WIDTH: tl.constexpr):
+    """Columns of rows, those from X_WIDTH on from ``rope`` if it is given; 0 where masked."""
+    elements = tl.load(token_row(x, tokens)[:, None] + column, mask=mask & (column < X_WIDTH), other=0.0)
+    if rope.start is not None:
+        in_rope = column >= X_WIDTH
+        ropes = tl.load(token_row(rope, tokens)[:, None] + (column - X_WIDTH), mask=mask & in_rope, other=0.0)
+        elements = tl.where(in_rope, ropes, elements)
+    return elements

@@ -6,12 +6,11 @@ import torch
 
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
-from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.ops.compress.params import CompressParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "compress"
 
@@ -106,38 +105,38 @@ def compress(
     head_dim = weight.shape[0]
     if width not in (head_dim, 2 * head_dim):
         raise ValueError(f"kv must be {head_dim} wide like weight, or twice that with overlap, got {width}")
-    rope.check_table(cos_sin, head_dim, device)
-    for name, value in (("request_ids", request_ids), ("positions", positions), ("slot_mapping", slot_mapping)):
+    rope.check_rotation(cos_sin, positions, tokens, head_dim, device)
+    for name, value in (("request_ids", request_ids), ("slot_mapping", slot_mapping)):
         checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding)
-    checks.not_expanded("cache", cache)
-    if cache.device != device:
-        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
+    cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     _check_state(state_cache, state_table, ape, width // head_dim, device)
-    _check_values(request_ids, positions, cache, slot_mapping, state_cache, state_table, ape.shape[0])
     eps = checks.epsilon("eps", eps)
     gradients.warn_if_dropped(OPERATION, kv, score, ape, weight)
     call = dispatch.CallSpec(OPERATION, device, kv.dtype, layout.name, cache.shape[1], head_dim)
     backend = dispatch.select(call, backend)
     if tokens == 0:
         return
-    _compress(
-        kv,
-        score,
-        ape,
-        weight,
-        eps,
-        cos_sin,
-        request_ids,
-        positions,
-        slot_mapping,
-        cache,
-        layout.name,
-        scale_rounding,
-        state_cache,
-        state_table,
-        backend,
+    params = CompressParams(
+        kv=kv,
+        score=score,
+        ape=ape,
+        weight=weight,
+        eps=eps,
+        cos_sin=cos_sin,
+        request_ids=request_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        cache=cache,
+        cache_format=layout.name,
+        scale_rounding=scale_rounding,
+        state_cache=state_cache,
+        state_table=state_table,
     )
+    _check_values(params)
+    _compress(params, backend)
+
+
+_compress = dispatched_op(OPERATION, CompressParams, mutates=("cache", "state_cache"))
 
 
 def _check_state(
@@ -162,60 +161,16 @@ def _check_state(
         )
 
 
-def _check_values(
-    request_ids: torch.Tensor,
-    positions: torch.Tensor,
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    state_cache: torch.Tensor | None,
-    state_table: torch.Tensor | None,
-    ratio: int,
-) -> None:
+def _check_values(params: CompressParams) -> None:
     """Check the slots of tokens that complete a group, and the pages of the tokens' states."""
+    request_ids, positions, cache = params.request_ids, params.positions, params.cache
+    states, table = params.state_cache, params.state_table
     if not value_checks.readable(request_ids):
         return
     is_token = (request_ids >= 0) & (positions >= 0)
-    finishes = is_token & ((positions + 1) % ratio == 0)
-    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1], finishes)
-    if state_cache is not None and state_table is not None:
-        value_checks.entries("request_ids", request_ids, state_table.shape[0], is_token)
-        column = positions[is_token].long() // state_cache.shape[1] % state_table.shape[1]
-        value_checks.entries("state_table", state_table[request_ids[is_token].long(), column], state_cache.shape[0])
-
-
-@register_op(OPERATION, mutates=("cache", "state_cache"))
-def _compress(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    request_ids: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cache: torch.Tensor,
-    cache_format: str,
-    scale_rounding: str,
-    state_cache: torch.Tensor | None,
-    state_table: torch.Tensor | None,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(
-        CompressArgs(
-            kv=kv,
-            score=score,
-            ape=ape,
-            weight=weight,
-            eps=eps,
-            cos_sin=cos_sin,
-            request_ids=request_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            cache=cache,
-            layout=as_format(cache_format, weight.shape[0]),
-            scale_rounding=scale_rounding,
-            state_cache=state_cache,
-            state_table=state_table,
-        )
-    )
+    finishes = is_token & ((positions + 1) % params.ratio == 0)
+    value_checks.entries("slot_mapping", params.slot_mapping, cache.shape[0] * cache.shape[1], finishes)
+    if states is not None and table is not None:
+        value_checks.entries("request_ids", request_ids, table.shape[0], is_token)
+        column = positions[is_token].long() // states.shape[1] % table.shape[1]
+        value_checks.entries("state_table", table[request_ids[is_token].long(), column], states.shape[0])

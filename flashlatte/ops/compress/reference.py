@@ -7,50 +7,51 @@ import torch
 from flashlatte.kernels.rope import rotate_tail
 from flashlatte.kv_cache.row_caches import encode_rows
 from flashlatte.kv_cache.slots import in_cache, write_slots
-from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.ops.compress.params import CompressParams
 
 
-def compress(args: CompressArgs) -> None:
-    slots, positions = args.slot_mapping, args.positions.long()
-    finishes = _known(args) & ((positions + 1) % args.ratio == 0) & in_cache(slots, args.cache)
+def compress(params: CompressParams) -> None:
+    slots, positions = params.slot_mapping, params.positions.long()
+    finishes = _known(params) & ((positions + 1) % params.ratio == 0) & in_cache(slots, params.cache)
     (tokens,) = torch.where(finishes)
-    values, scores = _gather(args, tokens)
+    values, scores = _gather(params, tokens)
     rows = (values * torch.softmax(scores, dim=1)).sum(dim=1)
-    rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + args.eps) * args.weight.float()
-    rows = rotate_tail(rows, args.cos_sin, positions[tokens] + 1 - args.ratio)
-    planes = encode_rows(args.layout, rows, args.scale_rounding)
-    write_slots(args.cache, slots[tokens].long(), planes, args.layout)
-    _save_state(args)
+    rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + params.eps) * params.weight.float()
+    rows = rotate_tail(rows, params.cos_sin, positions[tokens] + 1 - params.ratio)
+    layout = params.layout
+    planes = encode_rows(layout, rows, params.scale_rounding)
+    write_slots(params.cache, slots[tokens].long(), planes, layout)
+    _save_state(params)
 
 
-def _known(args: CompressArgs) -> torch.Tensor:
+def _known(params: CompressParams) -> torch.Tensor:
     """Whether each token is not padding."""
-    known = (args.request_ids >= 0) & (args.positions >= 0)
-    return known if args.state_table is None else known & (args.request_ids < args.state_table.shape[0])
+    known = (params.request_ids >= 0) & (params.positions >= 0)
+    return known if params.state_table is None else known & (params.request_ids < params.state_table.shape[0])
 
 
-def _gather(args: CompressArgs, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(params: CompressParams, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and scores, float32 [n, rows, head_dim], of the members of the groups that ``tokens`` [n] complete."""
-    head_dim, ratio = args.weight.shape[0], args.ratio
-    rows = ratio * (1 + args.overlaps)
+    head_dim, ratio = params.weight.shape[0], params.ratio
+    rows = ratio * (1 + params.overlaps)
     back = torch.arange(rows - 1, -1, -1, device=tokens.device)
     token = tokens[:, None] - back
-    position = args.positions[tokens].long()[:, None] - back
-    request = args.request_ids[tokens].long()[:, None]
-    is_new = (token >= 0) & (args.request_ids[token.clamp_min(0)] == request)
+    position = params.positions[tokens].long()[:, None] - back
+    request = params.request_ids[tokens].long()[:, None]
+    is_new = (token >= 0) & (params.request_ids[token.clamp_min(0)] == request)
     token = token.where(is_new, 0)
-    values = args.kv[token].float()  # [n, rows, width]
-    scores = args.score[token].float() + args.ape[position % ratio]
+    values = params.kv[token].float()  # [n, rows, width]
+    scores = params.score[token].float() + params.ape[position % ratio]
     visible = is_new & (position >= 0)
-    if args.state_cache is not None and args.state_table is not None:
-        page, offset, found = _state_places(args.state_cache, args.state_table, request, position)
-        old_values, old_scores = args.state_cache[page, offset].chunk(2, dim=-1)
+    if params.state_cache is not None and params.state_table is not None:
+        page, offset, found = _state_places(params.state_cache, params.state_table, request, position)
+        old_values, old_scores = params.state_cache[page, offset].chunk(2, dim=-1)
         values = torch.where(is_new[..., None], values, old_values)
         scores = torch.where(is_new[..., None], scores, old_scores)
         visible = (is_new | found) & (position >= 0)
     values = values.masked_fill(~visible[..., None], 0.0)
     scores = scores.masked_fill(~visible[..., None], -torch.inf)
-    if not args.overlaps:
+    if not params.overlaps:
         return values, scores
     before, own = slice(0, head_dim), slice(head_dim, None)
     return (
@@ -70,15 +71,15 @@ def _state_places(
     return page.where(found, 0), (position % page_size).where(found, 0), found
 
 
-def _save_state(args: CompressArgs) -> None:
+def _save_state(params: CompressParams) -> None:
     """Save the last tokens of each request, up to the capacity of its pages."""
-    if args.state_cache is None or args.state_table is None:
+    if params.state_cache is None or params.state_table is None:
         return
-    request, position = args.request_ids.long(), args.positions.long()
-    room = args.state_table.shape[1] * args.state_cache.shape[1]
-    page, offset, found = _state_places(args.state_cache, args.state_table, request, position)
+    request, position = params.request_ids.long(), params.positions.long()
+    room = params.state_table.shape[1] * params.state_cache.shape[1]
+    page, offset, found = _state_places(params.state_cache, params.state_table, request, position)
     later = torch.full_like(request, -1)
     later[: max(len(request) - room, 0)] = request[room:]
-    saved = found & _known(args) & (later != request)
-    state = torch.cat((args.kv.float(), args.score.float() + args.ape[position % args.ratio]), dim=-1)
-    args.state_cache[page[saved], offset[saved]] = state[saved]
+    saved = found & _known(params) & (later != request)
+    state = torch.cat((params.kv.float(), params.score.float() + params.ape[position % params.ratio]), dim=-1)
+    params.state_cache[page[saved], offset[saved]] = state[saved]

@@ -2,83 +2,50 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes, cdiv
-from flashlatte.runtime.strides import stride_in_use
+from flashlatte.kernels.triton.cache_layout import as_bytes
+from flashlatte.kernels.triton.row_copy import NUM_WARPS, row_copy, strides_in_units, tile_of_words, words_at
+from flashlatte.kernels.triton.rows import HeadRows
 from flashlatte.runtime.triton_kernel import kernel
 
 ROWS = 16
-BLOCK_BYTES = 256
-NUM_WARPS = 4
 
 
 def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -> None:
-    tensors = (ql_nope, q_pe, out)
-    size = out.element_size()
     tokens, heads, width = out.shape
-    strides = [stride_in_use(tensor, axis) * size for tensor in tensors for axis in (0, 1)]
-    latent, width = ql_nope.shape[2] * size, width * size
-    unit = math.gcd(*map(alignment_bytes, tensors), *strides, latent, width)
-    concat_mla_q_kernel[(cdiv(tokens * heads, ROWS) * cdiv(width, BLOCK_BYTES),)](
-        ql_nope=as_bytes(ql_nope),
-        q_pe=as_bytes(q_pe),
-        out=as_bytes(out),
+    latent, size = ql_nope.shape[2], out.element_size()
+    copy = row_copy(width * size, ROWS, ql_nope, q_pe, out, divisible=latent * size)
+    concat_mla_q_kernel[copy.grid(tokens * heads)](
+        *(HeadRows(as_bytes(x), *strides_in_units(copy, x), copy.unit) for x in (ql_nope, q_pe, out)),
         num_rows=tokens * heads,
         heads=heads,
-        latent_token_stride=strides[0] // unit,
-        latent_head_stride=strides[1] // unit,
-        rope_token_stride=strides[2] // unit,
-        rope_head_stride=strides[3] // unit,
-        out_token_stride=strides[4] // unit,
-        out_head_stride=strides[5] // unit,
-        LATENT=latent // unit,
-        WIDTH=width // unit,
-        ALIGN=unit,
-        BLOCK_R=ROWS,
-        BLOCK_BYTES=BLOCK_BYTES,
+        LATENT=latent * size // copy.word,
+        COPY=copy,
         num_warps=NUM_WARPS,
     )
 
 
 @kernel
 def concat_mla_q_kernel(
-    ql_nope,
-    q_pe,
-    out,
+    latent: HeadRows,
+    rope: HeadRows,
+    out: HeadRows,
     num_rows: tl.int64,
     heads: tl.int64,
-    latent_token_stride: tl.int64,
-    latent_head_stride: tl.int64,
-    rope_token_stride: tl.int64,
-    rope_head_stride: tl.int64,
-    out_token_stride: tl.int64,
-    out_head_stride: tl.int64,
     LATENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
+    COPY: tl.constexpr,
 ):
-    """Copy BLOCK_BYTES of BLOCK_R heads. Widths and strides are in units of ALIGN bytes."""
-    WORD_BYTES: tl.constexpr = 4 if ALIGN >= 4 else 1
-    WORD: tl.constexpr = tl.uint32 if ALIGN >= 4 else tl.uint8
-    WORDS: tl.constexpr = ALIGN // WORD_BYTES
-    BLOCK: tl.constexpr = BLOCK_BYTES // WORD_BYTES
-    column_blocks: tl.constexpr = (WIDTH * WORDS + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    row = (program // column_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    """LATENT: words of the latent part."""
+    first_row, word, in_row = tile_of_words(COPY)
+    row = first_row + tl.arange(0, COPY.block_rows)
     token, head = row // heads, row % heads
-    word = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    latents = ql_nope.to(tl.pointer_type(WORD)) + (token * latent_token_stride + head * latent_head_stride) * WORDS
-    ropes = q_pe.to(tl.pointer_type(WORD)) + (token * rope_token_stride + head * rope_head_stride) * WORDS
-    rows = out.to(tl.pointer_type(WORD)) + (token * out_token_stride + head * out_head_stride) * WORDS
+    latents = words_at(latent.start, token * latent.token_stride + head * latent.head_stride, latent.align)
+    ropes = words_at(rope.start, token * rope.token_stride + head * rope.head_stride, rope.align)
+    rows = words_at(out.start, token * out.token_stride + head * out.head_stride, out.align)
     in_use = (row < num_rows)[:, None]
-    is_latent, in_row = word < LATENT * WORDS, word < WIDTH * WORDS
-    # [BLOCK_R, BLOCK]
-    words = tl.load(latents[:, None] + word, mask=in_use & is_latent, other=0)
-    words |= tl.load(ropes[:, None] + (word - LATENT * WORDS), mask=in_use & in_row & (word >= LATENT * WORDS), other=0)
+    # [block_rows, block_words]
+    words = tl.load(latents[:, None] + word, mask=in_use & (word < LATENT), other=0)
+    words |= tl.load(ropes[:, None] + (word - LATENT), mask=in_use & in_row & (word >= LATENT), other=0)
     tl.store(rows[:, None] + word, words, mask=in_use & in_row)

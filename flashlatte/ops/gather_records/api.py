@@ -7,10 +7,10 @@ import torch
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import as_format
+from flashlatte.ops.gather_records.params import GatherRecordsParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "gather_records"
 
@@ -82,20 +82,17 @@ def gather_records(
     backend = dispatch.select(call, backend)
     gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
     if total_tokens and block_table.shape[0]:
-        _gather_records(cache, block_table, cu_seqlens, seq_starts, layout.name, layout.head_dim, out, backend)
+        params = GatherRecordsParams(
+            cache=cache,
+            block_table=block_table,
+            cu_seqlens=cu_seqlens,
+            seq_starts=seq_starts,
+            cache_format=layout.name,
+            head_dim=layout.head_dim,
+            out=out,
+        )
+        _gather_records(params, backend)
     return out
 
 
-@register_op(OPERATION, mutates=("out",))
-def _gather_records(
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    seq_starts: torch.Tensor | None,
-    cache_format: str,
-    head_dim: int,
-    out: torch.Tensor,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(OPERATION, backend)
-    run(cache, block_table, cu_seqlens, seq_starts, as_format(cache_format, head_dim), out)
+_gather_records = dispatched_op(OPERATION, GatherRecordsParams, mutates=("out",))

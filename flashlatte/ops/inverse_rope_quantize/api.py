@@ -78,8 +78,7 @@ def inverse_rope_quantize(
     tokens, heads, head_dim = o.shape
     if head_dim % TILE:
         raise ValueError(f"o must have a head dim that is a multiple of {TILE}, got {head_dim}")
-    rope.check_table(cos_sin, head_dim, o.device)
-    checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, o.device, unit_last_stride=False)
+    rope.check_rotation(cos_sin, positions, tokens, head_dim, o.device)
     if heads % checks.positive_int("groups", groups):
         raise ValueError(f"groups must divide o's {heads} heads, got {groups}")
     checks.flag("packed_scales", packed_scales)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.mhc.params import MhcPreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op, register_op
 
 PRE, POST = "mhc_pre", "mhc_post"
 # A program holds the whole mixing matrix of a token's streams. DeepSeek-V4 has 4 streams.
@@ -89,7 +90,7 @@ def mhc_pre(
     tokens, count, width = _check_streams(streams)
     numbers, device = (2 + count) * count, streams.device
     checks.tensor("projected", projected, (tokens, numbers), (torch.float32,), device, may_be_empty=1)
-    _check_contiguous("projected", projected)
+    checks.contiguous(projected=projected)
     checks.tensor("base", base, (numbers,), (torch.float32,), device)
     checks.tensor("scale", scale, (3,), (torch.float32,), device)
     rms_eps, eps = checks.epsilon("rms_eps", rms_eps), checks.epsilon("eps", eps)
@@ -99,8 +100,23 @@ def mhc_pre(
     shares, mixture = projected.new_empty(tokens, count), projected.new_empty(tokens, count, count)
     seen = streams.new_empty(tokens, width)
     if tokens:
-        _mhc_pre(streams, projected, base, scale, rms_eps, eps, iterations, shares, mixture, seen, backend)
+        params = MhcPreParams(
+            streams=streams,
+            projected=projected,
+            base=base,
+            scale=scale,
+            rms_eps=rms_eps,
+            eps=eps,
+            iterations=iterations,
+            shares=shares,
+            mixture=mixture,
+            seen=seen,
+        )
+        _mhc_pre(params, backend)
     return shares, mixture, seen
+
+
+_mhc_pre = dispatched_op(PRE, MhcPreParams, mutates=("shares", "mixture", "seen"))
 
 
 @repeats_launches
@@ -134,8 +150,7 @@ def mhc_post(
     checks.tensor("result", result, (tokens, width), (streams.dtype,), device, may_be_empty=1)
     checks.tensor("shares", shares, (tokens, count), (torch.float32,), device, may_be_empty=1)
     checks.tensor("mixture", mixture, (tokens, count, count), (torch.float32,), device, may_be_empty=1)
-    for name, value in (("result", result), ("shares", shares), ("mixture", mixture)):
-        _check_contiguous(name, value)
+    checks.contiguous(result=result, shares=shares, mixture=mixture)
     gradients.warn_if_dropped(POST, result, streams, shares, mixture)
     backend = dispatch.select(dispatch.CallSpec(POST, device, streams.dtype, head_dim=count), backend)
     out = torch.empty_like(streams)
@@ -146,33 +161,10 @@ def mhc_post(
 
 def _check_streams(streams: torch.Tensor) -> torch.Size:
     checks.tensor("streams", streams, ("T", "n", "hidden_size"), checks.FLOAT_DTYPES, may_be_empty=1)
-    _check_contiguous("streams", streams)
+    checks.contiguous(streams=streams)
     if streams.shape[1] > MAX_STREAMS:
         raise ValueError(f"streams must have at most {MAX_STREAMS} streams per token, got {streams.shape[1]}")
     return streams.shape
-
-
-def _check_contiguous(name: str, value: torch.Tensor) -> None:
-    if not value.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
-
-
-@register_op(PRE, mutates=("shares", "mixture", "seen"))
-def _mhc_pre(
-    streams: torch.Tensor,
-    projected: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    rms_eps: float,
-    eps: float,
-    iterations: int,
-    shares: torch.Tensor,
-    mixture: torch.Tensor,
-    seen: torch.Tensor,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(PRE, backend)
-    run(streams, projected, base, scale, rms_eps, eps, iterations, shares, mixture, seen)
 
 
 @register_op(POST, mutates=("out",))

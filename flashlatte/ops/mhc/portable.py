@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
+from flashlatte.ops.mhc.params import MhcPreParams
 from flashlatte.runtime import machine
+from flashlatte.runtime.kernel_records import Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
 # Columns of a stream per step, and warps of a program. The kernels are bound by memory and latency.
@@ -16,34 +20,29 @@ PRE_COLUMNS, PRE_WARPS = 2048, 8
 POST_COLUMNS, POST_WARPS = 1024, 4
 
 
-def mhc_pre(
-    streams: torch.Tensor,
-    projected: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    rms_eps: float,
-    eps: float,
-    iterations: int,
-    shares: torch.Tensor,
-    mixture: torch.Tensor,
-    seen: torch.Tensor,
-) -> None:
+class MhcProjection(NamedTuple):
+    """A token's coefficients are ``projected`` / r · ``scale`` + ``base``."""
+
+    projected: Pointer
+    base: Pointer
+    scale: Pointer
+
+
+def mhc_pre(params: MhcPreParams) -> None:
+    streams, seen = params.streams, params.seen
     tokens, count, width = streams.shape
     unit = _unit(streams, seen)
     mhc_pre_kernel[(tokens,)](
+        MhcProjection(params.projected, params.base, params.scale),
         streams=streams,
-        projected=projected,
-        base=base,
-        scale=scale,
-        shares=shares,
-        mixture=mixture,
+        shares=params.shares,
+        mixture=params.mixture,
         seen=seen,
-        rms_eps=rms_eps,
-        eps=eps,
-        iterations=iterations,
+        rms_eps=params.rms_eps,
+        eps=params.eps,
+        iterations=params.iterations,
         units=width // unit,
         N=count,
-        BLOCK_N=triton.next_power_of_2(count),
         BLOCK_D=PRE_COLUMNS,
         ALIGN=unit,
         INTERPRETED=machine.interpreting(),
@@ -78,10 +77,8 @@ def _unit(*rows: torch.Tensor) -> int:
 
 @kernel
 def mhc_pre_kernel(
+    projection: MhcProjection,
     streams,
-    projected,
-    base,
-    scale,
     shares,
     mixture,
     seen,
@@ -90,12 +87,12 @@ def mhc_pre_kernel(
     iterations: tl.int32,
     units: tl.int32,
     N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Process one token. A stream has ``units`` · ALIGN columns."""
+    BLOCK_N: tl.constexpr = triton.next_power_of_2(N)
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, BLOCK_N)
     there = stream < N
@@ -107,7 +104,7 @@ def mhc_pre_kernel(
         squares += x * x
     inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * units * ALIGN) + rms_eps)
 
-    projected += token * ((2 + N) * N)
+    projected, base, scale = projection.projected + token * ((2 + N) * N), projection.base, projection.scale
     weight = tl.sigmoid(_scaled(projected, base, tl.load(scale) * inverse, stream, there)) + eps  # [BLOCK_N]
     share = 2 * tl.sigmoid(_scaled(projected, base, tl.load(scale + 1) * inverse, N + stream, there))
     tl.store(shares + token * N + stream, share, mask=there)

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.mhc.params import MhcPreParams
 
-def mhc_pre(
-    streams: torch.Tensor,
-    projected: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    rms_eps: float,
-    eps: float,
-    iterations: int,
-    shares: torch.Tensor,
-    mixture: torch.Tensor,
-    seen: torch.Tensor,
-) -> None:
-    count = streams.shape[1]
-    x = streams.float()
-    normalised = projected * torch.rsqrt(x.square().mean(dim=(1, 2)) + rms_eps).unsqueeze(1)
+
+def mhc_pre(params: MhcPreParams) -> None:
+    x, eps = params.streams.float(), params.eps
+    count = x.shape[1]
+    normalised = params.projected * torch.rsqrt(x.square().mean(dim=(1, 2)) + params.rms_eps).unsqueeze(1)
     sizes = (count, count, count * count)
     a, b, c = (
         part * factor + offset
-        for part, factor, offset in zip(normalised.split(sizes, dim=1), scale, base.split(sizes), strict=True)
+        for part, factor, offset in zip(
+            normalised.split(sizes, dim=1), params.scale, params.base.split(sizes), strict=True
+        )
     )
-    shares.copy_(2 * torch.sigmoid(b))
+    params.shares.copy_(2 * torch.sigmoid(b))
     mixed = torch.softmax(c.view(-1, count, count), dim=2) + eps
     mixed = mixed / (mixed.sum(dim=1, keepdim=True) + eps)
-    for _ in range(iterations - 1):
+    for _ in range(params.iterations - 1):
         mixed = mixed / (mixed.sum(dim=2, keepdim=True) + eps)
         mixed = mixed / (mixed.sum(dim=1, keepdim=True) + eps)
-    mixture.copy_(mixed)
-    seen.copy_(((torch.sigmoid(a) + eps).unsqueeze(2) * x).sum(dim=1))
+    params.mixture.copy_(mixed)
+    params.seen.copy_(((torch.sigmoid(a) + eps).unsqueeze(2) * x).sum(dim=1))
 
 
 def mhc_post(

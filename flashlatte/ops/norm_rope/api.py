@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.norm_rope.params import LatentRowsParams
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op, register_op
 
 LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
 # Maximum width of a row, which a program holds in registers.
@@ -106,7 +107,7 @@ def latent_rows(
     if cache is not None and slot_mapping is not None:
         shape = ("pages", "page_size", 1, latent_dim + rope_dim)
         checks.output("cache", cache, shape, checks.FLOAT_DTYPES, device)
-        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device)
+        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
         value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     gradients.warn_if_dropped(LATENT_ROWS, kv_a, weight, q_a, q_weight)
     width = max(latent_dim, 0 if q_a is None else q_a.shape[1])
@@ -115,44 +116,26 @@ def latent_rows(
     q_out = None if q_a is None else torch.empty(q_a.shape, dtype=dtype, device=device)
     if tokens == 0:
         return rows, q_out
-    _latent_rows(
-        kv_a,
-        weight,
-        eps,
-        rotary.table,
-        rotary.positions,
-        rotary.interleaved,
-        q_a,
-        q_weight,
-        q_eps,
-        slot_mapping,
-        rows,
-        q_out,
-        cache,
-        backend,
+    params = LatentRowsParams(
+        kv_a=kv_a,
+        weight=weight,
+        eps=eps,
+        table=rotary.table,
+        positions=rotary.positions,
+        interleaved=rotary.interleaved,
+        q_a=q_a,
+        q_weight=q_weight,
+        q_eps=q_eps,
+        slot_mapping=slot_mapping,
+        rows=rows,
+        q_out=q_out,
+        cache=cache,
     )
+    _latent_rows(params, backend)
     return rows, q_out
 
 
-@register_op("layer_latent_rows", mutates=("rows", "q_out", "cache"))
-def _latent_rows(
-    kv_a: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    interleaved: bool,
-    q_a: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    q_eps: float,
-    slot_mapping: torch.Tensor | None,
-    rows: torch.Tensor,
-    q_out: torch.Tensor | None,
-    cache: torch.Tensor | None,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(LATENT_ROWS, backend)
-    run(kv_a, weight, eps, table, positions, interleaved, q_a, q_weight, q_eps, slot_mapping, rows, q_out, cache)
+_latent_rows = dispatched_op(LATENT_ROWS, LatentRowsParams, mutates=("rows", "q_out", "cache"))
 
 
 def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend: str | None = None) -> None:
@@ -180,7 +163,7 @@ def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend:
     _rotate_heads(None if out is x else x, rotary.table, rotary.positions, rotary.interleaved, out, backend)
 
 
-@register_op("layer_rotate_heads", mutates=("out",))
+@register_op(ROTATE_HEADS, mutates=("out",))
 def _rotate_heads(
     x: torch.Tensor | None,
     table: torch.Tensor,
@@ -195,4 +178,4 @@ def _rotate_heads(
 
 def _check_rotary(rotary: Rotary, tokens: int, device: torch.device) -> None:
     checks.tensor("rotary.table", rotary.table, ("positions", "rope"), (torch.float32,), device)
-    checks.tensor("rotary.positions", rotary.positions, (tokens,), checks.INDEX_DTYPES, device)
+    checks.tensor("rotary.positions", rotary.positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)

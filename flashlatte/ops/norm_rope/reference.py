@@ -6,30 +6,18 @@ import torch
 
 from flashlatte.kernels.rope import rotate
 from flashlatte.kv_cache.slots import stored_tokens
+from flashlatte.ops.norm_rope.params import LatentRowsParams
 
 
-def latent_rows(
-    kv_a: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    interleaved: bool,
-    q_a: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    q_eps: float,
-    slot_mapping: torch.Tensor | None,
-    rows: torch.Tensor,
-    q_out: torch.Tensor | None,
-    cache: torch.Tensor | None,
-) -> None:
-    latent_dim = weight.shape[0]
-    rows[:, :latent_dim] = _normalised(kv_a[:, :latent_dim], weight, eps)
-    rows[:, latent_dim:] = rotate(kv_a[:, latent_dim:].float(), table, positions, interleaved)
-    if q_a is not None and q_weight is not None and q_out is not None:
-        q_out.copy_(_normalised(q_a, q_weight, q_eps))
-    if cache is not None and slot_mapping is not None:
-        tokens, slots = stored_tokens(slot_mapping, cache)
+def latent_rows(params: LatentRowsParams) -> None:
+    kv_a, rows, cache = params.kv_a, params.rows, params.cache
+    latent_dim = params.weight.shape[0]
+    rows[:, :latent_dim] = _normalised(kv_a[:, :latent_dim], params.weight, params.eps)
+    rows[:, latent_dim:] = rotate(kv_a[:, latent_dim:].float(), params.table, params.positions, params.interleaved)
+    if params.q_a is not None and params.q_weight is not None and params.q_out is not None:
+        params.q_out.copy_(_normalised(params.q_a, params.q_weight, params.q_eps))
+    if cache is not None and params.slot_mapping is not None:
+        tokens, slots = stored_tokens(params.slot_mapping, cache)
         cache[slots // cache.shape[1], slots % cache.shape[1], 0] = rows[tokens].to(cache.dtype)
 
 

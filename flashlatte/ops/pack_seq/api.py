@@ -94,8 +94,7 @@ def pack_seq(
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     else:
         checks.output("out", out, shape, (x.dtype,), x.device)
-        if not out.is_contiguous():
-            raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+        checks.contiguous(out=out)
         checks.no_overlap("out", out, x=x)
     gradients.warn_if_dropped(PACK, x)
     backend = dispatch.select(dispatch.CallSpec(PACK, x.device, x.dtype), backend)

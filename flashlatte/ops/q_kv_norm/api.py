@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.q_kv_norm.params import QKvNormParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "q_kv_norm"
 # Maximum width of a row, which a program holds in registers.
@@ -73,19 +74,9 @@ def q_kv_norm(
     backend = dispatch.select(dispatch.CallSpec(OPERATION, q.device, q.dtype, head_dim=width), backend)
     q_out, kv_out = torch.empty(q.shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
     if q.shape[0]:
-        _q_kv_norm(q, kv, q_weight, kv_weight, eps, q_out, kv_out, backend)
+        params = QKvNormParams(q=q, kv=kv, q_weight=q_weight, kv_weight=kv_weight, eps=eps, q_out=q_out, kv_out=kv_out)
+        _q_kv_norm(params, backend)
     return q_out, kv_out
 
 
-@register_op(OPERATION, mutates=("q_out", "kv_out"))
-def _q_kv_norm(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    q_weight: torch.Tensor,
-    kv_weight: torch.Tensor,
-    eps: float,
-    q_out: torch.Tensor,
-    kv_out: torch.Tensor,
-    backend: str,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(q, kv, q_weight, kv_weight, eps, q_out, kv_out)
+_q_kv_norm = dispatched_op(OPERATION, QKvNormParams, mutates=("q_out", "kv_out"))

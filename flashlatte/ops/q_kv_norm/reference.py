@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.q_kv_norm.params import QKvNormParams
 
-def q_kv_norm(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    q_weight: torch.Tensor,
-    kv_weight: torch.Tensor,
-    eps: float,
-    q_out: torch.Tensor,
-    kv_out: torch.Tensor,
-) -> None:
-    for x, weight, out in ((q, q_weight, q_out), (kv, kv_weight, kv_out)):
+
+def q_kv_norm(params: QKvNormParams) -> None:
+    queries = params.q, params.q_weight, params.q_out
+    keys = params.kv, params.kv_weight, params.kv_out
+    for x, weight, out in (queries, keys):
         x = x.float()
-        out.copy_(x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float())
+        out.copy_(x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + params.eps) * weight.float())

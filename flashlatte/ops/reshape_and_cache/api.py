@@ -6,9 +6,11 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.one_byte import LARGEST
-from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
+from flashlatte.kv_cache.slots import check_slots
+from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "reshape_and_cache"
 # Maximum width of a head, which a program holds in registers.
@@ -88,41 +90,32 @@ def reshape_and_cache(
             f"v_cache must have k_cache's {k_cache.shape[0]} pages of {k_cache.shape[1]} tokens, "
             f"got {v_cache.shape[0]} of {v_cache.shape[1]}"
         )
-    checks.tensor(
-        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
-    )
-    if slot_mapping.shape[0] > tokens:
-        raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
+    check_slots(slot_mapping, k_cache, "key", tokens)
     k_scale, k_scale_value = _check_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _check_scale("v_scale", v_scale, v_cache)
     call = dispatch.CallSpec(
         OPERATION, device, key.dtype, page_size=k_cache.shape[1], head_dim=width, head_dim_v=value.shape[2], h_kv=heads
     )
     gradients.warn_if_dropped(OPERATION, key, value)
-    value_checks.entries("slot_mapping", slot_mapping, k_cache.shape[0] * k_cache.shape[1])
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0]:
-        _reshape_and_cache(
-            key, value, k_cache, v_cache, slot_mapping, k_scale, k_scale_value, v_scale, v_scale_value, backend
+        params = ReshapeAndCacheParams(
+            key=key,
+            value=value,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=slot_mapping,
+            k_scale=k_scale,
+            k_scale_value=k_scale_value,
+            v_scale=v_scale,
+            v_scale_value=v_scale_value,
         )
+        _reshape_and_cache(params, backend)
 
 
-@register_op(OPERATION, mutates=("k_cache", "v_cache", "k_scale", "v_scale"))
-def _reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    k_scale_value: float,
-    v_scale: torch.Tensor | None,
-    v_scale_value: float,
-    backend: str,
-) -> None:
-    """The rows of caches are split over the last two axes. Scales with three axes are written to."""
-    run = dispatch.implementation(OPERATION, backend)
-    run(key, k_cache, slot_mapping, k_scale, k_scale_value, value, v_cache, v_scale, v_scale_value)
+_reshape_and_cache = dispatched_op(
+    OPERATION, ReshapeAndCacheParams, mutates=("k_cache", "v_cache", "k_scale", "v_scale")
+)
 
 
 def _check_cache(

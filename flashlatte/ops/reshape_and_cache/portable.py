@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Slots, locate_slots
+from flashlatte.kernels.triton.cache_address import Slots, locate_slots, slots_of
 from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, float_to_e5m2, float_to_int8, to_float32
+from flashlatte.kernels.triton.rows import HeadRows, head_row, head_rows
 from flashlatte.kv_cache.one_byte import LARGEST, SMALLEST_SCALE
+from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
 from flashlatte.runtime import machine
+from flashlatte.runtime.kernel_records import Constant, Float32, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -20,54 +23,60 @@ NUMBERS = 4096  # of a key tile
 NUM_WARPS = 4
 
 
-class KeyValueRows(NamedTuple):
-    """Rows of heads: their source, and the cache and scales that they are written to.
+class KeyValueForm(NamedTuple):
+    """The constants of keys or of values.
 
-    Strides, except ``scale_*``, are divided by the alignment of their tensor. A scale's strides are 0 if it applies to
-    a whole head or to all.
+    Attributes:
+        width, block: of a row, and of its tile.
+        piece: adjacent elements of a cached row, the last axis of the cache.
+        cache_align: divisor of the cache's strides, in elements.
+        dtype: of a cache of bytes, None for others; ``largest``: its largest value.
+        writes_scale: the scale of each row is computed and written.
     """
 
-    rows: Any
-    token_stride: Any
-    head_stride: Any
-    cache: Any
-    page_stride: Any
-    slot_stride: Any
-    cache_head_stride: Any
-    piece_stride: Any
-    scale: Any
-    scale_value: Any
-    scale_page_stride: Any
-    scale_slot_stride: Any
-    scale_head_stride: Any
+    width: int
+    block: int
+    piece: int
+    cache_align: int
+    dtype: str | None
+    largest: float
+    writes_scale: bool
 
 
-def reshape_and_cache(
-    key: torch.Tensor,
-    k_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    k_scale_value: float,
-    value: torch.Tensor,
-    v_cache: torch.Tensor,
-    v_scale: torch.Tensor | None,
-    v_scale_value: float,
-) -> None:
-    num_pages, page_size, heads = k_cache.shape[:3]
-    num_rows = slot_mapping.shape[0] * heads
-    num_slots = num_pages * page_size
+class KeyValueRows(NamedTuple):
+    """Keys or values: new rows [T, h_kv, width], and the cache and scales that they are written to.
+
+    Strides of the cache are in units of ``form.cache_align`` elements. A scale's strides are 0 if it applies to a whole
+    head or to all; it is ``scale_value`` if ``scale`` is None.
+    """
+
+    rows: HeadRows
+    cache: Pointer
+    page_stride: Int64
+    slot_stride: Int64
+    head_stride: Int64
+    piece_stride: Int64
+    scale: Pointer
+    scale_value: Float32
+    scale_page_stride: Int64
+    scale_slot_stride: Int64
+    scale_head_stride: Int64
+    form: Constant
+
+
+def reshape_and_cache(params: ReshapeAndCacheParams) -> None:
+    key, value = params.key, params.value
+    heads = key.shape[1]
+    slots = slots_of(params.slot_mapping, params.k_cache)
+    num_rows = slots.num_tokens * heads
     rows = max(NUMBERS // max(triton.next_power_of_2(key.shape[2]), triton.next_power_of_2(value.shape[2])), 1)
     reshape_and_cache_kernel[(cdiv(num_rows, rows),)](
-        slot_mapping=slot_mapping,
-        slot_mapping_stride=slot_mapping.stride(0),
-        num_tokens=slot_mapping.shape[0],
-        num_slots=num_slots,
-        page_size=page_size,
+        slots,
+        _key_value_rows(key, params.k_cache, params.k_scale, params.k_scale_value),
+        _key_value_rows(value, params.v_cache, params.v_scale, params.v_scale_value),
         heads=heads,
-        **_arguments("k", key, k_cache, k_scale, k_scale_value),
-        **_arguments("v", value, v_cache, v_scale, v_scale_value),
         SMALLEST_SCALE=SMALLEST_SCALE,
-        WIDE=max(num_slots, num_rows + rows) >= 2**31,
+        WIDE=max(slots.num_slots, num_rows + rows) >= 2**31,
         NATIVE=converts_e4m3(key.device),
         INTERPRETED=machine.interpreting(),
         BLOCK_R=rows,
@@ -75,35 +84,55 @@ def reshape_and_cache(
     )
 
 
-def _arguments(
-    side: str, rows: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None, scale_value: float
-) -> dict[str, Any]:
-    strides = [stride_in_use(rows, axis) for axis in (0, 1)]
+def _key_value_rows(
+    rows: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None, scale_value: float
+) -> KeyValueRows:
     cache_strides = [stride_in_use(cache, axis) for axis in range(4)]
-    align = alignment_elements(rows, *strides)
     cache_align = alignment_elements(cache, *cache_strides)
-    scale_strides = [0, 0, 0] if scale is None else [0] * (3 - scale.dim()) + list(scale.stride())
-    if scale is not None and scale.numel() == 1:
-        scale_strides = [0, 0, 0]
-    values = KeyValueRows(
-        rows,
-        *(stride // align for stride in strides),
-        cache.view(torch.uint8) if cache.dtype in LARGEST else cache,
+    one = scale is None or scale.numel() == 1
+    scale_strides = [0, 0, 0] if one else [0] * (3 - scale.dim()) + list(scale.stride())
+    is_bytes = cache.dtype in LARGEST
+    return KeyValueRows(
+        head_rows(rows),
+        cache.view(torch.uint8) if is_bytes else cache,
         *(stride // cache_align for stride in cache_strides),
         scale,
         scale_value,
         *scale_strides,
+        KeyValueForm(
+            width=rows.shape[2],
+            block=triton.next_power_of_2(rows.shape[2]),
+            piece=cache.shape[4],
+            cache_align=cache_align,
+            dtype=str(cache.dtype) if is_bytes else None,
+            largest=LARGEST.get(cache.dtype, 0.0),
+            writes_scale=scale is not None and scale.dim() == 3,
+        ),
     )
-    return {f"{side}_{name}": value for name, value in values._asdict().items()} | {
-        f"{side.upper()}_WIDTH": rows.shape[2],
-        f"{side.upper()}_BLOCK": triton.next_power_of_2(rows.shape[2]),
-        f"{side.upper()}_PIECE": cache.shape[4],
-        f"{side.upper()}_ALIGN": align,
-        f"{side.upper()}_CACHE_ALIGN": cache_align,
-        f"{side.upper()}_DTYPE": str(cache.dtype) if cache.dtype in LARGEST else None,
-        f"{side.upper()}_LARGEST": LARGEST.get(cache.dtype, 0.0),
-        f"{side.upper()}_WRITES_SCALE": scale is not None and scale.dim() == 3,
-    }
+
+
+@kernel
+def reshape_and_cache_kernel(
+    slots: Slots,
+    keys: KeyValueRows,
+    values: KeyValueRows,
+    heads: tl.int64,
+    SMALLEST_SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write BLOCK_R rows (token, head) of keys and of values."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if WIDE:
+        token, head = row // heads, row % heads
+    else:
+        token = (row.to(tl.int32) // heads.to(tl.int32)).to(tl.int64)
+        head = row - token * heads
+    valid, page, offset = locate_slots(slots, token, WIDE)
+    _store_rows(keys, token, head, valid, page, offset, SMALLEST_SCALE, NATIVE, INTERPRETED)
+    _store_rows(values, token, head, valid, page, offset, SMALLEST_SCALE, NATIVE, INTERPRETED)
 
 
 @triton.jit
@@ -114,30 +143,22 @@ def _store_rows(
     valid,
     page,
     offset,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    CACHE_ALIGN: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    WRITES_SCALE: tl.constexpr,
     SMALLEST_SCALE: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = valid[:, None] & (column < WIDTH)
-    row = x.rows + (token * x.token_stride + head * x.head_stride) * ALIGN
-    # [BLOCK_R, BLOCK]
-    elements = tl.load(row[:, None] + column, mask=mask, other=0.0)
-    if DTYPE is not None:
+    FORM: tl.constexpr = x.form
+    column = tl.arange(0, FORM.block)[None, :]
+    mask = valid[:, None] & (column < FORM.width)
+    # [BLOCK_R, block]
+    elements = tl.load(head_row(x.rows, token, head)[:, None] + column, mask=mask, other=0.0)
+    if FORM.dtype is not None:
         elements = to_float32(elements, INTERPRETED)
         scale_at = page * x.scale_page_stride + offset * x.scale_slot_stride + head * x.scale_head_stride
-        if WRITES_SCALE:
+        if FORM.writes_scale:
             # Compared as integers, magnitudes keep their order and NaN is the largest; a float maximum would drop NaN.
             amax = tl.max(elements.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
-            scale = tl.div_rn(amax, LARGEST)
+            scale = tl.div_rn(amax, FORM.largest)
             scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
             tl.store(x.scale + scale_at, scale, mask=valid)
         elif x.scale is not None:
@@ -145,149 +166,14 @@ def _store_rows(
         else:
             scale = tl.full(page.shape, 1.0, tl.float32) * x.scale_value
         elements = tl.div_rn(elements, tl.broadcast_to(scale[:, None], elements.shape))
-        if DTYPE == "torch.int8":
+        if FORM.dtype == "torch.int8":
             elements = float_to_int8(elements)
-        elif DTYPE == "torch.float8_e5m2":
+        elif FORM.dtype == "torch.float8_e5m2":
             elements = float_to_e5m2(elements)
         else:
             elements = float_to_e4m3(elements, NATIVE)
-    cache_row = x.cache + (page * x.page_stride + offset * x.slot_stride + head * x.cache_head_stride) * CACHE_ALIGN
+    cache_offset = page * x.page_stride + offset * x.slot_stride + head * x.head_stride
     within = column
-    if PIECE < WIDTH:
-        within = (column // PIECE).to(tl.int64) * x.piece_stride * CACHE_ALIGN + column % PIECE
-    tl.store(cache_row[:, None] + within, elements, mask=mask)
-
-
-@kernel(by_element=("slot_mapping",))
-def reshape_and_cache_kernel(
-    slot_mapping,
-    slot_mapping_stride: tl.int64,
-    num_tokens: tl.int64,
-    num_slots: tl.int64,
-    page_size: tl.int64,
-    heads: tl.int64,
-    k_rows,
-    k_token_stride: tl.int64,
-    k_head_stride: tl.int64,
-    k_cache,
-    k_page_stride: tl.int64,
-    k_slot_stride: tl.int64,
-    k_cache_head_stride: tl.int64,
-    k_piece_stride: tl.int64,
-    k_scale,
-    k_scale_value: tl.float32,
-    k_scale_page_stride: tl.int64,
-    k_scale_slot_stride: tl.int64,
-    k_scale_head_stride: tl.int64,
-    v_rows,
-    v_token_stride: tl.int64,
-    v_head_stride: tl.int64,
-    v_cache,
-    v_page_stride: tl.int64,
-    v_slot_stride: tl.int64,
-    v_cache_head_stride: tl.int64,
-    v_piece_stride: tl.int64,
-    v_scale,
-    v_scale_value: tl.float32,
-    v_scale_page_stride: tl.int64,
-    v_scale_slot_stride: tl.int64,
-    v_scale_head_stride: tl.int64,
-    K_WIDTH: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_PIECE: tl.constexpr,
-    K_ALIGN: tl.constexpr,
-    K_CACHE_ALIGN: tl.constexpr,
-    K_DTYPE: tl.constexpr,
-    K_LARGEST: tl.constexpr,
-    K_WRITES_SCALE: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_PIECE: tl.constexpr,
-    V_ALIGN: tl.constexpr,
-    V_CACHE_ALIGN: tl.constexpr,
-    V_DTYPE: tl.constexpr,
-    V_LARGEST: tl.constexpr,
-    V_WRITES_SCALE: tl.constexpr,
-    SMALLEST_SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Write BLOCK_R rows (token, head) of keys and of values; arguments as in ``KeyValueRows``."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    if WIDE:
-        token, head = row // heads, row % heads
-    else:
-        token = (row.to(tl.int32) // heads.to(tl.int32)).to(tl.int64)
-        head = row - token * heads
-    slots = Slots(slot_mapping, slot_mapping_stride, num_tokens, num_slots, page_size)
-    valid, page, offset = locate_slots(slots, token, WIDE)
-    keys = KeyValueRows(
-        k_rows,
-        k_token_stride,
-        k_head_stride,
-        k_cache,
-        k_page_stride,
-        k_slot_stride,
-        k_cache_head_stride,
-        k_piece_stride,
-        k_scale,
-        k_scale_value,
-        k_scale_page_stride,
-        k_scale_slot_stride,
-        k_scale_head_stride,
-    )
-    _store_rows(
-        keys,
-        token,
-        head,
-        valid,
-        page,
-        offset,
-        K_WIDTH,
-        K_BLOCK,
-        K_PIECE,
-        K_ALIGN,
-        K_CACHE_ALIGN,
-        K_DTYPE,
-        K_LARGEST,
-        K_WRITES_SCALE,
-        SMALLEST_SCALE,
-        NATIVE,
-        INTERPRETED,
-    )
-    values = KeyValueRows(
-        v_rows,
-        v_token_stride,
-        v_head_stride,
-        v_cache,
-        v_page_stride,
-        v_slot_stride,
-        v_cache_head_stride,
-        v_piece_stride,
-        v_scale,
-        v_scale_value,
-        v_scale_page_stride,
-        v_scale_slot_stride,
-        v_scale_head_stride,
-    )
-    _store_rows(
-        values,
-        token,
-        head,
-        valid,
-        page,
-        offset,
-        V_WIDTH,
-        V_BLOCK,
-        V_PIECE,
-        V_ALIGN,
-        V_CACHE_ALIGN,
-        V_DTYPE,
-        V_LARGEST,
-        V_WRITES_SCALE,
-        SMALLEST_SCALE,
-        NATIVE,
-        INTERPRETED,
-    )
+    if FORM.piece < FORM.width:
+        within = (column // FORM.piece).to(tl.int64) * x.piece_stride * FORM.cache_align + column % FORM.piece
+    tl.store((x.cache + cache_offset * FORM.cache_align)[:, None] + within, elements, mask=mask)

@@ -7,26 +7,16 @@ import torch
 from flashlatte.kv_cache.fp8 import raw_view
 from flashlatte.kv_cache.one_byte import LARGEST, quantize, row_scales
 from flashlatte.kv_cache.slots import stored_tokens
+from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
 
 
 @torch.no_grad()
-def reshape_and_cache(
-    key: torch.Tensor,
-    k_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    k_scale_value: float,
-    value: torch.Tensor,
-    v_cache: torch.Tensor,
-    v_scale: torch.Tensor | None,
-    v_scale_value: float,
-) -> None:
-    """Caches [pages, page_size, h_kv, pieces, x]. Scales [pages, page_size, h_kv] are written to."""
-    page_size = k_cache.shape[1]
-    tokens, slots = stored_tokens(slot_mapping, k_cache)
+def reshape_and_cache(params: ReshapeAndCacheParams) -> None:
+    page_size = params.k_cache.shape[1]
+    tokens, slots = stored_tokens(params.slot_mapping, params.k_cache)
     where = (slots // page_size, slots % page_size)
-    _write(key[tokens], k_cache, where, k_scale, k_scale_value)
-    _write(value[tokens], v_cache, where, v_scale, v_scale_value)
+    _write(params.key[tokens], params.k_cache, where, params.k_scale, params.k_scale_value)
+    _write(params.value[tokens], params.v_cache, where, params.v_scale, params.v_scale_value)
 
 
 def _write(

@@ -7,24 +7,18 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.codec import as_cache, format_for_rows, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
+from flashlatte.kv_cache.row_caches import refuses_format
+from flashlatte.kv_cache.slots import check_slots
+from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
+from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "rope_cache_write"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    if reason := refusals.triton(call):
-        return reason
-    if call.cache_format is None or _is_written(format_class(call.cache_format)):
-        return None
-    return f"takes caches in {names_of(_is_written)}, not {call.cache_format}"
-
-
-def _is_written(layout: type[CacheFormat]) -> bool:
-    return layout.plain
+    return refusals.triton(call) or refuses_format(call, lambda layout: layout.plain)
 
 
 def _load_portable() -> dispatch.Function:
@@ -104,64 +98,29 @@ def rope_cache_write(
         checks.output("q_rope", q_rope, (tokens, "h", rope_dim), dtype, device)
     checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
     checks.tensor("cos_sin", cos_sin, ("positions", rope_dim), checks.FLOAT_DTYPES, device)
-    checks.tensor(
-        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
-    )
-    if slot_mapping.shape[0] > tokens:
-        raise ValueError(f"slot_mapping must not be longer than latent ({tokens} tokens), got {slot_mapping.shape[0]}")
+    check_slots(slot_mapping, cache, "latent", tokens)
     checks.flag("interleaved", interleaved)
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     gradients.warn_if_dropped(OPERATION, latent, k_rope, q_rope)
     heads = 0 if q_rope is None else q_rope.shape[1]
     call = dispatch.CallSpec(OPERATION, device, latent.dtype, layout.name, cache.shape[1], layout.head_dim, h_q=heads)
-    value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0]:
-        _rope_cache_write(
-            cache,
-            slot_mapping,
-            latent,
-            k_rope,
-            q_rope,
-            positions,
-            cos_sin,
-            interleaved,
-            layout.name,
-            layout.head_dim,
-            scale_tensor,
-            scale_value,
-            backend,
+        params = RopeCacheWriteParams(
+            cache=cache,
+            slot_mapping=slot_mapping,
+            latent=latent,
+            k_rope=k_rope,
+            q_rope=q_rope,
+            positions=positions,
+            cos_sin=cos_sin,
+            interleaved=interleaved,
+            cache_format=layout.name,
+            head_dim=layout.head_dim,
+            scale_tensor=scale_tensor,
+            scale_value=scale_value,
         )
+        _rope_cache_write(params, backend)
 
 
-@register_op(OPERATION, mutates=("cache", "k_rope", "q_rope"))
-def _rope_cache_write(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    interleaved: bool,
-    cache_format: str,
-    head_dim: int,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(OPERATION, backend)
-    layout = as_format(cache_format, head_dim)
-    run(
-        cache,
-        slot_mapping,
-        latent,
-        k_rope,
-        q_rope,
-        positions,
-        cos_sin,
-        interleaved,
-        layout,
-        scale_tensor,
-        scale_value,
-    )
+_rope_cache_write = dispatched_op(OPERATION, RopeCacheWriteParams, mutates=("cache", "k_rope", "q_rope"))

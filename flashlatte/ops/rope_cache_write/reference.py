@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-
 from flashlatte.kernels.rope import rotate
-from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.slots import stored_tokens, write_slots
+from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
 
 
-def rope_cache_write(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    interleaved: bool,
-    layout: CacheFormat,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-) -> None:
-    count = slot_mapping.shape[0]
-    for rope in (k_rope, q_rope):
+def rope_cache_write(params: RopeCacheWriteParams) -> None:
+    layout, count = params.layout, params.slot_mapping.shape[0]
+    for rope in (params.k_rope, params.q_rope):
         if rope is not None:
-            rope[:count] = rotate(rope[:count].float(), cos_sin, positions[:count], interleaved).to(rope.dtype)
-    tokens, slots = stored_tokens(slot_mapping, cache)
-    scale = scale_value if scale_tensor is None else scale_tensor
-    planes = layout.encode(latent[tokens], k_rope[tokens], scale, "power_of_two")
-    write_slots(cache, slots, planes, layout)
+            rotated = rotate(rope[:count].float(), params.cos_sin, params.positions[:count], params.interleaved)
+            rope[:count] = rotated.to(rope.dtype)
+    tokens, slots = stored_tokens(params.slot_mapping, params.cache)
+    scale = params.scale_value if params.scale_tensor is None else params.scale_tensor
+    planes = layout.encode(params.latent[tokens], params.k_rope[tokens], scale, "power_of_two")
+    write_slots(params.cache, slots, planes, layout)

@@ -6,11 +6,11 @@ import torch
 
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
+from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "rotate_and_cache"
 
@@ -85,13 +85,9 @@ def rotate_and_cache(
     tokens, heads, head_dim = q.shape
     device = q.device
     checks.tensor("kv", kv, (tokens, head_dim), (q.dtype,), device)
-    rope.check_table(cos_sin, head_dim, device)
-    for name, value in (("positions", positions), ("slot_mapping", slot_mapping)):
-        checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding)
-    checks.not_expanded("cache", cache)
-    if cache.device != device:
-        raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
+    rope.check_rotation(cos_sin, positions, tokens, head_dim, device)
+    checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     if q_eps is not None:
         q_eps = checks.epsilon("q_eps", q_eps)
     if out is None:
@@ -103,27 +99,20 @@ def rotate_and_cache(
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if tokens:
-        # A registered operation must not read and write the same tensor, so an in-place call passes no q.
-        source = None if out is q else q
-        arguments = (kv, cos_sin, positions, slot_mapping, q_eps, layout.name, scale_rounding)
-        _rotate_and_cache(source, *arguments, out, cache, backend)
+        params = RotateAndCacheParams(
+            q=None if out is q else q,
+            kv=kv,
+            cos_sin=cos_sin,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            q_eps=q_eps,
+            cache_format=layout.name,
+            scale_rounding=scale_rounding,
+            out=out,
+            cache=cache,
+        )
+        _rotate_and_cache(params, backend)
     return out
 
 
-@register_op(OPERATION, mutates=("out", "cache"))
-def _rotate_and_cache(
-    q: torch.Tensor | None,
-    kv: torch.Tensor,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    q_eps: float | None,
-    cache_format: str,
-    scale_rounding: str,
-    out: torch.Tensor,
-    cache: torch.Tensor,
-    backend: str,
-) -> None:
-    run, layout = dispatch.implementation(OPERATION, backend), as_format(cache_format, kv.shape[-1])
-    q = out if q is None else q
-    run(q, kv, cos_sin, positions, slot_mapping, q_eps, layout, scale_rounding, out, cache)
+_rotate_and_cache = dispatched_op(OPERATION, RotateAndCacheParams, mutates=("out", "cache"))

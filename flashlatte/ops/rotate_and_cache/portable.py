@@ -3,150 +3,123 @@ heads."""
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import Slots, locate_slots
-from flashlatte.kernels.triton.cache_layout import alignment_elements, as_bytes, cdiv
-from flashlatte.kernels.triton.cache_row import CacheSlot, row_bytes, store_row
+from flashlatte.kernels.triton.cache_address import Slots, locate_slots, slots_of
+from flashlatte.kernels.triton.cache_layout import as_bytes, cdiv
+from flashlatte.kernels.triton.cache_row import RowBytes, row_bytes, store_row
 from flashlatte.kernels.triton.fp8 import converts_e4m3, from_float32, to_float32
-from flashlatte.kernels.triton.rotate import rotate_tail
-from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kernels.triton.rotate import TokenRotation, load_position, rotate_tail, rotation_of
+from flashlatte.kernels.triton.rows import (
+    CacheRows,
+    HeadRows,
+    TokenRows,
+    cache_rows,
+    head_row,
+    head_rows,
+    token_row,
+    token_rows,
+)
+from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
 from flashlatte.runtime import machine
-from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
 # Query elements and warps of a program.
 NUMBERS, WARPS = 1024, 1
 
 
-def rotate_and_cache(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    q_eps: float | None,
-    layout: CacheFormat,
-    scale_rounding: str,
-    out: torch.Tensor,
-    cache: torch.Tensor,
-) -> None:
-    cache = as_bytes(cache)
+class RotateAndCacheConfig(NamedTuple):
+    """Constants of the kernel.
+
+    Attributes:
+        head_dim, rope_dim: of a row, and of its rotated part.
+        norm: the heads of queries are normalised.
+        row_bytes: the encoding of a key.
+        block_h: heads of a program.
+        wide: slots exceed 32 bits.
+        native: the GPU converts e4m3 in hardware.
+    """
+
+    head_dim: int
+    rope_dim: int
+    norm: bool
+    row_bytes: RowBytes
+    block_h: int
+    wide: bool
+    native: bool
+    interpreted: bool
+
+
+def rotate_and_cache(params: RotateAndCacheParams) -> None:
+    q, cache = params.queries, as_bytes(params.cache)
     tokens, heads, head_dim = q.shape
-    page_stride = stride_in_use(cache, 0)
-    # The token stride of one-byte formats is the format's.
-    row_stride = 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
-    unit = alignment_elements(cache, page_stride, row_stride)
-    q_strides = stride_in_use(q, 0), stride_in_use(q, 1)
-    out_strides = stride_in_use(out, 0), stride_in_use(out, 1)
-    q_unit = alignment_elements(q, *q_strides)
-    out_unit = alignment_elements(out, *out_strides)
-    kv_unit = alignment_elements(kv, stride_in_use(kv, 0))
     block = min(NUMBERS // head_dim, 32)
     head_blocks = cdiv(heads, block)
-    num_slots = cache.shape[0] * cache.shape[1]
+    slots = slots_of(params.slot_mapping, cache)
     rotate_and_cache_kernel[(tokens * (1 + head_blocks),)](
-        q=q,
-        kv=kv,
-        cos_sin=cos_sin,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        out=out,
-        cache=cache,
-        q_eps=0.0 if q_eps is None else q_eps,
-        num_tokens=tokens,
+        head_rows(q),
+        token_rows(params.kv),
+        rotation_of(params.cos_sin, params.positions),
+        slots,
+        head_rows(params.out),
+        # The token stride of one-byte formats is the format's.
+        cache_rows(cache, strided=cache.element_size() > 1),
+        q_eps=0.0 if params.q_eps is None else params.q_eps,
         heads=heads,
         head_blocks=head_blocks,
-        num_positions=cos_sin.shape[0],
-        num_slots=num_slots,
-        page_size=cache.shape[1],
-        position_stride=positions.stride(0),
-        slot_stride=slot_mapping.stride(0),
-        q_stride=q_strides[0] // q_unit,
-        q_head_stride=q_strides[1] // q_unit,
-        out_stride=out_strides[0] // out_unit,
-        out_head_stride=out_strides[1] // out_unit,
-        kv_stride=stride_in_use(kv, 0) // kv_unit,
-        page_stride=page_stride // unit,
-        row_stride=row_stride // unit,
-        D=head_dim,
-        ROPE=cos_sin.shape[1],
-        NORM=q_eps is not None,
-        FORMAT=row_bytes(layout, scale_rounding),
-        Q_ALIGN=q_unit,
-        OUT_ALIGN=out_unit,
-        KV_ALIGN=kv_unit,
-        ALIGN=unit,
-        WIDE=num_slots >= 2**31,
-        NATIVE=converts_e4m3(cache.device),
-        INTERPRETED=machine.interpreting(),
-        BLOCK_H=block,
+        CONFIG=RotateAndCacheConfig(
+            head_dim=head_dim,
+            rope_dim=params.cos_sin.shape[1],
+            norm=params.q_eps is not None,
+            row_bytes=row_bytes(params.layout, params.scale_rounding),
+            block_h=block,
+            wide=slots.num_slots >= 2**31,
+            native=converts_e4m3(cache.device),
+            interpreted=machine.interpreting(),
+        ),
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
 
 
-@kernel(by_element=("positions", "slot_mapping"))
+@kernel
 def rotate_and_cache_kernel(
-    q,
-    kv,
-    cos_sin,
-    positions,
-    slot_mapping,
-    out,
-    cache,
+    q: HeadRows,
+    kv: TokenRows,
+    rotation: TokenRotation,
+    slots: Slots,
+    out: HeadRows,
+    cache: CacheRows,
     q_eps: tl.float32,
-    num_tokens: tl.int64,
     heads: tl.int32,
     head_blocks: tl.int32,
-    num_positions: tl.int64,
-    num_slots: tl.int64,
-    page_size: tl.int64,
-    position_stride: tl.int64,
-    slot_stride: tl.int64,
-    q_stride: tl.int64,
-    q_head_stride: tl.int64,
-    out_stride: tl.int64,
-    out_head_stride: tl.int64,
-    kv_stride: tl.int64,
-    page_stride: tl.int64,
-    row_stride: tl.int64,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    NORM: tl.constexpr,
-    FORMAT: tl.constexpr,
-    Q_ALIGN: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
-    KV_ALIGN: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """q and out may be the same tensor: a program reads its heads before it writes them."""
+    D: tl.constexpr = CONFIG.head_dim
+    ROW_BYTES: tl.constexpr = CONFIG.row_bytes
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, D)[None, :]
-    if program < num_tokens:
-        slots = Slots(slot_mapping, slot_stride, num_tokens, num_slots, page_size)
-        valid, page, offset = locate_slots(slots, program, WIDE)
+    if program < slots.num_tokens:
+        valid, page, offset = locate_slots(slots, program, CONFIG.wide)
         if valid:
-            position = tl.load(positions + program * position_stride).to(tl.int64)
-            x = to_float32(tl.load(kv + program * kv_stride * KV_ALIGN + column), INTERPRETED)  # [1, D]
-            x = rotate_tail(x, cos_sin, position, num_positions, 1, D, ROPE)
-            cache_slot = CacheSlot(cache, page_stride, row_stride, page_size, page, offset, valid)
-            store_row(x, cache_slot, D, FORMAT, ALIGN, NATIVE, INTERPRETED)
+            position = load_position(rotation, program)
+            x = to_float32(tl.load(token_row(kv, program) + column), CONFIG.interpreted)  # [1, D]
+            x = rotate_tail(x, rotation.cos_sin, position, rotation.num_positions, 1, D, CONFIG.rope_dim)
+            store_row(x, cache, slots.page_size, valid, page, offset, D, ROW_BYTES, CONFIG.native, CONFIG.interpreted)
     else:
-        program -= num_tokens
+        program -= slots.num_tokens
         token = program // head_blocks
-        head = (program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+        head = (program % head_blocks) * CONFIG.block_h + tl.arange(0, CONFIG.block_h)
         inside = (head < heads)[:, None] & (column < D)
-        position = tl.load(positions + token * position_stride).to(tl.int64)
-        q_row = q + (token * q_stride + head * q_head_stride) * Q_ALIGN
-        x = to_float32(tl.load(q_row[:, None] + column, mask=inside, other=0.0), INTERPRETED)  # [BLOCK_H, D]
-        if NORM:
+        position = load_position(rotation, token)
+        q_row = head_row(q, token, head)
+        x = to_float32(tl.load(q_row[:, None] + column, mask=inside, other=0.0), CONFIG.interpreted)  # [block_h, D]
+        if CONFIG.norm:
             x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + q_eps)[:, None]
-        x = rotate_tail(x, cos_sin, position, num_positions, BLOCK_H, D, ROPE)
-        out_row = out + (token * out_stride + head * out_head_stride) * OUT_ALIGN
-        tl.store(out_row[:, None] + column, from_float32(x, out.dtype.element_ty, INTERPRETED), mask=inside)
+        x = rotate_tail(x, rotation.cos_sin, position, rotation.num_positions, CONFIG.block_h, D, CONFIG.rope_dim)
+        out_row = head_row(out, token, head)[:, None]
+        DTYPE: tl.constexpr = out.start.dtype.element_ty
+        tl.store(out_row + column, from_float32(x, DTYPE, CONFIG.interpreted), mask=inside)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte import kv_cache
-from flashlatte.kv_cache.registry import as_format
+from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.ops.cache_write.portable import cache_write
 from flashlatte.testing.draws import BEYOND_INT32, INT32_LIMITS, UNREACHED_PAGE
 
@@ -344,7 +344,8 @@ def test_slots_beyond_2_to_the_31(pages, page_size):
     last = pages * page_size - 1
     x = torch.randn(3, 8, generator=generator(0))
     # Below the checks: a cache of that many slots in memory of two is an expanded one.
-    cache_write(cache, torch.tensor([last, last + 1, -(2**33)]), x, None, as_format("fp32", 8), None, 1.0, "exact")
+    slots = torch.tensor([last, last + 1, -(2**33)])
+    cache_write(CacheWriteParams(cache, slots, x, None, "fp32", 8, None, 1.0, "exact"))
     assert storage[1].equal(x[0])
     assert storage[0].eq(0).all()
     gathered = kv_cache.gather(

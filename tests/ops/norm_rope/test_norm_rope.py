@@ -93,6 +93,19 @@ def test_rows_go_to_their_slots_as_kv_cache_writes_them(backend, cache_format, d
     assert int((~caches[0].isnan()).all(dim=-1).sum()) == 4
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_and_positions_may_have_strides(backend):
+    rotation = rotary(3)
+    strided = Rotary(rotation.table.repeat(1, 2)[:, :ROPE], rotation.positions.repeat_interleave(2)[::2], True)
+    x = torch.randn(3, 2, ROPE, generator=torch.Generator().manual_seed(3))
+    out = torch.empty_like(x)
+    rotate_heads(x, strided, out, backend=backend)
+    torch.testing.assert_close(out, rotated_by_complex(x, rotation.positions, True), rtol=1e-5, atol=1e-6)
+    kv_a, weight = torch.cat((x[:, 0], x[:, 1]), dim=1), torch.ones(ROPE)
+    rows, _ = latent_rows(kv_a, weight, strided, 1e-6, backend=backend)
+    torch.testing.assert_close(rows[:, ROPE:], out[:, 1])
+
+
 @pytest.mark.interpreter
 def test_positions_outside_the_table_read_nothing_beyond_it():
     rotation = Rotary(table(Rope(max_position=16), ROPE, torch.device("cpu")), torch.tensor([-5, 99, 2**40]), True)

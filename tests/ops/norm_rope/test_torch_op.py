@@ -34,14 +34,14 @@ def rows_arguments(tokens, with_cache=False):
 @pytest.mark.parametrize("with_cache", [True, False])
 def test_opcheck_latent_rows(with_cache):
     arguments = rows_arguments(3, with_cache)
-    opcheck(api, "latent_rows", lambda: latent_rows(**arguments, rotary=rotary(3)), "layer_latent_rows")
+    opcheck(api, "latent_rows", lambda: latent_rows(**arguments, rotary=rotary(3)))
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_opcheck_rotate_heads(in_place):
     x = torch.randn(3, 2, 8)
     out = x if in_place else torch.empty_like(x)
-    opcheck(api, "rotate_heads", lambda: rotate_heads(x, rotary(3), out), "layer_rotate_heads")
+    opcheck(api, "rotate_heads", lambda: rotate_heads(x, rotary(3), out))
 
 
 def test_compile():

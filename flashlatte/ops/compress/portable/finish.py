@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import page_and_offset
-from flashlatte.kernels.triton.cache_row import CacheSlot, store_row
+from flashlatte.kernels.triton.cache_row import store_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.rotate import angles, rotate_tail_by
@@ -24,43 +24,16 @@ class Finish(NamedTuple):
     sine: Any
 
 
-@kernel(by_element=("request_ids", "positions", "slot_mapping", "state_table"))
+@kernel
 def compress_finish_kernel(
-    kv,
-    score,
-    ape,
-    weight,
-    cos_sin,
-    request_ids,
-    positions,
-    slot_mapping,
-    cache,
-    state_cache,
-    state_table,
+    tokens: Tokens,
+    states: States,
+    target: RowTarget,
     sums,
-    requests: tl.int64,
-    columns: tl.int64,
-    num_state_pages: tl.int64,
-    state_page_size: tl.int64,
-    state_page_stride: tl.int64,
-    state_token_stride: tl.int64,
-    table_stride: tl.int64,
-    eps: tl.float32,
     first_token: tl.int64,
     num_tokens: tl.int64,
     window: tl.int32,
     save_blocks: tl.int32,
-    num_slots: tl.int64,
-    page_size: tl.int64,
-    num_positions: tl.int64,
-    id_stride: tl.int64,
-    position_stride: tl.int64,
-    slot_stride: tl.int64,
-    kv_stride: tl.int64,
-    score_stride: tl.int64,
-    ape_stride: tl.int64,
-    page_stride: tl.int64,
-    row_stride: tl.int64,
     FORM: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -68,43 +41,20 @@ def compress_finish_kernel(
 ):
     """For ``window`` tokens, the first ``save_blocks`` programs save BLOCK columns of the states each; the last one
     finishes the rows whose ``sums`` the preceding launch has written."""
-    tokens = Tokens(
-        kv,
-        score,
-        ape,
-        request_ids,
-        positions,
-        slot_mapping,
-        kv_stride,
-        score_stride,
-        ape_stride,
-        id_stride,
-        position_stride,
-        slot_stride,
-    )
-    states = States(
-        state_cache,
-        state_table,
-        requests,
-        columns,
-        num_state_pages,
-        state_page_size,
-        state_page_stride,
-        state_token_stride,
-        table_stride,
-    )
-    target = RowTarget(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
     lane = tl.arange(0, MAX_WINDOW)
     first = tl.program_id(0).to(tl.int64) * window
     looked_at = (lane < window) & (first + lane < num_tokens)
     if tl.program_id(1) < save_blocks:
-        if state_cache is not None:
-            request = tl.load(request_ids + (first + lane) * id_stride, mask=looked_at, other=-1).to(tl.int64)
-            position = tl.load(positions + (first + lane) * position_stride, mask=looked_at, other=-1).to(tl.int64)
+        if states.start is not None:
+            token = first + lane
+            request = tl.load(tokens.request_ids + token * tokens.id_stride, mask=looked_at, other=-1).to(tl.int64)
+            position = tl.load(tokens.positions + token * tokens.position_stride, mask=looked_at, other=-1)
+            position = position.to(tl.int64)
             # Not if a later token of the same call has the same slot of the ring.
-            later = first + lane + columns * state_page_size
-            later_request = tl.load(request_ids + later * id_stride, mask=later < num_tokens, other=-1).to(tl.int64)
-            saved = (request >= 0) & (request < requests) & (position >= 0) & (later_request != request)
+            later = token + states.columns * states.page_size
+            in_call = later < num_tokens
+            later_request = tl.load(tokens.request_ids + later * tokens.id_stride, mask=in_call, other=-1).to(tl.int64)
+            saved = (request >= 0) & (request < states.requests) & (position >= 0) & (later_request != request)
             column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             found = next_of(saved, lane, -1, MAX_WINDOW)
             while found < MAX_WINDOW:
@@ -112,12 +62,12 @@ def compress_finish_kernel(
                 found = next_of(saved, lane, found, MAX_WINDOW)
     elif sums is not None:
         finishes = finished_in(
-            tokens, states, first, looked_at & (first + lane >= first_token), lane, num_slots, FORM.ratio
+            tokens, states, first, looked_at & (first + lane >= first_token), lane, target.num_slots, FORM.ratio
         )
         found = next_of(finishes, lane, -1, MAX_WINDOW)
         while found < MAX_WINDOW:
             token = first + found
-            end = tl.load(positions + token * position_stride).to(tl.int64)
+            end = tl.load(tokens.positions + token * tokens.position_stride).to(tl.int64)
             finish = load_finish(target, end, FORM)
             if OVERLAPPED:
                 gdc_wait()
@@ -168,27 +118,24 @@ def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + target.eps) * finish.gain
     x = rotate_tail_by(x[None, :], finish.cosine, finish.sine, D - FORM.rope_dim, 1, D)
     page, offset = page_and_offset(slot, slot >= 0, target.page_size, FORM.wide)
-    cache_slot = CacheSlot(
-        target.cache, target.page_stride, target.row_stride, target.page_size, page, offset, slot >= 0
-    )
-    store_row(x, cache_slot, D, ROW_BYTES, FORM.units.cache, FORM.native, FORM.interpreted)
+    store_row(x, target, target.page_size, slot >= 0, page, offset, D, ROW_BYTES, FORM.native, FORM.interpreted)
 
 
 @triton.jit
 def save_state(tokens, states, token, column, FORM: tl.constexpr, OVERLAPPED: tl.constexpr):
     """Save these columns of a token's state. Inputs are loaded before the preceding launch, which reads states, has
     ended."""
-    UNITS: tl.constexpr = FORM.units
     WIDTH: tl.constexpr = FORM.head_dim * (1 + FORM.overlaps)
     request = tl.load(tokens.request_ids + token * tokens.id_stride).to(tl.int64)
     position = tl.load(tokens.positions + token * tokens.position_stride).to(tl.int64)
-    address, found = locate_state(states, request, position, position >= 0, UNITS.state)
+    row, found = locate_state(states, request, position, position >= 0)
     inside = found & (column < WIDTH)
-    values = tl.load(tokens.kv + token * tokens.kv_stride * UNITS.kv + column, mask=inside, other=0.0)
-    scores = tl.load(tokens.score + token * tokens.score_stride * UNITS.score + column, mask=inside, other=0.0)
-    bias_row = tokens.ape + (position % FORM.ratio) * tokens.ape_stride * UNITS.ape
+    kv_row = tokens.kv + token * tokens.kv_stride * tokens.kv_align
+    values = tl.load(kv_row + column, mask=inside, other=0.0)
+    score_row = tokens.score + token * tokens.score_stride * tokens.score_align
+    scores = tl.load(score_row + column, mask=inside, other=0.0)
+    bias_row = tokens.ape + (position % FORM.ratio) * tokens.ape_stride * tokens.ape_align
     bias = tl.load(bias_row + column, mask=inside, other=0.0)
-    row = states.cache + address
     if OVERLAPPED:
         gdc_wait()
     tl.store(row + column, to_float32(values, FORM.interpreted), mask=inside)

@@ -5,19 +5,18 @@ In this order a ring of states of any length is read before it is written.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
-from flashlatte.kernels.triton.cache_layout import alignment_elements, as_bytes, cdiv
+from flashlatte.kernels.triton.cache_layout import as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import row_bytes
 from flashlatte.kernels.triton.dependent_launch import launch_options, launches_overlap
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
-from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.kernels.triton.rows import cache_rows, token_rows
+from flashlatte.ops.compress.params import CompressParams
 from flashlatte.ops.compress.portable.finish import compress_finish_kernel
-from flashlatte.ops.compress.portable.operands import Alignments, CompressConstants
+from flashlatte.ops.compress.portable.operands import CompressConstants, RowTarget, States, Tokens
 from flashlatte.ops.compress.portable.sums import compress_sum_kernel
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
@@ -38,17 +37,17 @@ SAVE_BLOCK, SAVE_WARPS = 1024, 4
 MAX_SUMS_BYTES = 64 << 20
 
 
-def compress(args: CompressArgs) -> None:
-    kv, cache = args.kv, as_bytes(args.cache)
+def compress(params: CompressParams) -> None:
+    kv, cache = params.kv, as_bytes(params.cache)
     tokens, width = kv.shape
-    head_dim = args.weight.shape[0]
-    rows = triton.next_power_of_2(args.ratio * (1 + args.overlaps))
+    head_dim = params.weight.shape[0]
+    rows = triton.next_power_of_2(params.ratio * (1 + params.overlaps))
     columns = head_dim if rows <= SHORT_GROUP else min(head_dim, COLUMNS_OF_LONG)
     in_parts = columns < head_dim
     block = min(rows, NUMBERS // TOGETHER)
     lanes = min(rows // block, max(32 * MAX_WARPS * TOGETHER // columns, 1))
     largest, programs = (MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG) if in_parts else (MAX_WINDOW, PROGRAMS)
-    window = max(1, min(args.ratio, largest, tokens // programs))
+    window = max(1, min(params.ratio, largest, tokens // programs))
 
     registers = {}
     if in_parts and gpu_class(kv.device) == "hopper":
@@ -57,21 +56,22 @@ def compress(args: CompressArgs) -> None:
         registers["maxnreg"] = REGISTERS_OF_SHORT
 
     save_blocks, finish_window = 0, max(1, min(MAX_WINDOW, tokens // PROGRAMS))
-    if args.state_cache is not None and args.state_table is not None:
+    if params.state_cache is not None and params.state_table is not None:
         save_blocks = cdiv(width, SAVE_BLOCK)
-        if args.state_table.shape[1] * args.state_cache.shape[1] >= tokens:
+        if params.state_table.shape[1] * params.state_cache.shape[1] >= tokens:
             # A table with room for all tokens of the call stores all of their states.
             finish_window = 1
     at_once = min(tokens, MAX_SUMS_BYTES // (4 * head_dim)) if in_parts else tokens
     sums = torch.empty((at_once, head_dim), dtype=torch.float32, device=kv.device) if in_parts else None
     # The second launch scans its tokens while the first one ends.
     overlapped = launches_overlap(kv.device)
-    shared = _shared(args, cache)
+    records, form = _records(params, cache), _constants(params, cache)
     for first in range(0, tokens, at_once):
         stop = min(first + at_once, tokens)
         compress_sum_kernel[(cdiv(stop - first, window), head_dim // columns)](
-            **shared,
+            *records,
             sums=sums,
+            FORM=form,
             first_token=first,
             num_tokens=stop,
             window=window,
@@ -90,8 +90,9 @@ def compress(args: CompressArgs) -> None:
         if save_now + in_parts == 0:
             continue
         compress_finish_kernel[(cdiv(stop, finish_window), save_now + in_parts)](
-            **shared,
+            *records,
             sums=sums,
+            FORM=form,
             first_token=first,
             num_tokens=stop,
             window=finish_window,
@@ -105,62 +106,54 @@ def compress(args: CompressArgs) -> None:
         )
 
 
-def _shared(args: CompressArgs, cache: torch.Tensor) -> dict[str, Any]:
-    """The common arguments of both kernels: tokens, states, and the target of rows."""
-    kv, score, ape, states, table = args.kv, args.score, args.ape, args.state_cache, args.state_table
+def _records(params: CompressParams, cache: torch.Tensor) -> tuple[Tokens, States, RowTarget]:
+    """The records that both kernels take."""
+    request_ids, positions, slot_mapping = params.request_ids, params.positions, params.slot_mapping
+    states, table = params.state_cache, params.state_table
     requests, columns = (0, 0) if table is None else table.shape
-    state_pages, state_page_size = (1, 1) if states is None else states.shape[:2]
-    state_strides = (1, 0) if states is None else (stride_in_use(states, 0), stride_in_use(states, 1))
-    # The token stride of one-byte formats is the format's.
-    row_strides = stride_in_use(cache, 0), 0 if cache.element_size() == 1 else stride_in_use(cache, 1)
-    num_slots = cache.shape[0] * cache.shape[1]
-    units = Alignments(
-        alignment_elements(kv, stride_in_use(kv, 0)),
-        alignment_elements(score, stride_in_use(score, 0)),
-        alignment_elements(ape, stride_in_use(ape, 0)),
-        1 if states is None else alignment_elements(states, *state_strides),
-        alignment_elements(cache, *row_strides),
-    )
-    return {
-        "kv": kv,
-        "score": score,
-        "ape": ape,
-        "request_ids": args.request_ids,
-        "positions": args.positions,
-        "slot_mapping": args.slot_mapping,
-        "id_stride": args.request_ids.stride(0),
-        "position_stride": args.positions.stride(0),
-        "slot_stride": args.slot_mapping.stride(0),
-        "kv_stride": stride_in_use(kv, 0) // units.kv,
-        "score_stride": stride_in_use(score, 0) // units.score,
-        "ape_stride": stride_in_use(ape, 0) // units.ape,
-        "state_cache": states,
-        "state_table": table,
-        "requests": requests,
-        "columns": columns,
-        "num_state_pages": state_pages,
-        "state_page_size": state_page_size,
-        "state_page_stride": state_strides[0] // units.state,
-        "state_token_stride": state_strides[1] // units.state,
-        "table_stride": 0 if table is None else stride_in_use(table, 0),
-        "weight": args.weight,
-        "cos_sin": args.cos_sin,
-        "cache": cache,
-        "eps": args.eps,
-        "num_slots": num_slots,
-        "page_size": cache.shape[1],
-        "num_positions": args.cos_sin.shape[0],
-        "page_stride": row_strides[0] // units.cache,
-        "row_stride": row_strides[1] // units.cache,
-        "FORM": CompressConstants(
-            head_dim=args.weight.shape[0],
-            rope_dim=args.cos_sin.shape[1],
-            ratio=args.ratio,
-            overlaps=args.overlaps,
-            row_bytes=row_bytes(args.layout, args.scale_rounding),
-            units=units,
-            wide=num_slots >= 2**31,
-            native=converts_e4m3(cache.device),
-            interpreted=machine.interpreting(),
+    num_pages, page_size = (1, 1) if states is None else states.shape[:2]
+    return (
+        Tokens(
+            *token_rows(params.kv),
+            *token_rows(params.score),
+            *token_rows(params.ape),
+            request_ids,
+            request_ids.stride(0),
+            positions,
+            positions.stride(0),
+            slot_mapping,
+            slot_mapping.stride(0),
         ),
-    }
+        States(
+            *cache_rows(states, strided=True),
+            num_pages,
+            page_size,
+            table,
+            0 if table is None else stride_in_use(table, 0),
+            requests,
+            columns,
+        ),
+        RowTarget(
+            # The token stride of one-byte formats is the format's.
+            *cache_rows(cache, strided=cache.element_size() > 1),
+            cache.shape[0] * cache.shape[1],
+            cache.shape[1],
+            params.weight,
+            params.eps,
+            params.cos_sin,
+            params.cos_sin.shape[0],
+        ),
+    )
+
+
+def _constants(params: CompressParams, cache: torch.Tensor) -> CompressConstants:
+    return CompressConstants(
+        head_dim=params.weight.shape[0],
+        rope_dim=params.cos_sin.shape[1],
+        ratio=params.ratio,
+        overlaps=params.overlaps,
+        row_bytes=row_bytes(params.layout, params.scale_rounding),
+        wide=cache.shape[0] * cache.shape[1] >= 2**31,
+        native=converts_e4m3(cache.device),
+        interpreted=machine.interpreting(),
+    )

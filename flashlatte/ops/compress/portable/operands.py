@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_row import RowBytes
+from flashlatte.kernels.triton.rows import slot_row
+from flashlatte.runtime.kernel_records import Constant, ElementPointer, Float32, Int64, Pointer
 
 
 class Tokens(NamedTuple):
-    """A step's tokens. Strides of kv, score and ape are in units of their alignment."""
+    """A step's tokens, and the scores ``ape`` [ratio, width] that are added by index in the group.
 
-    kv: Any
-    score: Any
-    ape: Any
-    request_ids: Any
-    positions: Any
-    slot_mapping: Any
-    kv_stride: Any
-    score_stride: Any
-    ape_stride: Any
-    id_stride: Any
-    position_stride: Any
-    slot_stride: Any
+    Strides of rows are in units of their alignment. Records are flat here: in the loops of these kernels, Triton 3.6
+    forgets the constants of a record in a record.
+    """
+
+    kv: Pointer
+    kv_stride: Int64
+    kv_align: Constant
+    score: Pointer
+    score_stride: Int64
+    score_align: Constant
+    ape: Pointer
+    ape_stride: Int64
+    ape_align: Constant
+    request_ids: ElementPointer
+    id_stride: Int64
+    positions: ElementPointer
+    position_stride: Int64
+    slot_mapping: ElementPointer
+    slot_stride: Int64
 
 
 class States(NamedTuple):
-    """The paged states. Strides are in units of the cache's alignment."""
+    """The paged states, the fields of ``CacheRows``, and the pages [requests, columns] of each request's ring."""
 
-    cache: Any
-    table: Any
-    requests: Any
-    columns: Any
-    num_pages: Any
-    page_size: Any
-    page_stride: Any
-    token_stride: Any
-    table_stride: Any
+    start: Pointer
+    page_stride: Int64
+    row_stride: Int64
+    align: Constant
+    num_pages: Int64
+    page_size: Int64
+    table: ElementPointer
+    table_stride: Int64
+    requests: Int64
+    columns: Int64
 
 
 class RowTarget(NamedTuple):
-    """The parameters that turn a group's sum into a row, and the row's cache. Strides are in units of the cache's
-    alignment."""
+    """The row's cache, the fields of ``CacheRows``, and the parameters that turn a group's sum into a row."""
 
-    weight: Any
-    cos_sin: Any
-    cache: Any
-    eps: Any
-    num_slots: Any
-    page_size: Any
-    num_positions: Any
-    page_stride: Any
-    row_stride: Any
-
-
-class Alignments(NamedTuple):
-    """The alignment of the strides of each tensor, in elements; strides are passed in units of it."""
-
-    kv: int
-    score: int
-    ape: int
-    state: int
-    cache: int
+    start: Pointer
+    page_stride: Int64
+    row_stride: Int64
+    align: Constant
+    num_slots: Int64
+    page_size: Int64
+    weight: Pointer
+    eps: Float32
+    cos_sin: Pointer
+    num_positions: Int64
 
 
 class CompressConstants(NamedTuple):
@@ -84,15 +84,14 @@ class CompressConstants(NamedTuple):
     ratio: int
     overlaps: bool
     row_bytes: RowBytes
-    units: Alignments
     wide: bool
     native: bool
     interpreted: bool
 
 
 @triton.jit
-def locate_state(states, request, position, wanted, STATE_ALIGN: tl.constexpr):
-    """The addresses of the states of positions, and whether each wanted state exists."""
+def locate_state(states, request, position, wanted):
+    """Pointers to the states of positions, and whether each wanted state exists."""
     wanted = wanted & (position < 2**31)
     # 64-bit divisions took longer than loading the row.
     short, page_size = tl.where(wanted, position, 0).to(tl.uint32), states.page_size.to(tl.uint32)
@@ -103,4 +102,4 @@ def locate_state(states, request, position, wanted, STATE_ALIGN: tl.constexpr):
     found = wanted & (page >= 0) & (page < states.num_pages)
     # tl.where(found, ...) fails to compile here with Triton 3.6 (layout).
     page = tl.minimum(tl.maximum(page, 0), states.num_pages - 1)
-    return (page * states.page_stride + offset * states.token_stride) * STATE_ALIGN, found
+    return slot_row(states, page, offset), found

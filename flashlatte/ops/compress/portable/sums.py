@@ -30,42 +30,15 @@ class FinishedGroup(NamedTuple):
     num_new: Any
 
 
-@kernel(by_element=("request_ids", "positions", "slot_mapping", "state_table"))
+@kernel
 def compress_sum_kernel(
-    kv,
-    score,
-    ape,
-    weight,
-    cos_sin,
-    request_ids,
-    positions,
-    slot_mapping,
-    cache,
-    state_cache,
-    state_table,
+    tokens: Tokens,
+    states: States,
+    target: RowTarget,
     sums,
-    requests: tl.int64,
-    columns: tl.int64,
-    num_state_pages: tl.int64,
-    state_page_size: tl.int64,
-    state_page_stride: tl.int64,
-    state_token_stride: tl.int64,
-    table_stride: tl.int64,
-    eps: tl.float32,
     first_token: tl.int64,
     num_tokens: tl.int64,
     window: tl.int32,
-    num_slots: tl.int64,
-    page_size: tl.int64,
-    num_positions: tl.int64,
-    id_stride: tl.int64,
-    position_stride: tl.int64,
-    slot_stride: tl.int64,
-    kv_stride: tl.int64,
-    score_stride: tl.int64,
-    ape_stride: tl.int64,
-    page_stride: tl.int64,
-    row_stride: tl.int64,
     FORM: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -81,49 +54,23 @@ def compress_sum_kernel(
     """
     if OVERLAPPED:
         gdc_launch_dependents()
-    tokens = Tokens(
-        kv,
-        score,
-        ape,
-        request_ids,
-        positions,
-        slot_mapping,
-        kv_stride,
-        score_stride,
-        ape_stride,
-        id_stride,
-        position_stride,
-        slot_stride,
-    )
-    states = States(
-        state_cache,
-        state_table,
-        requests,
-        columns,
-        num_state_pages,
-        state_page_size,
-        state_page_stride,
-        state_token_stride,
-        table_stride,
-    )
-    target = RowTarget(weight, cos_sin, cache, eps, num_slots, page_size, num_positions, page_stride, row_stride)
     D: tl.constexpr = FORM.head_dim
     ROWS: tl.constexpr = FORM.ratio * (1 + FORM.overlaps)
     lane = tl.arange(0, MAX_WINDOW)
     first = first_token + tl.program_id(0).to(tl.int64) * window
     looked_at = (lane < window) & (first + lane < num_tokens)
-    finishes = finished_in(tokens, states, first, looked_at, lane, num_slots, FORM.ratio)
+    finishes = finished_in(tokens, states, first, looked_at, lane, target.num_slots, FORM.ratio)
     found = next_of(finishes, lane, -1, MAX_WINDOW)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.max_contiguous(tl.multiple_of(column, TOGETHER), TOGETHER)
     dealt = tl.arange(0, LANES)[:, None] + tl.arange(0, BLOCK_T)[None, :] * LANES  # [LANES, BLOCK_T]
     while found < MAX_WINDOW:
         token = first + found
-        end = tl.load(positions + token * position_stride).to(tl.int64)
-        request = tl.load(request_ids + token * id_stride).to(tl.int64)
+        end = tl.load(tokens.positions + token * tokens.position_stride).to(tl.int64)
+        request = tl.load(tokens.request_ids + token * tokens.id_stride).to(tl.int64)
         group = FinishedGroup(
-            kv + token * kv_stride * FORM.units.kv,
-            score + token * score_stride * FORM.units.score,
+            tokens.kv + token * tokens.kv_stride * tokens.kv_align,
+            tokens.score + token * tokens.score_stride * tokens.score_align,
             request,
             end,
             count_new(tokens, token, request, end, ROWS),
@@ -168,7 +115,6 @@ def count_new(tokens, token, request, end, ROWS: tl.constexpr):
 def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
     """For rows [LANES, BLOCK_T] of a group, the row_max, the row_sum and the weighted sum of values of each lane
     [LANES, COLUMNS]; -inf, 0 and 0 for a lane without rows."""
-    UNITS: tl.constexpr = FORM.units
     D: tl.constexpr = FORM.head_dim
     ROWS: tl.constexpr = FORM.ratio * (1 + FORM.overlaps)
     WIDTH: tl.constexpr = D * (1 + FORM.overlaps)
@@ -177,18 +123,18 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
     # The preceding group contributes the first half of its elements, the group itself the second.
     half = tl.where(row >= FORM.ratio, D, 0) if FORM.overlaps else row * 0
     at = half[:, :, None] + column[None, None, :]
-    kv_rows = group.kv - back * tokens.kv_stride * UNITS.kv
-    score_rows = group.score - back * tokens.score_stride * UNITS.score
-    bias_rows = tokens.ape + (row % FORM.ratio) * tokens.ape_stride * UNITS.ape
+    kv_rows = group.kv - back * tokens.kv_stride * tokens.kv_align
+    score_rows = group.score - back * tokens.score_stride * tokens.score_align
+    bias_rows = tokens.ape + (row % FORM.ratio) * tokens.ape_stride * tokens.ape_align
     # If dtypes allow it, a single load with selected addresses keeps more loads in flight than two loads and a
     # selection.
     ALIKE: tl.constexpr = tokens.kv.dtype.element_ty == tl.float32
     here = is_new
-    if states.cache is not None and ALIKE:
+    if states.start is not None and ALIKE:
         # Few groups of a prefill need states.
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
-            state, is_old = state_rows(group, states, row, back, is_new, ROWS, UNITS.state)
+            state, is_old = state_rows(group, states, row, back, is_new, ROWS)
             kv_rows = tl.where(is_old, state, kv_rows)
             score_rows = tl.where(is_old, state + WIDTH, score_rows)
             here = is_new | is_old
@@ -196,10 +142,10 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
     values = to_float32(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), FORM.interpreted)
     scores = to_float32(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), FORM.interpreted)
     scores += tl.load(bias_rows[:, :, None] + at, mask=is_new[:, :, None], other=0.0)
-    if states.cache is not None and not ALIKE:
+    if states.start is not None and not ALIKE:
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
-            state, is_old = state_rows(group, states, row, back, is_new, ROWS, UNITS.state)
+            state, is_old = state_rows(group, states, row, back, is_new, ROWS)
             old = is_old[:, :, None]
             values = tl.where(old, tl.load(state[:, :, None] + at, mask=old, other=0.0), values)
             scores = tl.where(old, tl.load(state[:, :, None] + WIDTH + at, mask=old, other=0.0), scores)
@@ -210,8 +156,7 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
 
 
 @triton.jit
-def state_rows(group, states, row, back, is_new, ROWS: tl.constexpr, ALIGN: tl.constexpr):
-    """The addresses of the states of rows that are not tokens of this call, and whether they exist."""
+def state_rows(group, states, row, back, is_new, ROWS: tl.constexpr):
+    """Pointers to the states of rows that are not tokens of this call, and whether they exist."""
     wanted = (row < ROWS) & (back <= group.end) & (is_new == 0)
-    address, found = locate_state(states, group.request, group.end - back, wanted, ALIGN)
-    return states.cache + address, found
+    return locate_state(states, group.request, group.end - back, wanted)

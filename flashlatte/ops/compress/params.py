@@ -1,17 +1,17 @@
-"""The arguments of an implementation of ``compress``."""
+"""The arguments of an implementation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format
 
 
-@dataclass(frozen=True)
-class CompressArgs:
-    """The arguments of ``compress``, checked; ``cache`` and ``state_cache`` are written to."""
+class CompressParams(NamedTuple):
+    """The checked arguments of ``api.compress``."""
 
     kv: torch.Tensor
     score: torch.Tensor
@@ -23,10 +23,14 @@ class CompressArgs:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     cache: torch.Tensor
-    layout: CacheFormat
+    cache_format: str
     scale_rounding: str
     state_cache: torch.Tensor | None
     state_table: torch.Tensor | None
+
+    @property
+    def layout(self) -> CacheFormat:
+        return as_format(self.cache_format, self.weight.shape[0])
 
     @property
     def ratio(self) -> int:
