@@ -210,8 +210,10 @@ def check_parts(model: Any) -> None:
                     f"engine does not call it: got {got} on {name or 'the layer'}"
                 )
     # The hooks of ``flashlatte.integrations.transformers.enable`` prepare a call that the engine does not make.
-    decoders = [] if hasattr(model.model, "_flashlatte") else [("the decoder", model.model)]
-    for name, part in (("the model", model), *decoders, ("the last norm of the model", model.model.norm)):
-        if has_hooks(part):
+    enabled = getattr(model.model, "_flashlatte", None)
+    own = {hook.id for hook in enabled.hooks} if enabled is not None else set()
+    parts = {"the model": model, "the decoder": model.model, "the last norm of the model": model.model.norm}
+    for name, part in parts.items():
+        if has_hooks(part, own):
             raise TypeError(f"{name} must have no hooks, as the engine does not call it: got some")
     warn_of_missing(model.model, model.lm_head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,11 +16,16 @@ from flashlatte.runtime import checks
 _OUTPUT_CAPTURING = "transformers.utils.output_capturing"
 
 
-def has_hooks(module: Any) -> bool:
-    """Whether the module has hooks that a call would run."""
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+def has_hooks(module: Any, ignored: Collection[int] = ()) -> bool:
+    """Whether the module has hooks that a call would run. ``ignored``: ids of handles of hooks that do not count."""
+    if (
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or any(key not in ignored for key in module._forward_pre_hooks)
+    ):
         return True
-    return any(getattr(hook, "__module__", None) != _OUTPUT_CAPTURING for hook in module._forward_hooks.values())
+    others = [hook for key, hook in module._forward_hooks.items() if key not in ignored]
+    return any(getattr(hook, "__module__", None) != _OUTPUT_CAPTURING for hook in others)
 
 
 def has_custom_call(module: Any) -> bool:
