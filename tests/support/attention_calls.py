@@ -12,7 +12,7 @@ from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
-from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
 
 BF16 = torch.bfloat16
 UNLIMITED = 2**31 - 1
@@ -102,7 +102,7 @@ def paged_attention(
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         k_cache = k_cache.unsqueeze(3)
     scale = torch.empty(pages, page_size, kv_heads) if per_token else None
-    problem = PagedAttentionArgs(
+    problem = PagedAttentionParams(
         q=torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
         k_cache=k_cache,
         v_cache=v_cache,

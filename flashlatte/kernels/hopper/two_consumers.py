@@ -50,13 +50,6 @@ K_EMPTY = gl.constexpr(FIRST_FREE + 4)
 V_EMPTY = gl.constexpr(FIRST_FREE + 6)
 
 
-class Window(NamedTuple):
-    """Number of keys before and after its own position that are visible to a query."""
-
-    left: Any
-    right: Any
-
-
 class PrefillArgs(NamedTuple):
     """Arguments of a consumer that are the same for all tiles. ``scale_log2`` is softmax_scale · log2(e)."""
 
@@ -73,15 +66,13 @@ class PrefillMask(NamedTuple):
         unmasked_from, unmasked_to: the range of keys that is visible to all rows.
         position: of the first row.
         keys: of the request.
-        left, right: the window.
     """
 
     unmasked_from: Any
     unmasked_to: Any
     position: Any
     keys: Any
-    left: Any
-    right: Any
+    window: Any
 
 
 class RowStatistics(NamedTuple):
@@ -148,7 +139,7 @@ def make_mask(work_tile, window, FIRST_ROW: gl.constexpr, PACK: gl.constexpr):
     position = work_tile.position + FIRST_ROW // PACK
     unmasked_from = position + (ROWS - 1) // PACK - window.left
     unmasked_to = gl.minimum(position + window.right + 1, work_tile.keys)
-    return PrefillMask(unmasked_from, unmasked_to, position, work_tile.keys, window.left, window.right)
+    return PrefillMask(unmasked_from, unmasked_to, position, work_tile.keys, window)
 
 
 @gluon.jit
@@ -158,8 +149,8 @@ def apply_mask(scores, mask, first_key, PACK: gl.constexpr):
     KEYS: gl.constexpr = scores.shape[1]
     if (first_key < mask.unmasked_from) | (first_key + KEYS > mask.unmasked_to):
         position = mask.position - first_key + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) // PACK
-        visible_from = position - mask.left
-        visible_to = gl.minimum(position + mask.right + 1, mask.keys - first_key)
+        visible_from = position - mask.window.left
+        visible_to = gl.minimum(position + mask.window.right + 1, mask.keys - first_key)
         key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
         scores = mask_columns(scores, visible_from[:, None] - key, visible_to[:, None] - key)
     return scores

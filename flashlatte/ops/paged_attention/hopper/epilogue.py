@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS
 from flashlatte.kernels.hopper.vector_layout import to_vector_layout
 from flashlatte.ops.paged_attention.hopper.tiles import SCORE_ROWS
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64, Pointer
 
 _LN2 = gl.constexpr(0.6931471805599453)
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -21,15 +22,15 @@ class PagedPrefillResults(NamedTuple):
     ``sink``: float32 [h_q] with stride ``sink_stride``: the score of an additional key with value 0; or None.
     """
 
-    out: Any
-    out_stride_token: Any
-    out_stride_head: Any
-    lse: Any
-    lse_stride_token: Any
-    lse_stride_head: Any
-    sink: Any
-    sink_stride: Any
-    empty_lse: Any
+    out: Pointer
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse: ElementPointer
+    lse_stride_token: Int64
+    lse_stride_head: Int64
+    sink: ElementPointer
+    sink_stride: Int64
+    empty_lse: Float32
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ from flashlatte.kernels.hopper.two_consumers import (
     write_scalar,
     write_scalars,
 )
+from flashlatte.kernels.triton.packed import BlockTable
 from flashlatte.ops.paged_attention.hopper import schedule
 from flashlatte.ops.paged_attention.hopper.tiles import (
     KEYS,
@@ -36,6 +37,7 @@ from flashlatte.ops.paged_attention.hopper.tiles import (
     PagedPrefillTile,
 )
 from flashlatte.runtime.gluon_compat import cta_barrier, reinterpret, tma_load
+from flashlatte.runtime.kernel_records import Int32, Pointer
 
 
 class PagedPrefillInputs(NamedTuple):
@@ -44,18 +46,14 @@ class PagedPrefillInputs(NamedTuple):
     Attributes:
         q: TMA descriptor of q [tokens, packs, pack, d] for boxes of 64 rows and 64 columns.
         k, v: TMA descriptors of the caches [pages, page_size, h_kv, d] for boxes of ``box`` tokens and 64 columns.
-        block_table, table_stride: pages of each request.
-        num_pages: pages of the cache.
         boxes: copies per block and chunk of columns.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    block_table: Any
-    table_stride: Any
-    num_pages: Any
-    boxes: Any
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    table: BlockTable
+    boxes: Int32
 
 
 class VisibleKeys(NamedTuple):
@@ -73,12 +71,10 @@ def _look_up(inputs, visible, first_key, CONFIG: gl.constexpr):
     latter."""
     key = first_key + lane_id() % 16 * 8 // CONFIG.box * CONFIG.box
     is_visible = (key < visible.to) & (key + CONFIG.box > visible.first)
-    entry = gl.load(
-        inputs.block_table + visible.request.to(gl.int64) * inputs.table_stride + key // CONFIG.page_size,
-        mask=is_visible,
-        other=-1,
-    )
-    page = gl.where((entry >= 0) & (entry < inputs.num_pages), entry, -1).to(gl.int32)
+    table = inputs.table
+    pages = table.pages + visible.request.to(gl.int64) * table.stride
+    entry = gl.load(pages + key // CONFIG.page_size, mask=is_visible, other=-1)
+    page = gl.where((entry >= 0) & (entry < table.num_pages), entry, -1).to(gl.int32)
     return page, gl.where(is_visible, page, 0)
 
 

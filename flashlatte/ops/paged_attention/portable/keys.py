@@ -12,6 +12,8 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
+from flashlatte.kernels.triton.packed import PackedRows
+from flashlatte.runtime.kernel_records import Float32, Int64, Pointer
 
 # The storage dtype of a cache's elements.
 PLAIN, E4M3, E5M2, INT8 = 0, 1, 2, 3
@@ -42,16 +44,29 @@ class KeyForm(NamedTuple):
     interpreted: bool
 
 
-class KeyRows(NamedTuple):
-    """Rows of keys or values of one key head; strides of the cache are in units of KeyForm.align elements."""
+class PagedRows(NamedTuple):
+    """Keys or values: rows [pages, page_size, h_kv, d] of a cache, rows [tokens, h_kv, d] of new tokens, and scales.
 
-    cache: Any
-    stride_page: Any
-    stride_token: Any
-    stride_piece: Any
-    stride_number: Any
-    new: Any
-    new_stride_token: Any
+    Attributes:
+        cache, stride_page, stride_token, stride_head: in units of KeyForm.align elements.
+        stride_piece, stride_element: of pieces of a row and of the elements of a piece, in elements.
+        new: None if the call has no new tokens.
+        scales: float32 [pages, page_size, h_kv], or None; then ``scale`` applies to all rows. Without
+            ``PagedStep.scaled_keys`` a scale applies to all rows of a head.
+    """
+
+    cache: Pointer
+    stride_page: Int64
+    stride_token: Int64
+    stride_head: Int64
+    stride_piece: Int64
+    stride_element: Int64
+    new: PackedRows
+    scales: Pointer
+    scales_stride_page: Int64
+    scales_stride_token: Int64
+    scales_stride_head: Int64
+    scale: Float32
 
 
 class KeyAddresses(NamedTuple):
@@ -74,28 +89,63 @@ class KeyAddresses(NamedTuple):
 
 
 @triton.jit
+def rows_of_heads(rows, cache_head, kv_head, form: tl.constexpr, SCALED_KEYS: tl.constexpr):
+    """``rows`` with pointers to those of key heads: the cache's of ``cache_head``, the others' of ``kv_head``."""
+    new = rows.new.base
+    if new is not None:
+        new += kv_head * rows.new.stride_head
+    scales = rows.scales
+    scale = rows.scale
+    if scales is not None:
+        scales += kv_head * rows.scales_stride_head
+        if not SCALED_KEYS:
+            scale = tl.load(scales)
+    return PagedRows(
+        rows.cache + cache_head * rows.stride_head * form.align,
+        rows.stride_page,
+        rows.stride_token,
+        rows.stride_head,
+        rows.stride_piece,
+        rows.stride_element,
+        PackedRows(new, rows.new.stride_token, rows.new.stride_head),
+        scales,
+        rows.scales_stride_page,
+        rows.scales_stride_token,
+        rows.scales_stride_head,
+        scale,
+    )
+
+
+@triton.jit
 def load_operand(
-    rows, places, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, form: tl.constexpr
+    rows,
+    addresses,
+    dtype: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    form: tl.constexpr,
 ):
     """Columns FIRST to FIRST + COUNT of rows, [keys, WIDTH] in ``dtype``, without scales; 0 where there is no key."""
     col = FIRST + tl.arange(0, WIDTH)
-    block = rows.cache + (places.page.to(tl.int64) * rows.stride_page + places.first * rows.stride_token) * form.align
-    offsets = places.offset * rows.stride_token * form.align
-    mask = places.in_cache[:, None]
+    first = addresses.page.to(tl.int64) * rows.stride_page + addresses.first * rows.stride_token
+    block = rows.cache + first * form.align
+    offsets = addresses.offset * rows.stride_token * form.align
+    mask = addresses.in_cache[:, None]
     if COUNT != WIDTH:
         mask = mask & (col < FIRST + COUNT)[None, :]
-    element_stride = rows.stride_number if form.element_stride is None else form.element_stride
+    element_stride = rows.stride_element if form.element_stride is None else form.element_stride
     cols = (col % form.piece) * element_stride
     pointers = (block + offsets)[:, None]
     if form.piece < FIRST + COUNT:
         cols = cols + (col // form.piece) * rows.stride_piece
     x = tl.load(pointers + cols[None, :], mask=mask, other=0)
     x = _converted(x, dtype, form)
-    if rows.new is not None:
-        new = load_rows(
-            rows.new, places.token * rows.new_stride_token, places.is_new, FIRST, COUNT, WIDTH, form.interpreted
-        )
-        x = tl.where(places.is_new[:, None], new, x)
+    new = rows.new
+    if new.base is not None:
+        token = addresses.token * new.stride_token
+        new_x = load_rows(new.base, token, addresses.is_new, FIRST, COUNT, WIDTH, form.interpreted)
+        x = tl.where(addresses.is_new[:, None], new_x, x)
     return x
 
 

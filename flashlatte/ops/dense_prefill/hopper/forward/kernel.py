@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PrefillArgs, Window
+from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PrefillArgs
+from flashlatte.kernels.triton.packed import Window
 from flashlatte.ops.dense_prefill.hopper.forward import consumers, epilogue, producer, schedule, tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
