@@ -65,6 +65,7 @@ def register_differentiable_op(
     fake: Callable[..., Any],
     backward: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
+    record: type[tuple[Any, ...]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that writes to none of its arguments as a differentiable operation.
 
@@ -73,6 +74,7 @@ def register_differentiable_op(
         backward: takes (ctx, *gradients of the results), None for a result without a gradient; returns a gradient or
             None for each argument.
         setup_context: takes (ctx, inputs, output), and saves the tensors that ``backward`` needs.
+        record: as in ``register_op``.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -81,7 +83,8 @@ def register_differentiable_op(
             setup_context(ctx, inputs, output)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        operation = _define(name, function, (), fake)
+        flat = function if record is None else _with_fields(function, record)
+        operation = _define(name, flat, (), fake)
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=keep, lib=_LIBRARY)
         return operation
 
@@ -160,7 +163,7 @@ def _tensors(value: torch.Tensor | Sequence[torch.Tensor] | None) -> Sequence[to
     return (value,) if isinstance(value, torch.Tensor) else value or ()
 
 
-def _with_fields(function: Callable[..., None], record: Any) -> Callable[..., None]:
+def _with_fields(function: Callable[..., Any], record: Any) -> Callable[..., Any]:
     """``function`` with the fields of ``record`` as parameters instead of its first parameter."""
     fields = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
@@ -168,9 +171,10 @@ def _with_fields(function: Callable[..., None], record: Any) -> Callable[..., No
     ]
 
     @functools.wraps(function)
-    def run(*args: Any) -> None:
-        function(record._make(args[: len(fields)]), *args[len(fields) :])
+    def run(*args: Any) -> Any:
+        return function(record._make(args[: len(fields)]), *args[len(fields) :])
 
-    _, *others = inspect.signature(function, eval_str=True).parameters.values()
-    run.__signature__ = inspect.Signature([*fields, *others], return_annotation=None)  # type: ignore[attr-defined]
+    signature = inspect.signature(function, eval_str=True)
+    _, *others = signature.parameters.values()
+    run.__signature__ = signature.replace(parameters=[*fields, *others])  # type: ignore[attr-defined]
     return run

@@ -64,11 +64,10 @@ def _consume(
     OTHER_PINGPONG: gl.constexpr,
     Q_EMPTY: gl.constexpr,
     FIRST_ROW: gl.constexpr,
-    D_QK: gl.constexpr,
-    D_V: gl.constexpr,
-    OUT_ALIGN: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
     shared = args.shared
+    D_QK: gl.constexpr = CONFIG.d_qk
     KEYS: gl.constexpr = shared.v[0].shape[1]
     DTYPE: gl.constexpr = shared.v[0].dtype
     scale_log2 = args.scale_log2
@@ -93,7 +92,7 @@ def _consume(
         first_key = work_tile.last * KEYS
         scores = apply_mask(scores, mask, first_key, 1)
         p, state, alpha = attend(empty_state(accumulator(KEYS)), scores, scale_log2)
-        output = out_tiles.zeros(D_V)
+        output = out_tiles.zeros(CONFIG.d_v)
         wait_v(shared, step)
         if first_key + KEYS > work_tile.keys:
             out_of_range_keys.zero_values(shared.v, stage_of(step), work_tile.keys - first_key)
@@ -133,20 +132,20 @@ def _consume(
         output = out_tiles.wait(num_chunks(D_QK) + len(shared.k) - 1, output)
         barriers.arrive_at(V_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS)
         step += 1
-        epilogue.store(output, state, work_tile, args.results, scale_log2, FIRST_ROW, D_V, OUT_ALIGN)
+        epilogue.store(output, state, work_tile, args.results, scale_log2, FIRST_ROW, CONFIG)
         scores = warpgroup_mma_wait(0, deps=[scores])
         barriers.arrive_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS)
         blocks = opaque(read_work_tile(consumer.work_tile).blocks)
 
 
 @gluon.jit
-def consume_first(args, D_QK: gl.constexpr, D_V: gl.constexpr, OUT_ALIGN: gl.constexpr):
-    _consume(args, args.shared.first, PINGPONG_FIRST, PINGPONG_SECOND, Q_EMPTY_FIRST, 0, D_QK, D_V, OUT_ALIGN)
+def consume_first(args, CONFIG: gl.constexpr):
+    _consume(args, args.shared.first, PINGPONG_FIRST, PINGPONG_SECOND, Q_EMPTY_FIRST, 0, CONFIG)
     # Consume the second consumer's last arrival, which no other wait matches.
     barriers.wait(PINGPONG_FIRST, barriers.PAIR_THREADS)
 
 
 @gluon.jit
-def consume_second(args, D_QK: gl.constexpr, D_V: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def consume_second(args, CONFIG: gl.constexpr):
     barriers.arrive(PINGPONG_FIRST, barriers.PAIR_THREADS)
-    _consume(args, args.shared.second, PINGPONG_SECOND, PINGPONG_FIRST, Q_EMPTY_SECOND, ROWS, D_QK, D_V, OUT_ALIGN)
+    _consume(args, args.shared.second, PINGPONG_SECOND, PINGPONG_FIRST, Q_EMPTY_SECOND, ROWS, CONFIG)

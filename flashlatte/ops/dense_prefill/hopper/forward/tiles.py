@@ -10,6 +10,14 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, SCALAR_LAYOUT, STAGES, mbarriers, read_scalar
 
 
+class DensePrefillConfig(NamedTuple):
+    """Compile-time configuration of the kernel. ``align``: unit of the strides of out, in elements."""
+
+    d_qk: Any
+    d_v: Any
+    align: Any
+
+
 class DensePrefillTile(NamedTuple):
     """A work tile: queries of one head, and the range of visible blocks of keys.
 
@@ -137,7 +145,9 @@ def _consumer(DTYPE: gl.constexpr, D_QK: gl.constexpr):
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
+def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
+    D_QK: gl.constexpr = CONFIG.d_qk
+    D_V: gl.constexpr = CONFIG.d_v
     KEYS: gl.constexpr = keys_per_block(D_QK, D_V)
     return DensePrefillShared(
         _consumer(DTYPE, D_QK),
