@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from flashlatte.runtime.kernel_records import ElementPointer, Int64
 from flashlatte.runtime.strides import stride_in_use
 
 
 class Slots(NamedTuple):
     """The slots of new tokens: entry i of ``mapping`` is the slot of token i."""
 
-    mapping: Any
-    stride: Any
-    num_tokens: Any
-    num_slots: Any
-    page_size: Any
+    mapping: ElementPointer
+    stride: Int64
+    num_tokens: Int64
+    num_slots: Int64
+    page_size: Int64
 
 
 class Requests(NamedTuple):
@@ -30,24 +31,24 @@ class Requests(NamedTuple):
         seq_ends: end of each request's positions (exclusive); None: all rows are used.
     """
 
-    cu_seqlens: Any
-    cu_stride: Any
-    num_boundaries: Any
-    num_requests: Any
-    seq_starts: Any = None
-    start_stride: Any = 0
-    seq_ends: Any = None
-    end_stride: Any = 0
+    cu_seqlens: ElementPointer
+    cu_stride: Int64
+    num_boundaries: Int64
+    num_requests: Int64
+    seq_starts: ElementPointer = None
+    start_stride: Int64 = 0
+    seq_ends: ElementPointer = None
+    end_stride: Int64 = 0
 
 
 class RequestPages(NamedTuple):
     """The pages of requests: ``block_table`` [requests, max_pages], with page ids below ``num_pages``."""
 
-    block_table: Any
-    table_stride: Any
-    max_pages: Any
-    num_pages: Any
-    page_size: Any
+    block_table: ElementPointer
+    table_stride: Int64
+    max_pages: Int64
+    num_pages: Int64
+    page_size: Int64
 
 
 def requests_of(
@@ -72,6 +73,12 @@ def requests_of(
 def pages_of(block_table: torch.Tensor, num_pages: int, page_size: int) -> RequestPages:
     """Make ``RequestPages`` from tensors."""
     return RequestPages(block_table, stride_in_use(block_table, 0), block_table.shape[1], num_pages, page_size)
+
+
+def slots_of(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Slots:
+    """Make ``Slots`` from slot_mapping [n] and a cache [pages, page_size, …]."""
+    num_pages, page_size = cache.shape[:2]
+    return Slots(slot_mapping, slot_mapping.stride(0), slot_mapping.shape[0], num_pages * page_size, page_size)
 
 
 @triton.jit
