@@ -20,6 +20,7 @@ from support.turboquant_calls import turboquant_decode, turboquant_gather, turbo
 
 from flashlatte import kv_cache
 from flashlatte.ops.compress.arguments import CompressArgs
+from flashlatte.ops.merge_states.params import MergeStatesParams
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 
@@ -41,7 +42,8 @@ def merge_states(
     scale = torch.ones(()) if to_e4m3 else None
     out = torch.zeros_like(outs[0], dtype=FP8 if to_e4m3 else BF16)
     lse = torch.zeros(tokens, heads)
-    return record("merge_states", backend, outs, lses, out, lse, None, context_tokens, scale, 1.0, arch=arch)
+    params = MergeStatesParams(outs, lses, out, lse, None, context_tokens, scale, 1.0)
+    return record("merge_states", backend, params, arch=arch)
 
 
 def cache_write(
