@@ -12,9 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.barriers import FIRST_FREE
 from flashlatte.kernels.hopper.ptx.registers import mask_columns, opaque
 from flashlatte.kernels.hopper.softmax import HEADROOM, NO_SCORE
+from flashlatte.runtime.gluon_compat import cta_barrier
 
 # Query rows of a consumer, and of a program's tile (two consumers).
 ROWS = gl.constexpr(64)
@@ -48,6 +50,14 @@ PINGPONG_SECOND = gl.constexpr(FIRST_FREE + 3)
 # A stage is empty (both consumers to the producer); one barrier per stage.
 K_EMPTY = gl.constexpr(FIRST_FREE + 4)
 V_EMPTY = gl.constexpr(FIRST_FREE + 6)
+
+
+class PrefillConsumer(NamedTuple):
+    """State of one consumer: its queries, its work tile, and the full barrier of both."""
+
+    q: Any
+    work_tile: Any  # int32 [scalars, 1]
+    full: Any
 
 
 class PrefillArgs(NamedTuple):
@@ -97,10 +107,10 @@ def phase_of(step):
 @gluon.jit
 def mbarriers(COUNT: gl.constexpr):
     """COUNT mbarriers [COUNT, 1] of one arrival each."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    allocated = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=1)
-    return barriers
+        mbarrier.init(allocated.index(index), count=1)
+    return allocated
 
 
 @gluon.jit
@@ -111,6 +121,40 @@ def wait_k(shared, step):
 @gluon.jit
 def wait_v(shared, step):
     mbarrier.wait(shared.v_full.index(stage_of(step)), phase_of(step))
+
+
+@gluon.jit
+def signal_empty(Q_EMPTY: gl.constexpr):
+    """At the start of a consumer: its queries and all stages are empty."""
+    barriers.arrive(Q_EMPTY, ONE_CONSUMER_THREADS)
+    for stage in gl.static_range(STAGES):
+        barriers.arrive_at(K_EMPTY + stage, BOTH_CONSUMER_THREADS)
+        barriers.arrive_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS)
+
+
+@gluon.jit
+def end_tiles(shared, step, nothing):
+    """At the end of the producer, whose next block is ``step``: publish a work tile without blocks.
+
+    The consumers compute one block of scores ahead: signal queries and a block of arbitrary contents.
+    """
+    barriers.wait_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+    mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
+    barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+    _publish(shared.first, nothing)
+    barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+    _publish(shared.second, nothing)
+    # The consumers' last arrivals.
+    for stage in gl.static_range(STAGES):
+        barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+
+
+@gluon.jit
+def _publish(consumer, work_tile):
+    write_scalars(consumer.work_tile, work_tile)
+    cta_barrier()
+    mbarrier.arrive(consumer.full.index(0), count=1)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from flashlatte.kernels.hopper.two_consumers import (
     ROWS,
     STAGES,
     V_EMPTY,
+    end_tiles,
     stage_of,
     write_scalar,
     write_scalars,
@@ -147,13 +148,6 @@ def _load_v(inputs, shared, step, page, first_key, head, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _publish(consumer, work_tile):
-    write_scalars(consumer.work_tile, work_tile)
-    cta_barrier()
-    mbarrier.arrive(consumer.full.index(0), count=1)
-
-
-@gluon.jit
 def produce(inputs, work, shared, CONFIG: gl.constexpr):
     num_blocks = schedule.count_blocks(work, CONFIG)
     num_tiles = num_blocks * work.packs
@@ -187,15 +181,4 @@ def produce(inputs, work, shared, CONFIG: gl.constexpr):
             _load_v(inputs, shared, step, page, first_key, head, CONFIG)
             step += 1
 
-    # The consumers compute one block of scores ahead: signal queries and a block of arbitrary contents.
-    nothing = PagedPrefillTile(0, 0, 0, 0, 0, 0, 0, 0)
-    barriers.wait_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
-    mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
-    barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
-    _publish(shared.first, nothing)
-    barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
-    _publish(shared.second, nothing)
-    # The consumers' last arrivals.
-    for stage in gl.static_range(STAGES):
-        barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
-        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+    end_tiles(shared, step, PagedPrefillTile(0, 0, 0, 0, 0, 0, 0, 0))

@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, SCALAR_LAYOUT, STAGES, mbarriers, read_scalar, stage_of
+from flashlatte.kernels.hopper.two_consumers import (
+    CHUNK,
+    ROWS,
+    SCALAR_LAYOUT,
+    STAGES,
+    PrefillConsumer,
+    mbarriers,
+    read_scalar,
+    stage_of,
+)
 from flashlatte.runtime.gluon_compat import reinterpret
 
 # Keys of a block.
@@ -63,25 +72,15 @@ class PagedPrefillTile(NamedTuple):
     keys: Any
 
 
-class PagedPrefillConsumer(NamedTuple):
-    """State of one consumer: its queries, its work tile, and the full barrier of both.
-
-    The leading axis of ``q`` is the chunk of columns.
-    """
-
-    q: Any  # [chunks, 64, 64]
-    work_tile: Any  # int32 [8, 1]
-    full: Any
-
-
 class PagedPrefillShared(NamedTuple):
-    """The rings of blocks, with 2 stages each; the chunks of columns of a stage are contiguous.
+    """The consumers, with q [chunks, 64, 64], and the rings of blocks, with 2 stages each; the chunks of columns of a
+    stage are contiguous.
 
     ``absent``: one bit per 8 keys of a block of K, set if their page is not in the cache.
     """
 
-    first: PagedPrefillConsumer
-    second: PagedPrefillConsumer
+    first: PrefillConsumer
+    second: PrefillConsumer
     k: Any  # [2 * chunks, 128, 64]
     v: Any  # [2, v_chunks * 128, 64]
     absent: Any  # int32 [2, 1]
@@ -105,7 +104,7 @@ def values_of(shared, step):
 
 @gluon.jit
 def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
-    return PagedPrefillConsumer(
+    return PrefillConsumer(
         gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SWIZZLED),
         gl.allocate_shared_memory(gl.int32, [8, 1], SCALAR_LAYOUT),
         mbarriers(1),

@@ -17,12 +17,12 @@ from flashlatte.kernels.hopper.two_consumers import (
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
-    STAGES,
     V_EMPTY,
     apply_mask,
     attend,
     empty_state,
     make_mask,
+    signal_empty,
     stage_of,
     wait_k,
     wait_v,
@@ -71,11 +71,7 @@ def _consume(
     KEYS: gl.constexpr = shared.v[0].shape[1]
     DTYPE: gl.constexpr = shared.v[0].dtype
     scale_log2 = args.scale_log2
-    barriers.arrive(Q_EMPTY, ONE_CONSUMER_THREADS)
-    for stage in gl.static_range(STAGES):
-        barriers.arrive_at(K_EMPTY + stage, BOTH_CONSUMER_THREADS)
-        barriers.arrive_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS)
-
+    signal_empty(Q_EMPTY)
     step = 0
     tiles_taken = 0
     mbarrier.wait(consumer.full.index(0), 0)

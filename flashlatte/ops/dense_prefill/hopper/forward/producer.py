@@ -21,8 +21,8 @@ from flashlatte.kernels.hopper.two_consumers import (
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
-    STAGES,
     V_EMPTY,
+    end_tiles,
     stage_of,
     write_scalars,
 )
@@ -107,13 +107,6 @@ def _load_blocks(inputs, shared, step, token, head, count):
 
 
 @gluon.jit
-def _publish(consumer, work_tile):
-    write_scalars(consumer.work_tile, work_tile)
-    cta_barrier()
-    mbarrier.arrive(consumer.full.index(0), count=1)
-
-
-@gluon.jit
 def produce(inputs, work, shared):
     KEYS: gl.constexpr = shared.v[0].shape[1]
     num_blocks = schedule.count_blocks(work)
@@ -138,15 +131,4 @@ def produce(inputs, work, shared):
         work_tile, first_key = schedule.find_tile(work, tile, num_blocks, KEYS)
         step, token = _load_blocks(inputs, shared, step, token, head, gl.minimum(left, _BLOCKS_BEFORE_NEXT_TILE))
 
-    # The consumers compute one block of scores ahead: signal queries and a block of arbitrary contents.
-    nothing = DensePrefillTile(0, 0, 0, 0, 0, 0, 0)
-    barriers.wait_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
-    mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
-    barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
-    _publish(shared.first, nothing)
-    barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
-    _publish(shared.second, nothing)
-    # The consumers' last arrivals.
-    for stage in gl.static_range(STAGES):
-        barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
-        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+    end_tiles(shared, step, DensePrefillTile(0, 0, 0, 0, 0, 0, 0))
