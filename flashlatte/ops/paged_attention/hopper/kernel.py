@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import triton.language as tl
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PrefillArgs
-from flashlatte.ops.paged_attention.hopper import consumers, producer, tiles
-from flashlatte.ops.paged_attention.hopper.epilogue import PagedPrefillResults
+from flashlatte.kernels.hopper.prefill_consumers import consume
+from flashlatte.kernels.hopper.two_consumers import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS, PrefillArgs
+from flashlatte.ops.paged_attention.hopper import producer, tiles
+from flashlatte.ops.paged_attention.hopper.epilogue import PagedPrefillResults, store
+from flashlatte.ops.paged_attention.hopper.out_of_range_keys import zero_values
 from flashlatte.ops.paged_attention.hopper.producer import PagedPrefillInputs
 from flashlatte.ops.paged_attention.hopper.schedule import PagedPrefillWork
+from flashlatte.ops.paged_attention.hopper.tiles import read_work_tile
 from flashlatte.runtime.triton_kernel import gluon_kernel
+
+
+@gluon.jit
+def _consume_first(args, CONFIG: gl.constexpr):
+    consume(args, 0, CONFIG, read_work_tile, zero_values, store)
+
+
+@gluon.jit
+def _consume_second(args, CONFIG: gl.constexpr):
+    consume(args, ROWS, CONFIG, read_work_tile, zero_values, store)
 
 
 @gluon_kernel
@@ -27,8 +41,8 @@ def paged_prefill_kernel(
     args = PrefillArgs(shared, work.window, scale_log2, results)
     gl.warp_specialize(
         [
-            (consumers.consume_first, (args, CONFIG)),
-            (consumers.consume_second, (args, CONFIG)),
+            (_consume_first, (args, CONFIG)),
+            (_consume_second, (args, CONFIG)),
             (producer.produce, (inputs, work, shared, CONFIG)),
         ],
         [4, 1],

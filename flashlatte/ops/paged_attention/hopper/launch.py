@@ -45,6 +45,7 @@ def attend_long(params: PagedAttentionParams, min_queries: int) -> None:
         page_size=page_size,
         box=box,
         align=align,
+        keys=KEYS.value,
     )
     max_tiles = (tokens * pack // TILE.value + requests.count + 2) * (heads // pack)
     out_strides = strides_in_use(out)

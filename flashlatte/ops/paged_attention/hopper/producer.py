@@ -106,7 +106,9 @@ def _load_q(inputs, consumer, work_tile, TOKEN: gl.constexpr, CONFIG: gl.constex
     full = consumer.full.index(0)
     mbarrier.expect(full, ROWS * CHUNKS * CHUNK * 2)
     for chunk in gl.static_range(CHUNKS):
-        tma_load(inputs.q, [work_tile.token + TOKEN, work_tile.pack, 0, chunk * CHUNK], full, consumer.q.index(chunk))
+        tma_load(
+            inputs.q, [work_tile.token + TOKEN, work_tile.pack, 0, chunk * CHUNK], full, consumer.q[0].index(chunk)
+        )
 
 
 @gluon.jit
@@ -118,7 +120,7 @@ def _load_k(inputs, shared, step, page, absent, first_key, head, CONFIG: gl.cons
     _load_block(
         inputs.k,
         inputs.boxes,
-        shared.k,
+        shared.k[0],
         stage,
         shared.k_full.index(stage),
         page,
@@ -136,7 +138,7 @@ def _load_v(inputs, shared, step, page, first_key, head, CONFIG: gl.constexpr):
     _load_block(
         inputs.v,
         inputs.boxes,
-        shared.v,
+        shared.v[0],
         stage,
         shared.v_full.index(stage),
         page,

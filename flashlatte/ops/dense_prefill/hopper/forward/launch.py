@@ -50,7 +50,7 @@ def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) ->
     device = q.device
     group_kv = heads // heads_kv
     keys = keys_per_block(head_dim, head_dim_v)
-    config = DensePrefillConfig(head_dim, head_dim_v, row_align(out))
+    config = DensePrefillConfig(head_dim, head_dim_v, row_align(out), keys)
     out_strides = strides_in_use(out)
     inputs = DensePrefillInputs(
         q=_descriptor_of("q", q, ROWS.value, CHUNK.value),

@@ -19,11 +19,20 @@ from flashlatte.kernels.hopper.two_consumers import (
 
 
 class DensePrefillConfig(NamedTuple):
-    """Compile-time configuration of the kernel. ``align``: unit of the strides of out, in elements."""
+    """Compile-time configuration of the kernel.
+
+    Attributes:
+        keys: keys of a block.
+        align: unit of the strides of out, in elements.
+        pack, has_pages: as in ``prefill_consumers.consume``.
+    """
 
     d_qk: Any
     d_v: Any
     align: Any
+    keys: Any
+    pack: Any = 1
+    has_pages: Any = False
 
 
 class DensePrefillTile(NamedTuple):
@@ -61,12 +70,6 @@ class DensePrefillShared(NamedTuple):
     v: Any  # ([2, keys, columns]), optionally [2, keys, rest]
     k_full: Any  # [2, 1]
     v_full: Any
-
-
-@gluon.constexpr_function
-def accumulator(columns):
-    """The layout of a consumer's product [64, columns]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
@@ -149,7 +152,7 @@ def _consumer(DTYPE: gl.constexpr, D_QK: gl.constexpr):
 def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
     D_QK: gl.constexpr = CONFIG.d_qk
     D_V: gl.constexpr = CONFIG.d_v
-    KEYS: gl.constexpr = keys_per_block(D_QK, D_V)
+    KEYS: gl.constexpr = CONFIG.keys
     return DensePrefillShared(
         _consumer(DTYPE, D_QK),
         _consumer(DTYPE, D_QK),
