@@ -159,13 +159,13 @@ def _addresses(pages, start, first_new, tile, table, step: tl.constexpr):
 
 
 @triton.jit
-def _scales_of(rows, addresses):
+def _scales_of(scales, addresses):
     """The scale of each key [keys]; 1 for new keys."""
-    if rows.scales is None:
-        return tl.where(addresses.is_new, 1.0, rows.scale)
+    if scales.scales is None:
+        return tl.where(addresses.is_new, 1.0, scales.value)
     else:
-        pointers = rows.scales + addresses.page.to(tl.int64) * rows.scales_stride_page
-        pointers += (addresses.first + addresses.offset) * rows.scales_stride_token
+        pointers = scales.scales + addresses.page.to(tl.int64) * scales.stride_page
+        pointers += (addresses.first + addresses.offset) * scales.stride_token
         return tl.load(pointers, mask=addresses.in_cache, other=1.0)
 
 
@@ -254,7 +254,7 @@ def attend(
         if not step.ahead:
             scores = _scores(queries, keys, addresses, dtype, K_FORM, step)
         if step.scaled_keys:
-            scores *= _scales_of(keys, addresses)[None, :]
+            scores *= _scales_of(keys.scales, addresses)[None, :]
         if step.halves:
             scores *= queries.inverse[:, None]
         factor = scale
@@ -285,7 +285,7 @@ def attend(
         row_sum = row_sum * alpha + tl.sum(p, axis=1)
         row_max = new_max
         if step.scaled_keys:
-            p *= _scales_of(inputs.v, addresses)[None, :]
+            p *= _scales_of(inputs.v.scales, addresses)[None, :]
         v = load_operand(inputs.v, addresses, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
         # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)

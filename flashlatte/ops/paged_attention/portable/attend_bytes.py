@@ -26,7 +26,7 @@ _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 def _load_words(rows, page, token, behind, in_cache, WORDS: tl.constexpr):
     """uint32 [heads, keys, WORDS] of rows at ``behind`` [keys] words after a token of a page; 0 where there is no
     key."""
-    first = rows.cache + (page * rows.stride_page + token * rows.stride_token) * 16  # [heads]
+    first = rows.start + (page * rows.stride_page + token * rows.stride_token) * 16  # [heads]
     words = first.to(tl.pointer_type(tl.uint32))[:, None, None] + tl.arange(0, WORDS)[None, None, :]
     return tl.load(words + behind[None, :, None], mask=in_cache[None, :, None], other=0)
 
@@ -56,8 +56,8 @@ def attend_bytes(
     The dims of q are in the order of ``key_dims``. ``pages``: ``first_pages``. ``scale`` may be a scalar or one per
     row.
     """
-    key_rows = inputs.k
-    value_rows = inputs.v
+    key_rows = inputs.k.cache
+    value_rows = inputs.v.cache
     table = inputs.table
     HEADS: tl.constexpr = step.key_heads
     BLOCK_M: tl.constexpr = step.block_m

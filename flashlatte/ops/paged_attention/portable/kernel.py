@@ -16,10 +16,11 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
+from flashlatte.kernels.triton.packed import PackedRows
 from flashlatte.ops.paged_attention.portable.attend import PagedInputs, PagedQueries, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, first_pages
 from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
-from flashlatte.ops.paged_attention.portable.keys import rows_of_heads
+from flashlatte.ops.paged_attention.portable.keys import PagedRows, RowScales, cache_of_heads
 from flashlatte.ops.paged_attention.portable.tiles import TileLengths, load_tile
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
@@ -129,8 +130,8 @@ def _attend_tile(
         dtype: tl.constexpr = tl.float16 if step.halves else inputs.query.base.dtype.element_ty
         values, lse2 = attend(queries, inputs, tile, first_block, stop_block, scale, K_FORM, V_FORM, step, dtype)
     if not step.scaled_keys:
-        v_scale = inputs.v.scale
-        values *= v_scale[:, None] if step.in_words and inputs.v.scales is not None else v_scale
+        v_scale = inputs.v.scales.value
+        values *= v_scale[:, None] if step.in_words and inputs.v.scales.scales is not None else v_scale
     return values, lse2
 
 
@@ -159,13 +160,39 @@ def paged_attention_kernel(
     key_lengths = device.KeyLengths(tile_lengths.num_tiles, 1, tile_lengths.lengths, 1, 0, tile_lengths.limit)
     group = _find_group(grid, outputs, STEP)
     number = group.number
-    k = rows_of_heads(inputs.k, group.cache_head, group.kv_head, K_FORM, STEP.scaled_keys)
-    v = rows_of_heads(inputs.v, group.cache_head, group.kv_head, V_FORM, STEP.scaled_keys)
+    # Not in a function: Triton 3.6 returns no None.
+    k_new = inputs.k.new.base
+    v_new = inputs.v.new.base
+    if k_new is not None:
+        k_new += group.kv_head * inputs.k.new.stride_head
+        v_new += group.kv_head * inputs.v.new.stride_head
+    k_scales = inputs.k.scales.scales
+    k_scale = inputs.k.scales.value
+    if k_scales is not None:
+        k_scales += group.kv_head * inputs.k.scales.stride_head
+        if not STEP.scaled_keys:
+            k_scale = tl.load(k_scales)
+    v_scales = inputs.v.scales.scales
+    v_scale = inputs.v.scales.value
+    if v_scales is not None:
+        v_scales += group.kv_head * inputs.v.scales.stride_head
+        if not STEP.scaled_keys:
+            v_scale = tl.load(v_scales)
+    k = PagedRows(
+        cache_of_heads(inputs.k.cache, group.cache_head, K_FORM),
+        PackedRows(k_new, inputs.k.new.stride_token, inputs.k.new.stride_head),
+        RowScales(k_scales, inputs.k.scales.stride_page, inputs.k.scales.stride_token, 0, k_scale),
+    )
+    v = PagedRows(
+        cache_of_heads(inputs.v.cache, group.cache_head, V_FORM),
+        PackedRows(v_new, inputs.v.new.stride_token, inputs.v.new.stride_head),
+        RowScales(v_scales, inputs.v.scales.stride_page, inputs.v.scales.stride_token, 0, v_scale),
+    )
     terms = inputs.terms
     inputs = PagedInputs(inputs.query, k, v, inputs.table, inputs.visible, terms)
     scale = softmax_scale * LOG2_E
     if not STEP.scaled_keys:
-        scale *= k.scale
+        scale *= k_scale
     slopes = 0.0
     if terms.alibi_slopes is not None:
         slopes = tl.load(terms.alibi_slopes + group.head * terms.alibi_stride, mask=group.in_use, other=0.0)

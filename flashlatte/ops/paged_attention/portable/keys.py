@@ -44,29 +44,39 @@ class KeyForm(NamedTuple):
     interpreted: bool
 
 
-class PagedRows(NamedTuple):
-    """Keys or values: rows [pages, page_size, h_kv, d] of a cache, rows [tokens, h_kv, d] of new tokens, and scales.
+class RowCache(NamedTuple):
+    """Keys or values in a cache [pages, page_size, h_kv, pieces, elements].
 
-    Attributes:
-        cache, stride_page, stride_token, stride_head: in units of KeyForm.align elements.
-        stride_piece, stride_element: of pieces of a row and of the elements of a piece, in elements.
-        new: None if the call has no new tokens.
-        scales: float32 [pages, page_size, h_kv], or None; then ``scale`` applies to all rows. Without
-            ``PagedStep.scaled_keys`` a scale applies to all rows of a head.
+    Strides of pages, tokens and heads are in units of KeyForm.align elements.
     """
 
-    cache: Pointer
+    start: Pointer
     stride_page: Int64
     stride_token: Int64
     stride_head: Int64
     stride_piece: Int64
     stride_element: Int64
-    new: PackedRows
+
+
+class RowScales(NamedTuple):
+    """Scales of rows: float32 [pages, page_size, h_kv], or None; then ``value`` applies to all rows.
+
+    Without ``PagedStep.scaled_keys`` a scale applies to all rows of a head.
+    """
+
     scales: Pointer
-    scales_stride_page: Int64
-    scales_stride_token: Int64
-    scales_stride_head: Int64
-    scale: Float32
+    stride_page: Int64
+    stride_token: Int64
+    stride_head: Int64
+    value: Float32
+
+
+class PagedRows(NamedTuple):
+    """Keys or values: in pages, and of new tokens [tokens, h_kv, d]."""
+
+    cache: RowCache
+    new: PackedRows
+    scales: RowScales
 
 
 class KeyAddresses(NamedTuple):
@@ -89,30 +99,15 @@ class KeyAddresses(NamedTuple):
 
 
 @triton.jit
-def rows_of_heads(rows, cache_head, kv_head, form: tl.constexpr, SCALED_KEYS: tl.constexpr):
-    """``rows`` with pointers to those of key heads: the cache's of ``cache_head``, the others' of ``kv_head``."""
-    new = rows.new.base
-    if new is not None:
-        new += kv_head * rows.new.stride_head
-    scales = rows.scales
-    scale = rows.scale
-    if scales is not None:
-        scales += kv_head * rows.scales_stride_head
-        if not SCALED_KEYS:
-            scale = tl.load(scales)
-    return PagedRows(
-        rows.cache + cache_head * rows.stride_head * form.align,
-        rows.stride_page,
-        rows.stride_token,
-        rows.stride_head,
-        rows.stride_piece,
-        rows.stride_element,
-        PackedRows(new, rows.new.stride_token, rows.new.stride_head),
-        scales,
-        rows.scales_stride_page,
-        rows.scales_stride_token,
-        rows.scales_stride_head,
-        scale,
+def cache_of_heads(cache, heads, form: tl.constexpr):
+    """``cache`` with pointers to the rows of key heads."""
+    return RowCache(
+        cache.start + heads * cache.stride_head * form.align,
+        cache.stride_page,
+        cache.stride_token,
+        cache.stride_head,
+        cache.stride_piece,
+        cache.stride_element,
     )
 
 
@@ -127,18 +122,19 @@ def load_operand(
     form: tl.constexpr,
 ):
     """Columns FIRST to FIRST + COUNT of rows, [keys, WIDTH] in ``dtype``, without scales; 0 where there is no key."""
+    cache = rows.cache
     col = FIRST + tl.arange(0, WIDTH)
-    first = addresses.page.to(tl.int64) * rows.stride_page + addresses.first * rows.stride_token
-    block = rows.cache + first * form.align
-    offsets = addresses.offset * rows.stride_token * form.align
+    first = addresses.page.to(tl.int64) * cache.stride_page + addresses.first * cache.stride_token
+    block = cache.start + first * form.align
+    offsets = addresses.offset * cache.stride_token * form.align
     mask = addresses.in_cache[:, None]
     if COUNT != WIDTH:
         mask = mask & (col < FIRST + COUNT)[None, :]
-    element_stride = rows.stride_element if form.element_stride is None else form.element_stride
+    element_stride = cache.stride_element if form.element_stride is None else form.element_stride
     cols = (col % form.piece) * element_stride
     pointers = (block + offsets)[:, None]
     if form.piece < FIRST + COUNT:
-        cols = cols + (col // form.piece) * rows.stride_piece
+        cols = cols + (col // form.piece) * cache.stride_piece
     x = tl.load(pointers + cols[None, :], mask=mask, other=0)
     x = _converted(x, dtype, form)
     new = rows.new

@@ -16,7 +16,16 @@ from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.ops.paged_attention.portable.attend import PagedInputs, PagedStep
 from flashlatte.ops.paged_attention.portable.config import PagedConfig, choose, choose_in_words
 from flashlatte.ops.paged_attention.portable.kernel import paged_attention_kernel
-from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, KeyForm, PagedRows
+from flashlatte.ops.paged_attention.portable.keys import (
+    E4M3,
+    E5M2,
+    INT8,
+    PLAIN,
+    KeyForm,
+    PagedRows,
+    RowCache,
+    RowScales,
+)
 from flashlatte.ops.paged_attention.portable.scores import ScoreTerms
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, TileLengths, VisibleRanges, find_tiles_kernel
 from flashlatte.ops.paged_attention.requests import paged_requests
@@ -310,16 +319,16 @@ def _rows(
     page, token, head, piece, element = cache.stride()
     as_bytes = cache.dtype.itemsize == 1 and cache.dtype != torch.int8
     return PagedRows(
-        cache.view(torch.uint8) if as_bytes else cache,
-        page // form.align,
-        token // form.align,
-        head // form.align,
-        piece,
-        element,
+        RowCache(
+            cache.view(torch.uint8) if as_bytes else cache,
+            page // form.align,
+            token // form.align,
+            head // form.align,
+            piece,
+            element,
+        ),
         packed_rows(new),
-        scales,
-        *((0, 0, 0) if scales is None else scales.stride()),
-        scale,
+        RowScales(scales, *((0, 0, 0) if scales is None else scales.stride()), scale),
     )
 
 
