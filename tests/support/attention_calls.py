@@ -12,7 +12,8 @@ from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
-from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
@@ -105,7 +106,7 @@ def paged_attention(
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         k_cache = k_cache.unsqueeze(3)
     scale = torch.empty(pages, page_size, kv_heads) if per_token else None
-    problem = PagedAttentionArgs(
+    problem = PagedAttentionParams(
         q=torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
         k_cache=k_cache,
         v_cache=v_cache,
@@ -334,16 +335,19 @@ def dense_prefill(
     return record(
         "dense_prefill",
         backend,
-        torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
-        torch.empty(tokens + 1, kv_heads, head_dim, dtype=dtype),
-        torch.empty(tokens + 1, kv_heads, d_v, dtype=dtype),
-        starts,
-        starts,
-        tokens,
-        tokens,
-        head_dim**-0.5,
-        *window,
-        -math.inf,
+        DensePrefillParams(
+            q=torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
+            k=torch.empty(tokens + 1, kv_heads, head_dim, dtype=dtype),
+            v=torch.empty(tokens + 1, kv_heads, d_v, dtype=dtype),
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=tokens,
+            max_seqlen_k=tokens,
+            softmax_scale=head_dim**-0.5,
+            window_left=window[0],
+            window_right=window[1],
+            empty_lse=-math.inf,
+        ),
         torch.empty(tokens, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
         torch.empty(heads, tokens).t(),
         arch=arch,
@@ -374,19 +378,23 @@ def dense_prefill_backward(
     return record(
         "dense_prefill_backward",
         backend,
-        tensor(heads, d_v),
-        torch.empty(tokens, heads) if dlse else None,
-        tensor(heads, head_dim),
-        tensor(kv_heads, head_dim),
-        tensor(kv_heads, d_v),
+        DensePrefillParams(
+            q=tensor(heads, head_dim),
+            k=tensor(kv_heads, head_dim),
+            v=tensor(kv_heads, d_v),
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=tokens,
+            max_seqlen_k=tokens,
+            softmax_scale=head_dim**-0.5,
+            window_left=window[0],
+            window_right=window[1],
+            empty_lse=-math.inf,
+        ),
         tensor(heads, d_v),
         torch.empty(heads, tokens).t(),
-        starts,
-        starts,
-        tokens,
-        tokens,
-        head_dim**-0.5,
-        *window,
+        tensor(heads, d_v),
+        torch.empty(tokens, heads) if dlse else None,
         deterministic,
         tensor(heads, head_dim),
         tensor(kv_heads, head_dim),

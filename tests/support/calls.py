@@ -25,6 +25,7 @@ from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.ops.compress.params import CompressParams
 from flashlatte.ops.gather_records.params import GatherRecordsParams
 from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
+from flashlatte.ops.merge_states.params import MergeStatesParams
 from flashlatte.ops.mhc.params import MhcPreParams
 from flashlatte.ops.norm_rope.params import LatentRowsParams
 from flashlatte.ops.q_kv_norm.params import QKvNormParams
@@ -53,7 +54,8 @@ def merge_states(
     scale = torch.ones(()) if to_e4m3 else None
     out = torch.zeros_like(outs[0], dtype=FP8 if to_e4m3 else BF16)
     lse = torch.zeros(tokens, heads)
-    return record("merge_states", backend, outs, lses, out, lse, None, context_tokens, scale, 1.0, arch=arch)
+    params = MergeStatesParams(outs, lses, out, lse, None, context_tokens, scale, 1.0)
+    return record("merge_states", backend, params, arch=arch)
 
 
 def cache_write(

@@ -8,6 +8,9 @@ import torch
 from support.recording import Recorded, Recording
 
 from flashlatte.kv_cache import turboquant
+from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
+from flashlatte.ops.turboquant_gather.params import TurboQuantGatherParams
+from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
 
 BF16 = torch.bfloat16
 
@@ -37,8 +40,8 @@ def turboquant_store(
 ) -> list[Recorded]:
     cache = _turboquant_cache(form, head_dim, heads, pages, page_size, gap)
     rows, slots = torch.zeros(tokens, heads, head_dim, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
-    layout = turboquant.turboquant_format(form, head_dim)
-    return record("turboquant_store", backend, rows, rows.clone(), cache, slots, layout, arch=arch)
+    params = TurboQuantStoreParams(rows, rows.clone(), cache, slots, form)
+    return record("turboquant_store", backend, params, arch=arch)
 
 
 def turboquant_gather(
@@ -56,8 +59,9 @@ def turboquant_gather(
 ) -> list[Recorded]:
     cache = _turboquant_cache(form, head_dim, heads, pages, page_size, gap)
     table, starts = torch.zeros(requests, 8, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32)
-    layout, rows = turboquant.turboquant_format(form, head_dim), torch.zeros(tokens, heads, head_dim, dtype=BF16)
-    return record("turboquant_gather", backend, cache, table, starts, None, layout, rows, rows.clone(), arch=arch)
+    rows = torch.zeros(tokens, heads, head_dim, dtype=BF16)
+    params = TurboQuantGatherParams(cache, table, starts, None, form, rows, rows.clone())
+    return record("turboquant_gather", backend, params, arch=arch)
 
 
 def turboquant_decode(
@@ -80,6 +84,16 @@ def turboquant_decode(
     q = torch.zeros(batch, s_q, heads, head_dim, dtype=dtype)
     cache = _turboquant_cache(form, head_dim, kv_heads, pages, page_size, gap)
     table, lengths = torch.zeros(batch, columns, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-    layout, lse = turboquant.turboquant_format(form, head_dim), torch.zeros(batch, heads, s_q)
-    options = (layout, head_dim**-0.5, causal, -math.inf, q.clone(), lse)
-    return record("turboquant_decode", backend, q, cache, table, lengths, *options, arch=arch)
+    params = TurboQuantDecodeParams(
+        q=q,
+        cache=cache,
+        block_table=table,
+        cache_seqlens=lengths,
+        cache_format=form,
+        softmax_scale=head_dim**-0.5,
+        causal=causal,
+        empty_lse=-math.inf,
+        out=q.clone(),
+        lse=torch.zeros(batch, heads, s_q),
+    )
+    return record("turboquant_decode", backend, params, arch=arch)

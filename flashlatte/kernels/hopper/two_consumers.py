@@ -12,9 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.barriers import FIRST_FREE
 from flashlatte.kernels.hopper.ptx.registers import mask_columns, opaque
 from flashlatte.kernels.hopper.softmax import HEADROOM, NO_SCORE
+from flashlatte.runtime.gluon_compat import cta_barrier
 
 # Query rows of a consumer, and of a program's tile (two consumers).
 ROWS = gl.constexpr(64)
@@ -50,11 +52,12 @@ K_EMPTY = gl.constexpr(FIRST_FREE + 4)
 V_EMPTY = gl.constexpr(FIRST_FREE + 6)
 
 
-class Window(NamedTuple):
-    """Number of keys before and after its own position that are visible to a query."""
+class PrefillConsumer(NamedTuple):
+    """State of one consumer: its queries, its work tile, and the full barrier of both."""
 
-    left: Any
-    right: Any
+    q: Any
+    work_tile: Any  # int32 [scalars, 1]
+    full: Any
 
 
 class PrefillArgs(NamedTuple):
@@ -73,15 +76,13 @@ class PrefillMask(NamedTuple):
         unmasked_from, unmasked_to: the range of keys that is visible to all rows.
         position: of the first row.
         keys: of the request.
-        left, right: the window.
     """
 
     unmasked_from: Any
     unmasked_to: Any
     position: Any
     keys: Any
-    left: Any
-    right: Any
+    window: Any
 
 
 class RowStatistics(NamedTuple):
@@ -106,10 +107,10 @@ def phase_of(step):
 @gluon.jit
 def mbarriers(COUNT: gl.constexpr):
     """COUNT mbarriers [COUNT, 1] of one arrival each."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    allocated = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=1)
-    return barriers
+        mbarrier.init(allocated.index(index), count=1)
+    return allocated
 
 
 @gluon.jit
@@ -120,6 +121,40 @@ def wait_k(shared, step):
 @gluon.jit
 def wait_v(shared, step):
     mbarrier.wait(shared.v_full.index(stage_of(step)), phase_of(step))
+
+
+@gluon.jit
+def signal_empty(Q_EMPTY: gl.constexpr):
+    """At the start of a consumer: its queries and all stages are empty."""
+    barriers.arrive(Q_EMPTY, ONE_CONSUMER_THREADS)
+    for stage in gl.static_range(STAGES):
+        barriers.arrive_at(K_EMPTY + stage, BOTH_CONSUMER_THREADS)
+        barriers.arrive_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS)
+
+
+@gluon.jit
+def end_tiles(shared, step, nothing):
+    """At the end of the producer, whose next block is ``step``: publish a work tile without blocks.
+
+    The consumers compute one block of scores ahead: signal queries and a block of arbitrary contents.
+    """
+    barriers.wait_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+    mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
+    barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+    _publish(shared.first, nothing)
+    barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
+    _publish(shared.second, nothing)
+    # The consumers' last arrivals.
+    for stage in gl.static_range(STAGES):
+        barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+
+
+@gluon.jit
+def _publish(consumer, work_tile):
+    write_scalars(consumer.work_tile, work_tile)
+    cta_barrier()
+    mbarrier.arrive(consumer.full.index(0), count=1)
 
 
 @gluon.jit
@@ -148,7 +183,7 @@ def make_mask(work_tile, window, FIRST_ROW: gl.constexpr, PACK: gl.constexpr):
     position = work_tile.position + FIRST_ROW // PACK
     unmasked_from = position + (ROWS - 1) // PACK - window.left
     unmasked_to = gl.minimum(position + window.right + 1, work_tile.keys)
-    return PrefillMask(unmasked_from, unmasked_to, position, work_tile.keys, window.left, window.right)
+    return PrefillMask(unmasked_from, unmasked_to, position, work_tile.keys, window)
 
 
 @gluon.jit
@@ -158,8 +193,8 @@ def apply_mask(scores, mask, first_key, PACK: gl.constexpr):
     KEYS: gl.constexpr = scores.shape[1]
     if (first_key < mask.unmasked_from) | (first_key + KEYS > mask.unmasked_to):
         position = mask.position - first_key + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) // PACK
-        visible_from = position - mask.left
-        visible_to = gl.minimum(position + mask.right + 1, mask.keys - first_key)
+        visible_from = position - mask.window.left
+        visible_to = gl.minimum(position + mask.window.right + 1, mask.keys - first_key)
         key = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
         scores = mask_columns(scores, visible_from[:, None] - key, visible_to[:, None] - key)
     return scores

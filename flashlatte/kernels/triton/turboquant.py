@@ -5,10 +5,72 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import load_words
+from flashlatte.kernels.triton.cache_layout import alignment_bytes
+from flashlatte.kv_cache.lloyd_max import lloyd_max
+from flashlatte.kv_cache.turboquant import TurboQuantFormat
+from flashlatte.runtime.kernel_records import Int64, Pointer
+from flashlatte.runtime.strides import stride_in_use
+
+
+class RecordForm(NamedTuple):
+    """The constants of a format's records.
+
+    Attributes:
+        head_dim, key_bits, value_bits, norm_offset, value_offset, scale_offset: of the format.
+        codebook: positive centroids.
+        align: alignment of all strides of the cache, in bytes.
+        native: the GPU has e4m3 conversion instructions.
+        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
+    """
+
+    head_dim: int
+    key_bits: int
+    value_bits: int
+    norm_offset: int
+    value_offset: int
+    scale_offset: int
+    codebook: tuple[float, ...]
+    align: int
+    native: bool
+    interpreted: bool
+
+
+class RecordCache(NamedTuple):
+    """A cache of records [pages, page_size, h_kv]; strides are in units of ``RecordForm.align`` bytes."""
+
+    start: Pointer
+    stride_page: Int64
+    stride_token: Int64
+    stride_head: Int64
+
+
+def records_of(
+    cache: torch.Tensor, layout: TurboQuantFormat, max_align: int, *, native: bool, interpreted: bool
+) -> tuple[RecordCache, RecordForm]:
+    """A cache [pages, page_size, h_kv, record_bytes], and the constants of its records."""
+    strides = [stride_in_use(cache, axis) for axis in range(3)]
+    align = min(alignment_bytes(cache, *strides), max_align)
+    codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
+    form = RecordForm(
+        head_dim=layout.head_dim,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        norm_offset=layout.norm_offset,
+        value_offset=layout.value_offset,
+        scale_offset=layout.scale_offset,
+        codebook=codebook[len(codebook) // 2 :],
+        align=align,
+        native=native,
+        interpreted=interpreted,
+    )
+    return RecordCache(cache, *(stride // align for stride in strides)), form
 
 
 @triton.jit

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from flashlatte.ops.dense_prefill.params import DensePrefillParams
 from flashlatte.runtime import checks, dispatch, ragged, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
 
 OPERATION = "dense_prefill"
 BACKWARD = "dense_prefill_backward"
+# The first fields of DensePrefillParams.
+_NUM_TENSORS = 5
 # A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 256
 # From the width of a swizzled line to the capacity of registers and shared memory.
@@ -187,28 +190,28 @@ def dense_prefill(
             rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(k) and checks.rows_aligned(v),
         )
 
-    arguments = (
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        checks.softmax_scale(softmax_scale, head_dim),
-        left,
-        right,
-        checks.empty_lse(empty_lse),
+    params = DensePrefillParams(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=checks.softmax_scale(softmax_scale, head_dim),
+        window_left=left,
+        window_right=right,
+        empty_lse=checks.empty_lse(empty_lse),
     )
     deterministic = checks.flag("deterministic", deterministic)
     chosen = dispatch.select(call(OPERATION), backend)
     if out is not None:
         lse = _empty_lse(q)
         if total_q:
-            _dense_prefill_out(*arguments, chosen, out, lse)
+            _dense_prefill_out(*params, chosen, out, lse)
         return out, lse
     chosen_backward = dispatch.select(call(BACKWARD), backend) if recorded else ""
-    return _dense_prefill(*arguments, chosen, chosen_backward, deterministic)
+    return _dense_prefill(*params, chosen, chosen_backward, deterministic)
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,158 +219,61 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object)
 
 
 def _fake_backward(
-    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    tensors, numbers = inputs[:_NUM_TENSORS], inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(*tensors, *output)
     ctx.numbers = numbers
 
 
 def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    max_seqlen_q, max_seqlen_k, scale, left, right, _, _, backend, deterministic = ctx.numbers
-    gradients = _dense_prefill_backward(
-        torch.zeros_like(out) if dout is None else dout.contiguous(),
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        left,
-        right,
-        deterministic,
-        backend,
-    )
-    return *gradients, *[None] * (2 + len(ctx.numbers))
+    *tensors, out, lse = ctx.saved_tensors
+    *numbers, _, backend, deterministic = ctx.numbers
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    gradients = _dense_prefill_backward(*tensors, *numbers, out, lse, dout, dlse, deterministic, backend)
+    return *gradients, *[None] * (_NUM_TENSORS - len(gradients) + len(ctx.numbers))
 
 
 def _no_second_derivative(*_: object) -> None:
     raise RuntimeError("dense_prefill has no second derivative: its gradient cannot be differentiated again")
 
 
-@register_differentiable_op(BACKWARD, fake=_fake_backward, backward=_no_second_derivative)
+@register_differentiable_op(BACKWARD, fake=_fake_backward, backward=_no_second_derivative, record=DensePrefillParams)
 def _dense_prefill_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    params: DensePrefillParams,
     out: torch.Tensor,
     lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     deterministic: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = _fake_backward(dout, dlse, q, k, v)
-    if q.shape[0] == 0:
+    gradients = _fake_backward(*params)
+    if params.q.shape[0] == 0:
         return gradients[0], gradients[1].zero_(), gradients[2].zero_()
-    dispatch.implementation(BACKWARD, backend)(
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        window_left,
-        window_right,
-        deterministic,
-        *gradients,
-    )
+    dispatch.implementation(BACKWARD, backend)(params, out, lse, dout, dlse, deterministic, *gradients)
     return gradients
 
 
-@register_differentiable_op(OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep)
+@register_differentiable_op(
+    OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep, record=DensePrefillParams
+)
 def _dense_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    empty_lse: float,
-    backend: str,
-    backward_backend: str,
-    deterministic: bool,
+    params: DensePrefillParams, backend: str, backward_backend: str, deterministic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _fake_forward(q, k, v)
-    if q.shape[0] == 0:
-        return out, lse
-    dispatch.implementation(OPERATION, backend)(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        window_left,
-        window_right,
-        empty_lse,
-        out,
-        lse,
-    )
+    out, lse = _fake_forward(*params)
+    if params.q.shape[0]:
+        dispatch.implementation(OPERATION, backend)(params, out, lse)
     return out, lse
 
 
-@register_op("dense_prefill_out", mutates=("out", "lse"))
-def _dense_prefill_out(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    empty_lse: float,
-    backend: str,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    dispatch.implementation(OPERATION, backend)(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        window_left,
-        window_right,
-        empty_lse,
-        out,
-        lse,
-    )
+@register_op("dense_prefill_out", mutates=("out", "lse"), record=DensePrefillParams)
+def _dense_prefill_out(params: DensePrefillParams, backend: str, out: torch.Tensor, lse: torch.Tensor) -> None:
+    dispatch.implementation(OPERATION, backend)(params, out, lse)
 
 
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:

@@ -7,54 +7,33 @@ from collections.abc import Iterator
 import torch
 
 from flashlatte.kernels.softmax import attend
+from flashlatte.ops.dense_prefill.params import DensePrefillParams
 from flashlatte.runtime.ragged import boundaries_of
 
 SCORE_BYTES = 256 * 2**20
 
 
 @torch.no_grad()
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    empty_lse: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) -> None:
+    q, k, v = params.q, params.k, params.v
     out.zero_()
-    lse.fill_(empty_lse)
-    for rows, keys, visible in _blocks(q, k, cu_seqlens_q, cu_seqlens_k, window_left, window_right):
+    lse.fill_(params.empty_lse)
+    for rows, keys, visible in _blocks(params):
         key, value = _seen(k[keys], visible), _seen(v[keys], visible)
-        scores = torch.einsum("skgd,nkd->kgsn", _grouped(q[rows], k), key) * softmax_scale
+        scores = torch.einsum("skgd,nkd->kgsn", _grouped(q[rows], k), key) * params.softmax_scale
         p, row_lse = attend(scores, visible)
         out[rows] = torch.einsum("kgsn,nkd->skgd", p, value).flatten(1, 2).to(out.dtype)
         row_lse = row_lse.flatten(0, 1).T  # [rows, h]
-        lse[rows] = torch.where(row_lse.isneginf(), empty_lse, row_lse)
+        lse[rows] = torch.where(row_lse.isneginf(), params.empty_lse, row_lse)
 
 
 @torch.no_grad()
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    params: DensePrefillParams,
     out: torch.Tensor,
     lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     deterministic: bool,
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -63,19 +42,20 @@ def backward(
     """With P the probabilities: dV = Pᵀ dO, dP = dO Vᵀ, dS = P (dP - (Σ out · dO - dlse)), dQ = scale dS K,
     dK = scale dSᵀ Q (arXiv:2307.08691, §2.3.2; the derivative of lse by a score is its probability).
     """
+    q, k, v = params.q, params.k, params.v
     dq.zero_()
     dk_sum, dv_sum = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (k, v))
-    for rows, keys, visible in _blocks(q, k, cu_seqlens_q, cu_seqlens_k, window_left, window_right):
+    for rows, keys, visible in _blocks(params):
         query, key, value = _grouped(q[rows], k), _seen(k[keys], visible), _seen(v[keys], visible)
         row_lse = torch.where(lse[rows].isinf(), 0.0, lse[rows])
         drow = (_wide(out[rows]) * _wide(dout[rows])).sum(dim=-1)
         if dlse is not None:
             drow = drow - dlse[rows]
         row_lse, drow = (x.T.unflatten(0, (k.shape[1], -1)).unsqueeze(-1) for x in (row_lse, drow))  # [h_k, g, rows, 1]
-        scores = torch.einsum("skgd,nkd->kgsn", query, key) * softmax_scale
+        scores = torch.einsum("skgd,nkd->kgsn", query, key) * params.softmax_scale
         p = torch.exp(scores.masked_fill(~visible, float("-inf")) - row_lse)
         dp = torch.einsum("skgd,nkd->kgsn", _grouped(dout[rows], k), value)
-        scaled_ds = torch.where(visible, p * (dp - drow), 0.0) * softmax_scale
+        scaled_ds = torch.where(visible, p * (dp - drow), 0.0) * params.softmax_scale
         dq[rows] = torch.einsum("kgsn,nkd->skgd", scaled_ds, key).flatten(1, 2).to(dq.dtype)
         dk_sum[keys] += torch.einsum("kgsn,skgd->nkd", scaled_ds, query)
         dv_sum[keys] += torch.einsum("kgsn,skgd->nkd", p, _grouped(dout[rows], k))
@@ -83,16 +63,11 @@ def backward(
     dv.copy_(dv_sum)
 
 
-def _blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    window_left: int,
-    window_right: int,
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+def _blocks(params: DensePrefillParams) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Some query rows of a request, its keys, and the mask of visible keys [rows, keys]."""
-    starts_q, starts_k = boundaries_of(cu_seqlens_q, q.shape[0]), boundaries_of(cu_seqlens_k, k.shape[0])
+    q = params.q
+    starts_q = boundaries_of(params.cu_seqlens_q, q.shape[0])
+    starts_k = boundaries_of(params.cu_seqlens_k, params.k.shape[0])
     for request in range(len(starts_q) - 1):
         first_q, end_q = starts_q[request : request + 2]
         first_k, end_k = starts_k[request : request + 2]
@@ -105,7 +80,7 @@ def _blocks(
         for row in range(first_q, end_q, step):
             stop = min(row + step, end_q)
             own = torch.arange(row - first_q, stop - first_q, device=q.device)[:, None] + shift
-            visible = (position >= own - window_left) & (position <= own + window_right)
+            visible = (position >= own - params.window_left) & (position <= own + params.window_right)
             yield slice(row, stop), slice(first_k, end_k), visible
 
 

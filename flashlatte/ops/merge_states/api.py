@@ -8,10 +8,11 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.ops.merge_states import reference
+from flashlatte.ops.merge_states.params import MergeStatesParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import records_gradient, register_op
+from flashlatte.runtime.torch_op import dispatched_op, records_gradient
 
 OPERATION = "merge_states"
 
@@ -128,7 +129,17 @@ def _merge_parts(
     else:
         checks.output("lse", lse, tuple(first.shape[:-1]), (torch.float32,), first.device, unit_last_stride=False)
     if lse.numel():
-        _merge_states(outs, lses, out, lse, context_tensor, context_number, scale_tensor, scale_value, backend)
+        params = MergeStatesParams(
+            outs=outs,
+            lses=lses,
+            out=out,
+            lse=lse,
+            context_tensor=context_tensor,
+            context_tokens=context_number,
+            scale_tensor=scale_tensor,
+            scale_value=scale_value,
+        )
+        _merge_states(params, backend)
     return out, lse
 
 
@@ -179,20 +190,7 @@ def merge_attn_states(
         )
 
 
-@register_op("merge_states", mutates=("out", "lse"))
-def _merge_states(
-    outs: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    context_tensor: torch.Tensor | None,
-    context_tokens: int | None,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-    backend: str,
-) -> None:
-    run = dispatch.implementation(OPERATION, backend)
-    run(outs, lses, out, lse, context_tensor, context_tokens, scale_tensor, scale_value)
+_merge_states = dispatched_op(OPERATION, MergeStatesParams, mutates=("out", "lse"))
 
 
 def _check_context(value: int | torch.Tensor | None, first: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:

@@ -12,7 +12,9 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import as_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
+from flashlatte.ops.merge_states.params import MergeStatesParams
 from flashlatte.runtime import machine
+from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
 MAX_PARTS = 8  # of one launch
@@ -24,37 +26,22 @@ MAX_COLUMNS = 1024
 NUM_WARPS = 4
 
 
-def merge_states_into(
-    outs: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    context_tensor: torch.Tensor | None,
-    context_tokens: int | None,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-) -> None:
-    if lse.numel() > 0:
-        states = [MergeState(*state) for state in zip(outs, lses, strict=True)]
-        options = MergeOptions(context_tensor, context_tokens, scale_tensor, scale_value)
-        _merge(states, MergeState(as_bytes(out), lse), options)
+def merge_states_into(params: MergeStatesParams) -> None:
+    if params.lse.numel() > 0:
+        states = [MergeState(*state) for state in zip(params.outs, params.lses, strict=True)]
+        _merge(states, MergeState(as_bytes(params.out), params.lse), MergeOptions(params))
 
 
 class MergeOptions(NamedTuple):
-    """Options of a merge.
+    """The part of a merge that a launch computes.
 
     Attributes:
-        context_tensor, context_tokens: entries of the first axis from this index on are copied from the last state: a
-            tensor, or a number. Both None: all entries are merged.
-        scale_tensor, scale_value: scale of an e4m3 output.
+        params: the arguments of the call.
         first_token: index of the first entry of the current slice of the first axis.
         has_last: whether the current states include the last of all.
     """
 
-    context_tensor: torch.Tensor | None
-    context_tokens: int | None
-    scale_tensor: torch.Tensor | None
-    scale_value: float
+    params: MergeStatesParams
     first_token: int = 0
     has_last: bool = True
 
@@ -148,71 +135,123 @@ def _launch(states: Sequence[MergeState], target: MergeState, axes: Axes, option
     unit = 1
     if contiguous:
         unit = math.gcd(VECTOR_BYTES // target.out.element_size(), *(stride for axis in row_strides for stride in axis))
-    walks = []
+    strides = []
     for number in range(len(every)):
-        walks += [axis[number] // unit for axis in row_strides]
-        walks += [axis[len(every) + number] for axis in axes.strides]
-        walks.append(columns[number])
+        strides += [axis[number] // unit for axis in row_strides]
+        strides += [axis[len(every) + number] for axis in axes.strides]
+        strides.append(columns[number])
     num_rows = math.prod(axes.sizes)
     num_tokens = target.lse.shape[0] if target.lse.dim() else 1
     block_d = min(1 << max(d - 1, 0).bit_length(), MAX_COLUMNS)
     block_r = max(TILE // block_d, 1)
+    params, sizes = options.params, [*axes.sizes, 1, 1]
+    context = MergeContext(
+        context_tensor=params.context_tensor,
+        context_tokens=params.context_tokens or 0,
+        first_token=options.first_token,
+        num_tokens=num_tokens,
+        rows_per_token=num_rows // num_tokens,
+    )
+    config = MergeConfig(
+        d=d,
+        parts=len(states),
+        axes=len(axes.sizes),
+        align=unit,
+        contiguous=contiguous,
+        wide=num_rows >= 2**31,
+        limited=params.context_tensor is not None or params.context_tokens is not None,
+        has_last=options.has_last,
+        native=converts_e4m3(target.out.device),
+        interpreted=machine.interpreting(),
+        block_r=block_r,
+        block_d=block_d,
+    )
     merge_kernel[(-(-num_rows // block_r),)](
+        MergeRows(num_rows, sizes[1], sizes[2]),
+        context,
         outs=tuple(state.out for state in every),
         lses=tuple(state.lse for state in every),
         first_row_sum=states[0].row_sum,
         merged_row_sum=target.row_sum,
-        context_tensor=options.context_tensor,
-        scale_tensor=options.scale_tensor,
         # Triton specialises integers of a tuple that are 1 or divisible by 16; odd integers from 3 on are not
         # specialised.
-        walks=tuple(2 * walk + 3 for walk in walks),
-        num_rows=num_rows,
-        size_1=axes.sizes[1] if len(axes.sizes) > 1 else 1,
-        size_2=axes.sizes[2] if len(axes.sizes) > 2 else 1,
-        context_tokens=options.context_tokens or 0,
-        first_token=options.first_token,
-        num_tokens=num_tokens,
-        rows_per_token=num_rows // num_tokens,
-        scale_value=options.scale_value,
-        D=d,
-        PARTS=len(states),
-        AXES=len(axes.sizes),
-        ALIGN=unit,
-        CONTIGUOUS=contiguous,
-        WIDE=num_rows >= 2**31,
-        LIMITED=options.context_tensor is not None or options.context_tokens is not None,
-        HAS_LAST=options.has_last,
-        NATIVE=converts_e4m3(target.out.device),
-        INTERPRETED=machine.interpreting(),
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
+        strides=tuple(2 * stride + 3 for stride in strides),
+        scale_tensor=params.scale_tensor,
+        scale_value=params.scale_value,
+        CONFIG=config,
         num_warps=NUM_WARPS,
     )
 
 
+class MergeRows(NamedTuple):
+    """The number of rows, and the sizes of their second and third axes."""
+
+    count: Int64
+    size_1: Int64
+    size_2: Int64
+
+
+class MergeContext(NamedTuple):
+    """The rows that are merged if MergeConfig.limited: those of tokens below ``context_tokens`` (or the value of
+    ``context_tensor``), of ``rows_per_token`` rows each. The launch has tokens from ``first_token`` on."""
+
+    context_tensor: Pointer
+    context_tokens: Int64
+    first_token: Int64
+    num_tokens: Int64
+    rows_per_token: Int64
+
+
+class MergeConfig(NamedTuple):
+    """The constants of a launch.
+
+    Attributes:
+        d: columns of out.
+        parts: number of states.
+        axes: leading axes.
+        align: unit of the strides of out, in elements.
+        contiguous: whether the last axis of every out has stride 1.
+        wide: whether row numbers may exceed 2^31.
+        limited, has_last: as in ``MergeContext`` and ``MergeOptions``.
+        native: the GPU has e4m3 conversion instructions.
+        interpreted: the kernel runs in Triton's interpreter.
+        block_r, block_d: rows and columns of a tile.
+    """
+
+    d: int
+    parts: int
+    axes: int
+    align: int
+    contiguous: bool
+    wide: bool
+    limited: bool
+    has_last: bool
+    native: bool
+    interpreted: bool
+    block_r: int
+    block_d: int
+
+
 @triton.jit
-def _offsets(index, walks, FIRST: tl.constexpr, AXES: tl.constexpr):
-    """Offsets of rows at ``index`` (a coordinate per axis), with the AXES strides from walks[FIRST] on."""
-    offsets = index[0].to(tl.int64) * _stride(walks[FIRST])
+def _offsets(index, strides, FIRST: tl.constexpr, AXES: tl.constexpr):
+    """Offsets of rows at ``index`` (a coordinate per axis), with the AXES strides from strides[FIRST] on."""
+    offsets = index[0].to(tl.int64) * _stride(strides[FIRST])
     for axis in tl.static_range(1, AXES):
-        offsets += index[axis].to(tl.int64) * _stride(walks[FIRST + axis])
+        offsets += index[axis].to(tl.int64) * _stride(strides[FIRST + axis])
     return offsets
 
 
 @triton.jit
-def _tile_offsets(
-    index, columns, walks, FIRST: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr, CONTIGUOUS: tl.constexpr
-):
+def _tile_offsets(index, columns, strides, FIRST: tl.constexpr, config: tl.constexpr):
     """Offsets of ``columns`` [1, BLOCK_D] of the rows at ``index``, for a tensor whose strides begin at
-    walks[FIRST]."""
-    within_row = columns if CONTIGUOUS else columns * _stride(walks[FIRST + 2 * AXES])
-    return (_offsets(index, walks, FIRST, AXES) * ALIGN)[:, None] + within_row
+    strides[FIRST]."""
+    within_row = columns if config.contiguous else columns * _stride(strides[FIRST + 2 * config.axes])
+    return (_offsets(index, strides, FIRST, config.axes) * config.align)[:, None] + within_row
 
 
 @triton.jit
-def _stride(walk):
-    return (walk.to(tl.int64) - 3) >> 1
+def _stride(encoded):
+    return (encoded.to(tl.int64) - 3) >> 1
 
 
 @triton.jit
@@ -231,79 +270,84 @@ def _weight(part_lse, maximum, row_sum, offsets, in_use, PART: tl.constexpr):
     return weight
 
 
+@triton.jit
+def _rows_with_context(rows, in_use, context, LIMITED: tl.constexpr):
+    """The mask of rows [BLOCK_R] that are merged, not copied from the last state."""
+    if LIMITED:
+        tokens = context.context_tokens
+        if context.context_tensor is not None:
+            tokens = tl.load(context.context_tensor).to(tl.int64)
+        # Clamped before the multiplication, because the tensor may have any value.
+        tokens = tl.minimum(tl.maximum(tokens, context.first_token) - context.first_token, context.num_tokens)
+        return in_use & (rows < tokens * context.rows_per_token)
+    else:
+        return in_use
+
+
+@triton.jit
+def _coordinates(row, rows, config: tl.constexpr):
+    """The coordinate of each row [BLOCK_R] for each axis."""
+    size_1 = rows.size_1
+    size_2 = rows.size_2
+    if not config.wide:
+        row = row.to(tl.int32)
+        size_1 = size_1.to(tl.int32)
+        size_2 = size_2.to(tl.int32)
+    if config.axes == 1:
+        return (row,)
+    elif config.axes == 2:
+        return row // size_1, row % size_1
+    else:
+        return row // size_2 // size_1, row // size_2 % size_1, row % size_2
+
+
 @kernel
 def merge_kernel(
+    rows: MergeRows,
+    context: MergeContext,
     outs,
     lses,
     first_row_sum,
     merged_row_sum,
-    context_tensor,
+    strides,
     scale_tensor,
-    walks,
-    num_rows: tl.int64,
-    size_1: tl.int64,
-    size_2: tl.int64,
-    context_tokens: tl.int64,
-    first_token: tl.int64,
-    num_tokens: tl.int64,
-    rows_per_token: tl.int64,
     scale_value: tl.float32,
-    D: tl.constexpr,
-    PARTS: tl.constexpr,
-    AXES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LIMITED: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """outs[PARTS] and lses[PARTS] are the outputs; ``first_row_sum`` of outs[0] and ``merged_row_sum`` of the output
+    """outs[parts] and lses[parts] are the outputs; ``first_row_sum`` of outs[0] and ``merged_row_sum`` of the output
     have the strides of their lses, or are None (``MergeState``).
 
-    ``walks`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units
-    of ALIGN elements), of lse's axes and of out's last axis. LIMITED: tokens from ``context_tokens`` on, of
-    ``rows_per_token`` rows each, are the last of all parts as it is, which is the last one here if HAS_LAST.
+    ``strides`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units of
+    CONFIG.align elements), of lse's axes and of out's last axis. Rows without context are the last of all parts as it
+    is, which is the last one here if CONFIG.has_last.
     """
-    WALK: tl.constexpr = 2 * AXES + 1
+    D: tl.constexpr = CONFIG.d
+    PARTS: tl.constexpr = CONFIG.parts
+    AXES: tl.constexpr = CONFIG.axes
+    HAS_LAST: tl.constexpr = CONFIG.has_last
+    BLOCK_R: tl.constexpr = CONFIG.block_r
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    STRIDES: tl.constexpr = 2 * AXES + 1
     LAST: tl.constexpr = PARTS - 1
-    COPIES: tl.constexpr = LIMITED and HAS_LAST
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    in_use = rows < num_rows
-    has_context = in_use
-    if LIMITED:
-        if context_tensor is not None:
-            context_tokens = tl.load(context_tensor).to(tl.int64)
-        # Clamped before the multiplication, because the tensor may have any value.
-        context_tokens = tl.minimum(tl.maximum(context_tokens, first_token) - first_token, num_tokens)
-        has_context = in_use & (rows < context_tokens * rows_per_token)
+    COPIES: tl.constexpr = CONFIG.limited and HAS_LAST
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_use = row < rows.count
+    has_context = _rows_with_context(row, in_use, context, CONFIG.limited)
     # Rows [BLOCK_R] that are copied from the last state.
     copied = in_use & ~has_context
-    if not WIDE:
-        rows = rows.to(tl.int32)
-        size_1 = size_1.to(tl.int32)
-        size_2 = size_2.to(tl.int32)
-    if AXES == 1:
-        index = (rows,)
-    elif AXES == 2:
-        index = (rows // size_1, rows % size_1)
-    else:
-        index = (rows // size_2 // size_1, rows // size_2 % size_1, rows % size_2)
+    index = _coordinates(row, rows, CONFIG)
 
     # [BLOCK_R]
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     for part in tl.static_range(PARTS):
         counts = in_use if HAS_LAST and part == LAST else has_context
-        part_lse = _load_lse(lses[part], _offsets(index, walks, part * WALK + AXES, AXES), counts)
+        part_lse = _load_lse(lses[part], _offsets(index, strides, part * STRIDES + AXES, AXES), counts)
         maximum = tl.maximum(maximum, part_lse)
     # If all states are empty, -inf - -inf would be NaN.
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.zeros([BLOCK_R], tl.float32)
     for part in tl.static_range(PARTS):
-        lse_offsets = _offsets(index, walks, part * WALK + AXES, AXES)
+        lse_offsets = _offsets(index, strides, part * STRIDES + AXES, AXES)
         counts = in_use if HAS_LAST and part == LAST else has_context
         part_lse = _load_lse(lses[part], lse_offsets, counts)
         total += _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
@@ -312,39 +356,39 @@ def merge_kernel(
     if COPIES:
         total = tl.where(copied, 1.0, total)
 
-    OUT_WALK: tl.constexpr = PARTS * WALK
+    OUT_STRIDES: tl.constexpr = PARTS * STRIDES
     OUT_TYPE: tl.constexpr = outs[PARTS].dtype.element_ty
     for first in tl.static_range(0, D, BLOCK_D):
         columns = first + tl.arange(0, BLOCK_D)[None, :]
         merged = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         for part in tl.static_range(PARTS):
-            lse_offsets = _offsets(index, walks, part * WALK + AXES, AXES)
+            lse_offsets = _offsets(index, strides, part * STRIDES + AXES, AXES)
             counts = in_use if HAS_LAST and part == LAST else has_context
             part_lse = _load_lse(lses[part], lse_offsets, counts)
             weight = _weight(part_lse, maximum, first_row_sum, lse_offsets, in_use, part)
-            offsets = _tile_offsets(index, columns, walks, part * WALK, AXES, ALIGN, CONTIGUOUS)
+            offsets = _tile_offsets(index, columns, strides, part * STRIDES, CONFIG)
             # The out of an empty state is not read: it may be NaN.
             used = in_use & (part_lse != float("-inf"))
             if COPIES and part == LAST:
                 weight = tl.where(copied, 1.0, weight)
                 used |= copied
             used = used[:, None] & (columns < D)
-            values = to_float32(tl.load(outs[part] + offsets, mask=used, other=0.0), INTERPRETED)
+            values = to_float32(tl.load(outs[part] + offsets, mask=used, other=0.0), CONFIG.interpreted)
             merged += (weight / total)[:, None] * values
-        offsets = _tile_offsets(index, columns, walks, OUT_WALK, AXES, ALIGN, CONTIGUOUS)
+        offsets = _tile_offsets(index, columns, strides, OUT_STRIDES, CONFIG)
         written = in_use[:, None] & (columns < D)
         if outs[PARTS].dtype.element_ty == tl.uint8:
             scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
-            rounded = float_to_e4m3(merged * tl.div_rn(1.0, scale), NATIVE)
+            rounded = float_to_e4m3(merged * tl.div_rn(1.0, scale), CONFIG.native)
         else:
-            rounded = from_float32(merged, OUT_TYPE, INTERPRETED)
+            rounded = from_float32(merged, OUT_TYPE, CONFIG.interpreted)
         tl.store(outs[PARTS] + offsets, rounded, mask=written)
 
     if COPIES:
-        last_lse = tl.load(lses[LAST] + _offsets(index, walks, LAST * WALK + AXES, AXES), mask=copied, other=0.0)
+        last_lse = tl.load(lses[LAST] + _offsets(index, strides, LAST * STRIDES + AXES, AXES), mask=copied, other=0.0)
     # When merging in place, another warp may still read the lse that this one overwrites.
     tl.debug_barrier()
-    lse_offsets = _offsets(index, walks, OUT_WALK + AXES, AXES)
+    lse_offsets = _offsets(index, strides, OUT_STRIDES + AXES, AXES)
     if merged_row_sum is None:
         maximum += tl.log(total)
     else:

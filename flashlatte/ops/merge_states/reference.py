@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.kv_cache.fp8 import to_e4m3
+from flashlatte.ops.merge_states.params import MergeStatesParams
 
 
 def merge_states(
@@ -20,22 +21,14 @@ def merge_states(
 
 
 @torch.no_grad()
-def merge_states_into(
-    outs: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    context_tensor: torch.Tensor | None,
-    context_tokens: int | None,
-    scale_tensor: torch.Tensor | None,
-    scale_value: float,
-) -> None:
-    merged_out, merged_lse = _merge(outs, lses, context_tokens if context_tensor is None else context_tensor)
-    if out.dtype == torch.float8_e4m3fn:
-        scale = merged_out.new_tensor(scale_value) if scale_tensor is None else scale_tensor
-        merged_out = to_e4m3(merged_out * (1.0 / scale))
-    out.copy_(merged_out)
-    lse.copy_(merged_lse)
+def merge_states_into(params: MergeStatesParams) -> None:
+    context_tokens = params.context_tokens if params.context_tensor is None else params.context_tensor
+    out, lse = _merge(params.outs, params.lses, context_tokens)
+    if params.out.dtype == torch.float8_e4m3fn:
+        scale = out.new_tensor(params.scale_value) if params.scale_tensor is None else params.scale_tensor
+        out = to_e4m3(out * (1.0 / scale))
+    params.out.copy_(out)
+    params.lse.copy_(lse)
 
 
 def _merge(

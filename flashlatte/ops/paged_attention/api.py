@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.kv_cache import scales
-from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 from flashlatte.ops.paged_attention.implementations import OPERATION, optional_features
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.runtime import checks, dispatch, gradients, ragged, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # Positions plus tile sizes must fit 32 bits.
@@ -157,7 +157,7 @@ def paged_attention(
     gradients.warn_if_dropped(OPERATION, q, k_cache, v_cache, k, v)
     backend = dispatch.select(call, backend)
     if tokens:
-        args = PagedAttentionArgs(
+        params = PagedAttentionParams(
             q=q,
             k_cache=k_cache,
             v_cache=v_cache,
@@ -185,13 +185,11 @@ def paged_attention(
             out=out,
             lse=lse,
         )
-        _paged_attention(*args, backend)
+        _paged_attention(params, backend)
     return out, lse
 
 
-@register_op(OPERATION, mutates=("out", "lse"), record=PagedAttentionArgs)
-def _paged_attention(args: PagedAttentionArgs, backend: str) -> None:
-    dispatch.implementation(OPERATION, backend)(args)
+_paged_attention = dispatched_op(OPERATION, PagedAttentionParams, mutates=("out", "lse"))
 
 
 def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

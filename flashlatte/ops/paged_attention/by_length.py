@@ -5,8 +5,8 @@ Each kernel selects its requests on the device, so the launches do not depend on
 
 from __future__ import annotations
 
-from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
 from flashlatte.ops.paged_attention.hopper.launch import attend_long
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.ops.paged_attention.portable.launch import attend
 
 # Maximum query rows of a short request (its tokens times the query heads per key head): two decode tiles of the
@@ -14,11 +14,11 @@ from flashlatte.ops.paged_attention.portable.launch import attend
 _SHORT_ROWS = 32
 
 
-def paged_attention(args: PagedAttentionArgs) -> None:
-    if args.cu_seqlens_q.shape[0] == 2:
-        attend_long(args, min_queries=0)
+def paged_attention(params: PagedAttentionParams) -> None:
+    if params.cu_seqlens_q.shape[0] == 2:
+        attend_long(params, min_queries=0)
         return
-    heads = args.q.shape[1] // args.k_cache.shape[2]
+    heads = params.q.shape[1] // params.k_cache.shape[2]
     short = max(_SHORT_ROWS // heads, 1)
-    attend_long(args, min_queries=short + 1)
-    attend(args, max_queries=short)
+    attend_long(params, min_queries=short + 1)
+    attend(params, max_queries=short)

@@ -6,23 +6,23 @@ import torch
 
 from flashlatte.kernels.softmax import attend, sink_weight
 from flashlatte.kv_cache.fp8 import raw_view, to_e4m3
-from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.runtime.ragged import boundaries_of
 
 _SCORE_BYTES = 256 * 2**20
 
 
 @torch.no_grad()
-def paged_attention(args: PagedAttentionArgs) -> None:
-    args.out.zero_()
-    args.lse.fill_(args.empty_lse)
-    tokens, h_q, _ = args.q.shape
-    boundaries = boundaries_of(args.cu_seqlens_q, tokens)
+def paged_attention(params: PagedAttentionParams) -> None:
+    params.out.zero_()
+    params.lse.fill_(params.empty_lse)
+    tokens, h_q, _ = params.q.shape
+    boundaries = boundaries_of(params.cu_seqlens_q, tokens)
     for request in range(len(boundaries) - 1):
         first, end = boundaries[request : request + 2]
         if first >= end:
             continue
-        key_rows, values, exists = _keys_of(args, request, slice(first, end))
+        key_rows, values, exists = _keys_of(params, request, slice(first, end))
         if exists.shape[0] == 0:
             continue
         context = exists.shape[0] - (end - first)
@@ -30,11 +30,11 @@ def paged_attention(args: PagedAttentionArgs) -> None:
         for row in range(first, end, step):
             rows = slice(row, min(row + step, end))
             own = torch.arange(rows.start - first, rows.stop - first, device=exists.device)
-            _attend_rows(args, request, rows, own, context, key_rows, values, exists)
+            _attend_rows(params, request, rows, own, context, key_rows, values, exists)
 
 
 def _attend_rows(
-    args: PagedAttentionArgs,
+    params: PagedAttentionParams,
     request: int,
     rows: slice,
     own: torch.Tensor,
@@ -44,51 +44,51 @@ def _attend_rows(
     exists: torch.Tensor,
 ) -> None:
     """Attention of queries ``own`` [rows] of a request, at positions context + own, over keys [n, h_kv, d]."""
-    queries = args.q[rows].float().unflatten(1, (key_rows.shape[1], -1))  # [rows, h_kv, group, d]
-    scores = torch.einsum("skgd,nkd->skgn", queries, key_rows).flatten(1, 2) * args.softmax_scale
-    if args.softcap:
-        scores = args.softcap * torch.tanh(scores / args.softcap)
+    queries = params.q[rows].float().unflatten(1, (key_rows.shape[1], -1))  # [rows, h_kv, group, d]
+    scores = torch.einsum("skgd,nkd->skgn", queries, key_rows).flatten(1, 2) * params.softmax_scale
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     key = torch.arange(exists.shape[0], device=exists.device)
     position = (own + context)[:, None]
-    if args.alibi_slopes is not None:
+    if params.alibi_slopes is not None:
         distance = (position - key).abs().float()
-        distance = distance.sqrt() if args.alibi_sqrt else distance
-        scores = scores - args.alibi_slopes[:, None] * distance[:, None]
-    if args.qq_bias is not None:
-        scores = scores + _bias_between(args.qq_bias, own, key - context)[:, None]
-    visible = (key >= position - args.window_left) & (key <= position + args.window_right)
-    if args.prefix_ranges is not None:
-        for first, last in args.prefix_ranges[request].unbind():
+        distance = distance.sqrt() if params.alibi_sqrt else distance
+        scores = scores - params.alibi_slopes[:, None] * distance[:, None]
+    if params.qq_bias is not None:
+        scores = scores + _bias_between(params.qq_bias, own, key - context)[:, None]
+    visible = (key >= position - params.window_left) & (key <= position + params.window_right)
+    if params.prefix_ranges is not None:
+        for first, last in params.prefix_ranges[request].unbind():
             in_range = (position >= first) & (position <= last)
             visible = visible | (in_range & (key >= first) & (key <= last))
     visible = visible & exists
     p, lse = attend(scores, visible[:, None])  # [rows, h_q, n]
     values = torch.where(visible.any(dim=0)[:, None, None], values, 0.0)  # a window leaves pages that others reuse
     out = torch.einsum("skgn,nkd->skgd", p.unflatten(1, (key_rows.shape[1], -1)), values).flatten(1, 2)
-    if args.attn_sink is not None:
-        out = out * sink_weight(lse, args.attn_sink).unsqueeze(-1)
-    if args.out.dtype == torch.float8_e4m3fn:
-        scale = out.new_tensor(args.out_scale_value) if args.out_scale is None else args.out_scale
-        raw_view(args.out)[rows] = raw_view(to_e4m3(out * (1.0 / scale)))
+    if params.attn_sink is not None:
+        out = out * sink_weight(lse, params.attn_sink).unsqueeze(-1)
+    if params.out.dtype == torch.float8_e4m3fn:
+        scale = out.new_tensor(params.out_scale_value) if params.out_scale is None else params.out_scale
+        raw_view(params.out)[rows] = raw_view(to_e4m3(out * (1.0 / scale)))
     else:
-        args.out[rows] = out.to(args.out.dtype)
-    args.lse[rows] = torch.where(lse.isneginf(), args.empty_lse, lse)
+        params.out[rows] = out.to(params.out.dtype)
+    params.lse[rows] = torch.where(lse.isneginf(), params.empty_lse, lse)
 
 
-def _keys_of(args: PagedAttentionArgs, request: int, new: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _keys_of(params: PagedAttentionParams, request: int, new: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """float32 keys [n, h_kv, d] and values [n, h_kv, d_v] of a request, and the mask of existing ones [n]."""
-    num_pages, page_size = args.k_cache.shape[:2]
-    length = int(args.seqused_k[request].clamp(0, args.cached_keys))
-    pages = args.block_table[request, : -(-length // page_size)].long()
+    num_pages, page_size = params.k_cache.shape[:2]
+    length = int(params.seqused_k[request].clamp(0, params.cached_keys))
+    pages = params.block_table[request, : -(-length // page_size)].long()
     in_cache = (pages >= 0) & (pages < num_pages)
     pages = torch.where(in_cache, pages, 0)
     exists = in_cache.repeat_interleave(page_size)[:length]
-    keys = _dequantized(args.k_cache, args.k_scale, args.k_scale_value, pages)[:length].flatten(2)
-    values = _dequantized(args.v_cache, args.v_scale, args.v_scale_value, pages)[:length]
+    keys = _dequantized(params.k_cache, params.k_scale, params.k_scale_value, pages)[:length].flatten(2)
+    values = _dequantized(params.v_cache, params.v_scale, params.v_scale_value, pages)[:length]
     keys, values = (torch.where(exists[:, None, None], rows, 0.0) for rows in (keys, values))
-    if args.k is not None and args.v is not None:
-        keys = torch.cat((keys, args.k[new].float()))
-        values = torch.cat((values, args.v[new].float()))
+    if params.k is not None and params.v is not None:
+        keys = torch.cat((keys, params.k[new].float()))
+        values = torch.cat((values, params.v[new].float()))
         exists = torch.cat((exists, exists.new_ones(new.stop - new.start)))
     return keys, values, exists
 

@@ -6,10 +6,11 @@ import math
 
 import torch
 
-from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
+from flashlatte.kv_cache.turboquant import as_turboquant_cache
+from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "turboquant_decode"
 # A program holds the whole rotation matrix.
@@ -132,9 +133,19 @@ def turboquant_decode(
     empty_lse = checks.empty_lse(empty_lse)
     backend = dispatch.select(call, backend)
     if batch and s_q:
-        _turboquant_decode(
-            q, cache, block_table, cache_seqlens, layout.name, scale, causal, empty_lse, out, lse, backend
+        params = TurboQuantDecodeParams(
+            q=q,
+            cache=cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            cache_format=layout.name,
+            softmax_scale=scale,
+            causal=causal,
+            empty_lse=empty_lse,
+            out=out,
+            lse=lse,
         )
+        _turboquant_decode(params, backend)
     return out, lse
 
 
@@ -142,21 +153,4 @@ def _is_aligned(cache: torch.Tensor) -> bool:
     return checks.begins_at_multiple(cache, _WORD_BYTES) and checks.rows_aligned(cache, _RECORD_ALIGNMENT)
 
 
-@register_op(OPERATION, mutates=("out", "lse"))
-def _turboquant_decode(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    cache_format: str,
-    softmax_scale: float,
-    causal: bool,
-    empty_lse: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    backend: str,
-) -> None:
-    layout = turboquant_format(cache_format, q.shape[3])
-    dispatch.implementation(OPERATION, backend)(
-        q, cache, block_table, cache_seqlens, layout, softmax_scale, causal, empty_lse, out, lse
-    )
+_turboquant_decode = dispatched_op(OPERATION, TurboQuantDecodeParams, mutates=("out", "lse"))

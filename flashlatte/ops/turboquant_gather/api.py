@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache import gather_slots
-from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
+from flashlatte.kv_cache.turboquant import as_turboquant_cache
+from flashlatte.ops.turboquant_gather.params import TurboQuantGatherParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "turboquant_gather"
 # A program holds the whole rotation matrix.
@@ -96,20 +97,17 @@ def turboquant_gather(
     backend = dispatch.select(call, backend)
     gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
     if total_tokens and block_table.shape[0]:
-        _turboquant_gather(cache, block_table, cu_seqlens, seq_starts, layout.name, key, value, backend)
+        params = TurboQuantGatherParams(
+            cache=cache,
+            block_table=block_table,
+            cu_seqlens=cu_seqlens,
+            seq_starts=seq_starts,
+            cache_format=layout.name,
+            key=key,
+            value=value,
+        )
+        _turboquant_gather(params, backend)
     return key, value
 
 
-@register_op(OPERATION, mutates=("key", "value"))
-def _turboquant_gather(
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    seq_starts: torch.Tensor | None,
-    cache_format: str,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    backend: str,
-) -> None:
-    layout = turboquant_format(cache_format, key.shape[2])
-    dispatch.implementation(OPERATION, backend)(cache, block_table, cu_seqlens, seq_starts, layout, key, value)
+_turboquant_gather = dispatched_op(OPERATION, TurboQuantGatherParams, mutates=("key", "value"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.turboquant import as_turboquant_cache, turboquant_format
+from flashlatte.kv_cache.turboquant import as_turboquant_cache
+from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import register_op
+from flashlatte.runtime.torch_op import dispatched_op
 
 OPERATION = "turboquant_store"
 # A program holds the whole rotation matrix.
@@ -85,17 +86,10 @@ def turboquant_store(
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     backend = dispatch.select(call, backend)
     if slot_mapping.shape[0]:
-        _turboquant_store(key, value, cache, slot_mapping, layout.name, backend)
+        params = TurboQuantStoreParams(
+            key=key, value=value, cache=cache, slot_mapping=slot_mapping, cache_format=layout.name
+        )
+        _turboquant_store(params, backend)
 
 
-@register_op(OPERATION, mutates=("cache",))
-def _turboquant_store(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cache_format: str,
-    backend: str,
-) -> None:
-    layout = turboquant_format(cache_format, key.shape[2])
-    dispatch.implementation(OPERATION, backend)(key, value, cache, slot_mapping, layout)
+_turboquant_store = dispatched_op(OPERATION, TurboQuantStoreParams, mutates=("cache",))

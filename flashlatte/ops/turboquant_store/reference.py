@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.slots import stored_tokens
-from flashlatte.kv_cache.turboquant import TurboQuantFormat
+from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
 
 
 @torch.no_grad()
-def turboquant_store(
-    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: TurboQuantFormat
-) -> None:
+def turboquant_store(params: TurboQuantStoreParams) -> None:
+    cache = params.cache
     page_size = cache.shape[1]
-    tokens, slots = stored_tokens(slot_mapping, cache)
-    cache[slots // page_size, slots % page_size] = layout.encode(key[tokens], value[tokens])
+    tokens, slots = stored_tokens(params.slot_mapping, cache)
+    cache[slots // page_size, slots % page_size] = params.layout.encode(params.key[tokens], params.value[tokens])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -18,6 +19,7 @@ from support import compile as support  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward import launch  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.rows import finish_kernel, prepare_kernel  # noqa: E402
+from flashlatte.ops.dense_prefill.params import DensePrefillParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -60,21 +62,15 @@ def call_backward(
         return torch.empty(tokens, heads, columns + pad, dtype=dtype)[..., :columns]
 
     q, k, v = tensor(tokens_q, heads, d_qk), tensor(tokens_k, kv_heads, d_qk), tensor(tokens_k, kv_heads, 128)
+    cu_seqlens = torch.zeros(requests + 1, dtype=index_dtype)
     launch.backward(
-        tensor(tokens_q, heads, 128),
-        torch.empty(tokens_q, heads) if dlse else None,
-        q,
-        k,
-        v,
+        DensePrefillParams(
+            q, k, v, cu_seqlens, cu_seqlens, tokens_q, tokens_k, d_qk**-0.5, UNLIMITED, 0, empty_lse=-math.inf
+        ),
         tensor(tokens_q, heads, 128),
         torch.empty(heads, tokens_q).T,
-        torch.zeros(requests + 1, dtype=index_dtype),
-        torch.zeros(requests + 1, dtype=index_dtype),
-        tokens_q,
-        tokens_k,
-        d_qk**-0.5,
-        UNLIMITED,
-        0,
+        tensor(tokens_q, heads, 128),
+        torch.empty(tokens_q, heads) if dlse else None,
         deterministic,
         tensor(tokens_q, heads, d_qk),
         tensor(tokens_k, kv_heads, d_qk),
@@ -115,8 +111,9 @@ def test_rows_kernels_compile(record):
 def test_workspace(record, deterministic):
     launched = record(tokens_q=300, heads=4, requests=3, deterministic=deterministic)["backward"].arguments
     assert launched["dq_sums"].base.shape == (4, 300, 192)
-    assert launched["lse"].shape == launched["delta"].shape == (4, 300)
-    assert {x.dtype for x in (launched["dq_sums"].base, launched["lse"], launched["delta"])} == {torch.float32}
+    lse, delta = launched["inputs_lse"], launched["inputs_delta"]
+    assert lse.shape == delta.shape == (4, 300)
+    assert {x.dtype for x in (launched["dq_sums"].base, lse, delta)} == {torch.float32}
     # One semaphore per tile of queries of a head.
     semaphores = launched["dq_semaphores"]
     assert (semaphores is not None) == deterministic
@@ -141,5 +138,6 @@ def test_a_misaligned_buffer_is_an_error(record):
     q = torch.frombuffer(bytes_.numpy().data[start:], dtype=torch.bfloat16)[: 64 * 4 * 192].view(64, 4, 192)
     k, v, lse = torch.zeros(64, 4, 192).bfloat16(), torch.zeros(64, 4, 128).bfloat16(), torch.zeros(64, 4)
     cu = torch.zeros(2, dtype=torch.int32)
+    params = DensePrefillParams(q, k, v, cu, cu, 64, 64, 0.1, UNLIMITED, 0, empty_lse=-math.inf)
     with pytest.raises(ValueError, match=r"^q must begin at a multiple of 16 bytes for backend='hopper', got 0x"):
-        launch.backward(v, None, q, k, v, v, lse, cu, cu, 64, 64, 0.1, UNLIMITED, 0, False, q, k, v)
+        launch.backward(params, v, lse, v, None, False, q, k, v)

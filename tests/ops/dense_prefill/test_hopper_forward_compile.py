@@ -21,11 +21,20 @@ from support import compile as support  # noqa: E402
 from support.later_spills import allowed  # noqa: E402
 
 from flashlatte.ops.dense_prefill.hopper.forward import launch, tiles  # noqa: E402
+from flashlatte.ops.dense_prefill.params import DensePrefillParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
-KERNEL = launch.kernel
+KERNEL = launch.dense_prefill_forward_kernel
 UNLIMITED = 2**31 - 1
+NUMBERS: dict[str, Any] = {
+    "max_seqlen_q": 64,
+    "max_seqlen_k": 64,
+    "softmax_scale": 0.1,
+    "window_left": 9,
+    "window_right": 0,
+    "empty_lse": math.inf,
+}
 
 CALLS: dict[str, dict[str, Any]] = {
     "bf16 192": {},
@@ -54,16 +63,18 @@ def prefill(
     """A call of the implementation with tensors whose contents do not matter."""
     cu_seqlens = torch.zeros(requests + 1, dtype=index_dtype)
     launch.forward(
-        torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
-        torch.empty(tokens, heads_kv, head_dim, dtype=dtype),
-        torch.empty(tokens, heads_kv, head_dim_v, dtype=dtype),
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        head_dim**-0.5,
-        *window,
-        -math.inf,
+        DensePrefillParams(
+            torch.empty(tokens, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
+            torch.empty(tokens, heads_kv, head_dim, dtype=dtype),
+            torch.empty(tokens, heads_kv, head_dim_v, dtype=dtype),
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            head_dim**-0.5,
+            *window,
+            empty_lse=-math.inf,
+        ),
         torch.empty(tokens, heads, head_dim_v + out_pad, dtype=dtype)[..., :head_dim_v],
         torch.empty(heads, tokens).t(),
     )
@@ -73,7 +84,7 @@ def prefill(
 def record(monkeypatch):
     """Calls the launcher and returns its launches."""
     recorder = Recorder(KERNEL)
-    monkeypatch.setattr(launch, "kernel", recorder)
+    monkeypatch.setattr(launch, "dense_prefill_forward_kernel", recorder)
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def record(**call: Any) -> Launch:
@@ -148,8 +159,8 @@ def test_tile_widths_of_every_head_dim():
 )
 def test_boxes_of_rows(record, head_dim, boxes, rests):
     arguments = record(head_dim=head_dim, head_dim_v=head_dim).arguments
-    assert [list(arguments[name].block_shape) for name in "qkv"] == boxes
-    found = [arguments[f"{name}_rest"] for name in "qkv"]
+    assert [list(arguments[f"inputs_{name}"].block_shape) for name in "qkv"] == boxes
+    found = [arguments[f"inputs_{name}_rest"] for name in "qkv"]
     assert [one if one is None else list(one.block_shape) for one in found] == rests
 
 
@@ -187,12 +198,13 @@ def test_concurrent_heads(heads, group_kv, max_seqlen_k, together):
 
 def test_without_keys_nothing_is_launched(monkeypatch):
     recorder = Recorder(KERNEL)
-    monkeypatch.setattr(launch, "kernel", recorder)
+    monkeypatch.setattr(launch, "dense_prefill_forward_kernel", recorder)
     q = torch.randn(5, 2, 128, dtype=torch.bfloat16)
     empty = q[:0]
     out, lse = torch.full_like(q, math.nan), torch.full((2, 5), math.nan).t()
     cu_seqlens = torch.zeros(2, dtype=torch.int32)
-    launch.forward(q, empty, empty, cu_seqlens, cu_seqlens, 5, 0, 0.1, UNLIMITED, 0, math.inf, out, lse)
+    params = DensePrefillParams(q, empty, empty, cu_seqlens, cu_seqlens, 5, 0, 0.1, UNLIMITED, 0, math.inf)
+    launch.forward(params, out, lse)
     assert not recorder.launches
     assert torch.equal(out, torch.zeros_like(q))
     assert torch.equal(lse, torch.full((5, 2), math.inf))
@@ -200,24 +212,11 @@ def test_without_keys_nothing_is_launched(monkeypatch):
 
 @pytest.mark.parametrize("misaligned", ["q", "k", "v"])
 def test_a_misaligned_tensor_is_an_error(monkeypatch, misaligned):
-    monkeypatch.setattr(launch, "kernel", Recorder(KERNEL))
+    monkeypatch.setattr(launch, "dense_prefill_forward_kernel", Recorder(KERNEL))
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
     aligned = torch.empty(64, 2, 128, dtype=torch.bfloat16)
     tensors = dict.fromkeys("qkv", aligned) | {misaligned: torch.empty(64, 2, 132, dtype=torch.bfloat16)[..., :128]}
     cu_seqlens = torch.zeros(2, dtype=torch.int32)
+    params = DensePrefillParams(**tensors, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **NUMBERS)
     with pytest.raises(ValueError, match=rf"^{misaligned} must have rows that begin at multiples of 16 bytes"):
-        launch.forward(
-            tensors["q"],
-            tensors["k"],
-            tensors["v"],
-            cu_seqlens,
-            cu_seqlens,
-            64,
-            64,
-            0.1,
-            9,
-            0,
-            math.inf,
-            aligned,
-            torch.empty(2, 64).t(),
-        )
+        launch.forward(params, aligned, torch.empty(2, 64).t())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch
 
+from flashlatte.ops.dense_prefill.params import DensePrefillParams
 from flashlatte.ops.dense_prefill.portable import launch
 from flashlatte.runtime import machine
 
@@ -19,13 +20,8 @@ def recorders(monkeypatch) -> list[Recorder]:
     for name in KERNELS:
         found.append(Recorder(getattr(launch, name)))
         monkeypatch.setattr(launch, name, found[-1])
-    monkeypatch.setattr(launch, "by_name", lambda kernel, **named: [named.get(name) for name in _run_time(kernel)])
     monkeypatch.setattr(launch, "gpu_class", lambda device: "hopper")
     return found
-
-
-def _run_time(kernel: Recorder) -> list[str]:
-    return [parameter.name for parameter in kernel.fn.params if not parameter.is_constexpr]
 
 
 def run(head_dim: int, head_dim_v: int) -> None:
@@ -34,9 +30,9 @@ def run(head_dim: int, head_dim_v: int) -> None:
 
     q, k, v, out, lse = rows(head_dim), rows(head_dim), rows(head_dim_v), rows(head_dim_v), torch.empty(160, 4)
     ends = torch.tensor([0, 40, 160], dtype=torch.int32)
-    what = (ends, ends, 120, 120, 0.2, 2**31 - 1, 0)
-    launch.forward(q, k, v, *what, float("-inf"), out, lse)
-    launch.backward(out, None, q, k, v, out, lse, *what, True, rows(head_dim), rows(head_dim), rows(head_dim_v))
+    params = DensePrefillParams(q, k, v, ends, ends, 120, 120, 0.2, 2**31 - 1, 0, empty_lse=float("-inf"))
+    launch.forward(params, out, lse)
+    launch.backward(params, out, lse, out, None, True, rows(head_dim), rows(head_dim), rows(head_dim_v))
 
 
 @pytest.mark.full

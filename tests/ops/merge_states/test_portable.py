@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.ops.merge_states import merge_states, portable
+from flashlatte.ops.merge_states.params import MergeStatesParams
 
 pytestmark = pytest.mark.interpreter
 
@@ -93,7 +94,7 @@ def test_scratch_for_many_parts_is_bounded(monkeypatch):
     outs, lses = draw_parts(11, (7, 5, 16), torch.bfloat16, 0)
     out, lse = empty(7, 5, 16, dtype=torch.bfloat16), empty(7, 5)
     monkeypatch.setattr(torch, "empty", recorded)
-    portable.merge_states_into(outs, lses, out, lse, None, None, None, 1.0)
+    portable.merge_states_into(MergeStatesParams(outs, lses, out, lse, None, None, None, 1.0))
     assert sizes
     # Of what is merged so far: out, lse and row_sum.
     assert max(map(sum, zip(*[iter(sizes)] * 3, strict=True))) <= 4 * 18 * 6

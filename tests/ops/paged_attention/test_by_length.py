@@ -9,7 +9,7 @@ import torch
 
 from flashlatte import paged_attention
 from flashlatte.ops.paged_attention import by_length
-from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.testing import compare
 from flashlatte.testing.paged_attention_case import PagedAttentionCase
 
@@ -20,8 +20,8 @@ MIXED = PagedAttentionCase(
 )
 
 
-def problem_of(arguments: dict[str, Any], out: torch.Tensor, lse: torch.Tensor) -> PagedAttentionArgs:
-    return PagedAttentionArgs(
+def problem_of(arguments: dict[str, Any], out: torch.Tensor, lse: torch.Tensor) -> PagedAttentionParams:
+    return PagedAttentionParams(
         q=arguments["q"],
         k_cache=arguments["k_cache"].unsqueeze(3),
         v_cache=arguments["v_cache"],
@@ -59,7 +59,7 @@ def test_each_token_is_written_by_one_kernel(monkeypatch, heads):
     bounds = arguments["cu_seqlens_q"].tolist()
     short = torch.zeros(len(expected), dtype=torch.bool)
 
-    def attend_long(problem: PagedAttentionArgs, min_queries: int) -> None:
+    def attend_long(problem: PagedAttentionParams, min_queries: int) -> None:
         """Marks what the Gluon kernel is to write: the interpreter does not run it."""
         for first, end in pairwise(bounds):
             short[first:end] = end - first < min_queries

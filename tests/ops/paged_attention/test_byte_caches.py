@@ -103,6 +103,6 @@ def test_a_warp_for_each_key_head(monkeypatch: pytest.MonkeyPatch, kv_heads: int
     assert attention.launch.arguments["STEP"].key_heads == attention.launch.options["num_warps"] == together
     # Each token has one tile; with 8 key heads 132 SMs take whole requests.
     arguments = attention.launch.arguments
-    assert arguments["num_items"] == 128
-    assert kv_heads != 8 or arguments["num_splits"] == 128
-    assert attention.launch.grid == (arguments["num_splits"] * kv_heads // together,)
+    assert arguments["tile_lengths_num_tiles"] == 128
+    assert kv_heads != 8 or arguments["grid_num_splits"] == 128
+    assert attention.launch.grid == (arguments["grid_num_splits"] * kv_heads // together,)

@@ -117,7 +117,7 @@ def test_many_tiles_of_a_prefill_are_a_program_each(monkeypatch, case, tiles_per
     monkeypatch.setattr(launch, "_WHOLE_TILES_PER_SM", tiles_per_sm)
     plan, step, seen = launch.make_plan, launch.PagedStep, []
     plan.cache_clear()
-    monkeypatch.setattr(launch, "make_plan", lambda *args: seen.append(plan(*args)) or seen[-1])
+    monkeypatch.setattr(launch, "make_plan", lambda *args, **more: seen.append(plan(*args, **more)) or seen[-1])
     monkeypatch.setattr(launch, "PagedStep", lambda **args: seen.append(step(**args)) or seen[-1])
     arguments = case.inputs()
     table = arguments["block_table"]

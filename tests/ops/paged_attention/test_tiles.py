@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashlatte.kernels.triton.packed import Window
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
-from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, find_tiles_kernel
+from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, VisibleRanges, find_tiles_kernel
+from flashlatte.ops.paged_attention.requests import PagedAttentionRequests
 
 pytestmark = pytest.mark.interpreter
 BLOCK = 3
@@ -29,23 +31,12 @@ def test_each_token_has_one_tile_of_its_request(name: str, by_token: bool):
     tiles = torch.full((slots, TILE_NUMBERS), -7, dtype=torch.int32)
     lengths = torch.full((slots,), -7, dtype=torch.int32)
     keys = torch.arange(10, 10 + requests, dtype=torch.int32)
-    # Until seqused_k and its stride, requests, total_q, capacity; no window on the left, causal; no prefix ranges.
     find_tiles_kernel[(slots,)](
-        tiles,
-        lengths,
-        torch.tensor(boundaries),
-        keys,
-        1,
-        requests,
-        total,
-        1000,
-        2**31 - 1,
-        0,
-        None,
-        0,
-        0,
-        0,
-        0,
+        PagedAttentionRequests(torch.tensor(boundaries), requests, total, keys, seqused_stride=1, capacity=1000),
+        VisibleRanges(Window(left=2**31 - 1, right=0), None, 0, 0, 0),
+        tiles=tiles,
+        lengths=lengths,
+        max_queries=0,
         TILES_EACH=0,
         BY_TOKEN=by_token,
         HAS_NEW=False,

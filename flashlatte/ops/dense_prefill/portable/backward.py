@@ -7,18 +7,23 @@ queries. Both of the latter recompute P from lse, so no atomics are needed.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.fp8 import from_float32, to_float32
+from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E
+from flashlatte.kernels.triton.packed import PackedRows, Window
+from flashlatte.ops.dense_prefill.params import DensePrefillRequests
 from flashlatte.ops.dense_prefill.portable.tiles import (
+    find_queries,
     find_tile,
     load_parts,
     load_parts_and_dot,
-    load_tile,
+    load_values,
     phases,
+    rows_of,
     seen_by_some,
+    store_columns,
+    store_parts,
     visible_range,
 )
 from flashlatte.runtime.triton_kernel import kernel
@@ -26,23 +31,15 @@ from flashlatte.runtime.triton_kernel import kernel
 
 @kernel
 def row_sums_kernel(
-    out,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    dout,
-    dout_stride_token: tl.int64,
-    dout_stride_head: tl.int64,
-    lse,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    dlse,
-    dlse_stride_token: tl.int64,
-    dlse_stride_head: tl.int64,
+    out: PackedRows,
+    dout: PackedRows,
+    lse: PackedRows,
+    dlse: PackedRows,
     sums,
     total_q: tl.int32,
     heads: tl.int32,
     D_V: tl.constexpr,
-    D_V_PADDED: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -52,216 +49,161 @@ def row_sums_kernel(
     head = (tl.program_id(0) % heads).to(tl.int64)
     token = (tl.program_id(0) // heads).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_use = token < total_q
-    cols = tl.arange(0, D_V_PADDED)
+    cols = tl.arange(0, WIDTH_V)
     mask = in_use[:, None] & (cols < D_V)[None, :]
-    out_offset = (token * out_stride_token + head * out_stride_head)[:, None] * ALIGN + cols[None, :]
-    dout_offset = (token * dout_stride_token + head * dout_stride_head)[:, None] * ALIGN + cols[None, :]
-    product = to_float32(tl.load(out + out_offset, mask=mask, other=0), INTERPRETED) * to_float32(
-        tl.load(dout + dout_offset, mask=mask, other=0), INTERPRETED
-    )
-    row_lse = tl.load(lse + token * lse_stride_token + head * lse_stride_head, mask=in_use, other=0.0)
-    row_delta = tl.sum(product, axis=1)
-    if dlse is not None:
-        row_delta -= tl.load(dlse + token * dlse_stride_token + head * dlse_stride_head, mask=in_use, other=0.0)
+    out_offset = (token * out.stride_token + head * out.stride_head)[:, None] * ALIGN + cols[None, :]
+    dout_offset = (token * dout.stride_token + head * dout.stride_head)[:, None] * ALIGN + cols[None, :]
+    x = to_float32(tl.load(out.base + out_offset, mask=mask, other=0), INTERPRETED)
+    product = x * to_float32(tl.load(dout.base + dout_offset, mask=mask, other=0), INTERPRETED)
+    # Before the sum, so that all loads are in flight together.
+    row_lse = tl.load(lse.base + token * lse.stride_token + head * lse.stride_head, mask=in_use, other=0.0)
+    delta = tl.sum(product, axis=1)
+    if dlse.base is not None:
+        delta -= tl.load(dlse.base + token * dlse.stride_token + head * dlse.stride_head, mask=in_use, other=0.0)
     empty = tl.abs(row_lse) == float("inf")
     pair = sums + (head * total_q + token) * 2
     tl.store(pair, tl.where(empty, float("inf"), row_lse * LOG2_E), mask=in_use)
-    tl.store(pair + 1, tl.where(empty, 0.0, row_delta), mask=in_use)
+    tl.store(pair + 1, tl.where(empty, 0.0, delta), mask=in_use)
 
 
-@kernel(by_element=("cu_seqlens_q", "cu_seqlens_k"))
+@kernel
 def keys_kernel(
-    q,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    k,
-    k_stride_token: tl.int64,
-    k_stride_head: tl.int64,
-    v,
-    v_stride_token: tl.int64,
-    v_stride_head: tl.int64,
-    dout,
-    dout_stride_token: tl.int64,
-    dout_stride_head: tl.int64,
-    dk,
-    dk_stride_token: tl.int64,
-    dk_stride_head: tl.int64,
-    dv,
-    dv_stride_token: tl.int64,
-    dv_stride_head: tl.int64,
+    q: PackedRows,
+    k: PackedRows,
+    v: PackedRows,
+    dout: PackedRows,
+    dk: PackedRows,
+    dv: PackedRows,
+    requests: DensePrefillRequests,
+    window: Window,
     sums,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    requests: tl.int32,
-    total_q: tl.int32,
-    total_k: tl.int32,
     slots: tl.int32,
     group: tl.int32,
-    window_left: tl.int32,
-    window_right: tl.int32,
     softmax_scale: tl.float32,
-    D: tl.constexpr,
-    D_A: tl.constexpr,
-    D_B: tl.constexpr,
-    D_V: tl.constexpr,
-    D_V_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """Strides are in units of ALIGN elements."""
+    """dK and dV of a tile of keys of a key head, from all queries of its ``group`` query heads."""
+    BLOCK_M: tl.constexpr = STEP.block_m
+    BLOCK_N: tl.constexpr = STEP.block_n
+    FIRST: tl.constexpr = STEP.first
+    REST: tl.constexpr = STEP.rest
+    WIDTH_V: tl.constexpr = STEP.width_v
     kv_head = (tl.program_id(0) // slots).to(tl.int64)
     tile, tiles, k_begin, s_k, q_begin, s_q = find_tile(
-        tl.program_id(0) % slots, cu_seqlens_k, cu_seqlens_q, requests, total_k, total_q, BLOCK_N
+        tl.program_id(0) % slots,
+        requests.cu_seqlens_k,
+        requests.cu_seqlens_q,
+        requests.count,
+        requests.total_k,
+        requests.total_q,
+        BLOCK_N,
     )
     first = tl.where(tile < tiles, tile * BLOCK_N, s_k)
     shift = s_q - s_k
-    begin, _, full, partial, end = phases(first, s_k, s_q, shift, window_right, window_left, BLOCK_N, BLOCK_M)
+    begin, _, full, partial, end = phases(first, s_k, s_q, shift, window.right, window.left, BLOCK_N, BLOCK_M)
     key = first + tl.arange(0, BLOCK_N)
-    lower, upper = visible_range(key, s_q, shift, window_right, window_left)
-    k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
-    v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
+    lower, upper = visible_range(key, s_q, shift, window.right, window.left)
+    k = rows_of(k, k_begin, kv_head, STEP)
+    v = rows_of(v, k_begin, kv_head, STEP)
     # A key that is visible to no query has gradient 0, even if it is NaN.
-    own_first, own_limit = seen_by_some(s_k, s_q, shift, window_right, window_left)
-    k_a, k_b = load_parts(k, k_stride_token, first, own_first, own_limit, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED)
-    value = load_tile(v, v_stride_token, first, own_first, own_limit, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
+    own_first, own_limit = seen_by_some(s_k, s_q, shift, window.right, window.left)
+    k_first, k_rest = load_parts(k, first, own_first, own_limit, BLOCK_N, STEP)
+    value = load_values(v, first, own_first, own_limit, BLOCK_N, STEP)
     scale = softmax_scale * LOG2_E
 
-    dk_a = tl.zeros([BLOCK_N, D_A], tl.float32)
-    dk_b = tl.zeros([BLOCK_N, D_B if D_B > 0 else 1], tl.float32)
-    dvalue = tl.zeros([BLOCK_N, D_V_PADDED], tl.float32)
+    dk_first = tl.zeros([BLOCK_N, FIRST], tl.float32)
+    dk_rest = tl.zeros([BLOCK_N, REST if REST > 0 else 1], tl.float32)
+    dvalue = tl.zeros([BLOCK_N, WIDTH_V], tl.float32)
     of_pair = tl.arange(0, 2)[None, :]
     for member in range(0, group):
         head = kv_head * group + member
-        head_q = q + (q_begin.to(tl.int64) * q_stride_token + head * q_stride_head) * ALIGN
-        head_dout = dout + (q_begin.to(tl.int64) * dout_stride_token + head * dout_stride_head) * ALIGN
-        head_sums = sums + (head * total_q + q_begin) * 2
-        for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
+        head_q = rows_of(q, q_begin, head, STEP)
+        head_dout = rows_of(dout, q_begin, head, STEP)
+        head_sums = sums + (head * requests.total_q + q_begin) * 2
+        for start in tl.range(begin, end, BLOCK_M, num_stages=STEP.num_stages):
             row = start + tl.arange(0, BLOCK_M)
             # Loaded as a tile: Triton would load two vectors in the layout of the scores' columns, by 4-byte loads in
             # each warp.
             pair = tl.load(head_sums + row[:, None] * 2 + of_pair, mask=(row < s_q)[:, None], other=0.0)
             row_lse = tl.max(tl.where(of_pair == 0, pair, float("-inf")), axis=1)
             row_delta = tl.sum(tl.where(of_pair == 1, pair, 0.0), axis=1)
-            q_a, q_b, scores = load_parts_and_dot(
-                k_a, k_b, head_q, q_stride_token, start, None, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED
+            q_first, q_rest, scores = load_parts_and_dot(
+                k_first, k_rest, head_q, start, None, s_q, BLOCK_M, STEP
             )  # scores [BLOCK_N, BLOCK_M]
-            drow = load_tile(
-                head_dout, dout_stride_token, start, None, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED
-            )
+            drow = load_values(head_dout, start, None, s_q, BLOCK_M, STEP)
             dp = tl.dot(value, tl.trans(drow))  # [BLOCK_N, BLOCK_M]
             p = tl.exp2(scores * scale - row_lse[None, :])
             if (start < full) | (start >= partial):
                 visible = (row[None, :] >= lower[:, None]) & (row[None, :] <= upper[:, None])
                 p = tl.where(visible, p, 0.0)
-            ds = (p * (dp - row_delta[None, :])).to(q_a.dtype)
+            ds = (p * (dp - row_delta[None, :])).to(q_first.dtype)
             dvalue = tl.dot(p.to(drow.dtype), drow, dvalue)
-            dk_a = tl.dot(ds, q_a, dk_a)
-            if D_B > 0:
-                dk_b = tl.dot(ds, q_b, dk_b)
+            dk_first = tl.dot(ds, q_first, dk_first)
+            if REST > 0:
+                dk_rest = tl.dot(ds, q_rest, dk_rest)
 
     token = (k_begin + key).to(tl.int64)
     in_use = key < s_k
-    dk_offset = (token * dk_stride_token + kv_head * dk_stride_head)[:, None] * ALIGN
-    dv_offset = (token * dv_stride_token + kv_head * dv_stride_head)[:, None] * ALIGN
-    store_columns(dk + dk_offset, dk_a * softmax_scale, in_use, 0, min(D, D_A), INTERPRETED)
-    if D_B > 0:
-        store_columns(dk + dk_offset, dk_b * softmax_scale, in_use, D_A, D - D_A, INTERPRETED)
-    store_columns(dv + dv_offset, dvalue, in_use, 0, D_V, INTERPRETED)
+    dk_rows = dk.base + (token * dk.stride_token + kv_head * dk.stride_head)[:, None] * STEP.align
+    dv_rows = dv.base + (token * dv.stride_token + kv_head * dv.stride_head)[:, None] * STEP.align
+    store_parts(dk_rows, dk_first, dk_rest, softmax_scale, in_use, STEP)
+    store_columns(dv_rows, dvalue, in_use, 0, STEP.head_dim_v, STEP.interpreted)
 
 
-@kernel(by_element=("cu_seqlens_q", "cu_seqlens_k"))
+@kernel
 def queries_kernel(
-    q,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    k,
-    k_stride_token: tl.int64,
-    k_stride_head: tl.int64,
-    v,
-    v_stride_token: tl.int64,
-    v_stride_head: tl.int64,
-    dout,
-    dout_stride_token: tl.int64,
-    dout_stride_head: tl.int64,
-    dq,
-    dq_stride_token: tl.int64,
-    dq_stride_head: tl.int64,
+    q: PackedRows,
+    k: PackedRows,
+    v: PackedRows,
+    dout: PackedRows,
+    dq: PackedRows,
+    requests: DensePrefillRequests,
+    window: Window,
     sums,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    requests: tl.int32,
-    total_q: tl.int32,
-    total_k: tl.int32,
     slots: tl.int32,
     group: tl.int32,
-    window_left: tl.int32,
-    window_right: tl.int32,
     softmax_scale: tl.float32,
-    D: tl.constexpr,
-    D_A: tl.constexpr,
-    D_B: tl.constexpr,
-    D_V: tl.constexpr,
-    D_V_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """Order of programs and strides as in the forward kernel."""
+    """dQ of a tile of queries; the order of programs is that of the forward kernel."""
+    BLOCK_M: tl.constexpr = STEP.block_m
+    BLOCK_N: tl.constexpr = STEP.block_n
+    FIRST: tl.constexpr = STEP.first
+    REST: tl.constexpr = STEP.rest
     head = tl.program_id(0) // slots
-    tile, tiles, q_begin, s_q, k_begin, s_k = find_tile(
-        tl.program_id(0) % slots, cu_seqlens_q, cu_seqlens_k, requests, total_q, total_k, BLOCK_M
-    )
-    first = tl.where(tile < tiles, (tiles - 1 - tile) * BLOCK_M, s_q)
-    shift = s_k - s_q
-    begin, seen, full, partial, end = phases(first, s_q, s_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
-    row = first + tl.arange(0, BLOCK_M)
-    in_use = row < s_q
-    lower, upper = visible_range(row, s_k, shift, window_left, window_right)
+    queries = find_queries(tl.program_id(0) % slots, requests, window, STEP)
+    first = queries.first
+    in_use = queries.row < queries.s_q
     kv_head = (head // group).to(tl.int64)
     head = head.to(tl.int64)
-    q += (q_begin.to(tl.int64) * q_stride_token + head * q_stride_head) * ALIGN
-    dout += (q_begin.to(tl.int64) * dout_stride_token + head * dout_stride_head) * ALIGN
-    k += (k_begin.to(tl.int64) * k_stride_token + kv_head * k_stride_head) * ALIGN
-    v += (k_begin.to(tl.int64) * v_stride_token + kv_head * v_stride_head) * ALIGN
-    q_a, q_b = load_parts(q, q_stride_token, first, None, s_q, D, D_A, D_B, BLOCK_M, ALIGN, INTERPRETED)
-    drow = load_tile(dout, dout_stride_token, first, None, s_q, 0, D_V, D_V_PADDED, BLOCK_M, ALIGN, INTERPRETED)
-    pair = sums + (head * total_q + q_begin + row) * 2
+    q = rows_of(q, queries.q_begin, head, STEP)
+    dout = rows_of(dout, queries.q_begin, head, STEP)
+    k = rows_of(k, queries.k_begin, kv_head, STEP)
+    v = rows_of(v, queries.k_begin, kv_head, STEP)
+    q_first, q_rest = load_parts(q, first, None, queries.s_q, BLOCK_M, STEP)
+    drow = load_values(dout, first, None, queries.s_q, BLOCK_M, STEP)
+    pair = sums + (head * requests.total_q + queries.q_begin + queries.row) * 2
     row_lse = tl.load(pair, mask=in_use, other=float("inf"))
     row_delta = tl.load(pair + 1, mask=in_use, other=0.0)
     scale = softmax_scale * LOG2_E
 
-    dq_a = tl.zeros([BLOCK_M, D_A], tl.float32)
-    dq_b = tl.zeros([BLOCK_M, D_B if D_B > 0 else 1], tl.float32)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        k_a, k_b, scores = load_parts_and_dot(
-            q_a, q_b, k, k_stride_token, start, seen, end, D, D_A, D_B, BLOCK_N, ALIGN, INTERPRETED
+    dq_first = tl.zeros([BLOCK_M, FIRST], tl.float32)
+    dq_rest = tl.zeros([BLOCK_M, REST if REST > 0 else 1], tl.float32)
+    for start in tl.range(queries.begin, queries.stop, BLOCK_N, num_stages=STEP.num_stages):
+        k_first, k_rest, scores = load_parts_and_dot(
+            q_first, q_rest, k, start, queries.seen, queries.stop, BLOCK_N, STEP
         )  # scores [BLOCK_M, BLOCK_N]
-        value = load_tile(v, v_stride_token, start, seen, end, 0, D_V, D_V_PADDED, BLOCK_N, ALIGN, INTERPRETED)
+        value = load_values(v, start, queries.seen, queries.stop, BLOCK_N, STEP)
         dp = tl.dot(drow, tl.trans(value))  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(scores * scale - row_lse[:, None])
-        if (start < full) | (start >= partial):
+        if (start < queries.full) | (start >= queries.partial):
             key = (start + tl.arange(0, BLOCK_N))[None, :]
-            p = tl.where((key >= lower[:, None]) & (key <= upper[:, None]), p, 0.0)
-        ds = (p * (dp - row_delta[:, None])).to(k_a.dtype)
-        dq_a = tl.dot(ds, k_a, dq_a)
-        if D_B > 0:
-            dq_b = tl.dot(ds, k_b, dq_b)
+            p = tl.where((key >= queries.lower[:, None]) & (key <= queries.upper[:, None]), p, 0.0)
+        ds = (p * (dp - row_delta[:, None])).to(k_first.dtype)
+        dq_first = tl.dot(ds, k_first, dq_first)
+        if REST > 0:
+            dq_rest = tl.dot(ds, k_rest, dq_rest)
 
-    token = (q_begin + row).to(tl.int64)
-    dq_offset = (token * dq_stride_token + head * dq_stride_head)[:, None] * ALIGN
-    store_columns(dq + dq_offset, dq_a * softmax_scale, in_use, 0, min(D, D_A), INTERPRETED)
-    if D_B > 0:
-        store_columns(dq + dq_offset, dq_b * softmax_scale, in_use, D_A, D - D_A, INTERPRETED)
-
-
-@triton.jit
-def store_columns(rows, tile, in_use, FIRST: tl.constexpr, COUNT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Store a tile [rows, width] to elements FIRST to FIRST + COUNT of the rows at pointers ``rows`` [rows, 1]."""
-    cols = tl.arange(0, tile.shape[1])
-    mask = in_use[:, None] & (cols < COUNT)[None, :]
-    tl.store(rows + (FIRST + cols)[None, :], from_float32(tile, rows.dtype.element_ty, INTERPRETED), mask=mask)
+    token = (queries.q_begin + queries.row).to(tl.int64)
+    dq_rows = dq.base + (token * dq.stride_token + head * dq.stride_head)[:, None] * STEP.align
+    store_parts(dq_rows, dq_first, dq_rest, softmax_scale, in_use, STEP)

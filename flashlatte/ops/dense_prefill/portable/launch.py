@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 
 from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.kernels.triton.packed import Window, packed_rows
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
+from flashlatte.ops.dense_prefill.params import DensePrefillParams, requests_of
 from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
-from flashlatte.ops.dense_prefill.portable.config import PrefillConfig, PrefillConfigs, choose
+from flashlatte.ops.dense_prefill.portable.config import PrefillConfig, choose
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
-from flashlatte.runtime.arguments import by_name
+from flashlatte.ops.dense_prefill.portable.tiles import DensePrefillStep
 
 _ROW_SUMS_BLOCK = 64
 # Classes of GPUs on which the forward loop applies masks in a branch. On others, Triton then does not detect the chain
@@ -22,163 +23,109 @@ _ROW_SUMS_BLOCK = 64
 _BRANCHING = frozenset({"hopper", "blackwell", "interpreter"})
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    empty_lse: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    total_q, heads, head_dim = q.shape
+def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) -> None:
+    q, k, v = params.q, params.k, params.v
+    total_q, heads, _ = q.shape
     if total_q == 0:
         return
-    align, tensors = _by_name(q=q, k=k, v=v, out=out)
-    gpu = gpu_class(q.device)
-    configs, constants = _compiled_for(gpu, head_dim, v.shape[2], align > 1)
-    requests = cu_seqlens_q.shape[0] - 1
-    slots = tile_slots(total_q, requests, configs.forward.block_m)
+    align = _align(q, k, v, out)
+    config, step = _steps(gpu_class(q.device), q.shape[2], v.shape[2], align)["forward"]
+    requests = requests_of(params)
+    slots = tile_slots(total_q, requests.count, config.block_m)
     forward_kernel[(slots * heads,)](
-        *by_name(
-            forward_kernel,
-            **tensors,
-            lse=lse,
-            lse_stride_token=lse.stride(0),
-            lse_stride_head=lse.stride(1),
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            requests=requests,
-            total_q=total_q,
-            total_k=k.shape[0],
-            slots=slots,
-            group=heads // k.shape[1],
-            window_left=window_left,
-            window_right=window_right,
-            softmax_scale=softmax_scale,
-            empty_lse=empty_lse,
-        ),
-        BRANCHES=gpu in _BRANCHING,
-        ALIGN=align,
-        **constants,
-        **_options(configs.forward),
+        *(packed_rows(rows, align) for rows in (q, k, v, out)),
+        packed_rows(lse),
+        requests,
+        Window(params.window_left, params.window_right),
+        slots=slots,
+        group=heads // k.shape[1],
+        softmax_scale=params.softmax_scale,
+        empty_lse=params.empty_lse,
+        STEP=step,
+        num_warps=config.num_warps,
     )
 
 
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    params: DensePrefillParams,
     out: torch.Tensor,
     lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     deterministic: bool,
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
     """This implementation is always deterministic."""
-    total_q, heads, head_dim = q.shape
-    total_k, kv_heads, head_dim_v = v.shape
-    gpu = gpu_class(q.device)
-    align, tensors = _by_name(q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
-    configs, constants = _compiled_for(gpu, head_dim, head_dim_v, align > 1)
-    requests = cu_seqlens_q.shape[0] - 1
-    arguments = tensors | {
-        "sums": torch.empty(heads, total_q, 2, dtype=torch.float32, device=q.device),
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "requests": requests,
-        "total_q": total_q,
-        "total_k": total_k,
-        "group": heads // kv_heads,
-        "window_left": window_left,
-        "window_right": window_right,
-        "softmax_scale": softmax_scale,
-    }
+    total_q, heads, head_dim = params.q.shape
+    total_k, kv_heads, head_dim_v = params.v.shape
+    align = _align(params.q, params.k, params.v, out, dout, dq, dk, dv)
+    gpu = gpu_class(params.q.device)
+    steps = _steps(gpu, head_dim, head_dim_v, align)
+    requests, window = requests_of(params), Window(params.window_left, params.window_right)
+    sums = torch.empty(heads, total_q, 2, dtype=torch.float32, device=params.q.device)
+    inputs = [packed_rows(rows, align) for rows in (params.q, params.k, params.v, dout)]
+    others = {"sums": sums, "group": heads // kv_heads, "softmax_scale": params.softmax_scale}
     if total_q:
         row_sums_kernel[(triton.cdiv(total_q, _ROW_SUMS_BLOCK) * heads,)](
-            *by_name(
-                row_sums_kernel,
-                **arguments,
-                lse=lse,
-                lse_stride_token=lse.stride(0),
-                lse_stride_head=lse.stride(1),
-                dlse=dlse,
-                dlse_stride_token=0 if dlse is None else dlse.stride(0),
-                dlse_stride_head=0 if dlse is None else dlse.stride(1),
-                heads=heads,
-            ),
+            packed_rows(out, align),
+            packed_rows(dout, align),
+            packed_rows(lse),
+            packed_rows(dlse),
+            sums=sums,
+            total_q=total_q,
+            heads=heads,
             D_V=head_dim_v,
-            D_V_PADDED=padded(head_dim_v),
+            WIDTH_V=padded(head_dim_v),
             BLOCK=_ROW_SUMS_BLOCK,
             ALIGN=align,
             INTERPRETED=gpu == "interpreter",
             num_warps=4,
         )
     if total_k:
-        slots = tile_slots(total_k, requests, configs.keys.block_n)
+        config, step = steps["keys"]
+        slots = tile_slots(total_k, requests.count, config.block_n)
+        gradients = packed_rows(dk, align), packed_rows(dv, align)
         keys_kernel[(slots * kv_heads,)](
-            *by_name(keys_kernel, **arguments, slots=slots),
-            ALIGN=align,
-            **constants,
-            **_options(configs.keys),
+            *inputs, *gradients, requests, window, slots=slots, STEP=step, num_warps=config.num_warps, **others
         )
     if total_q:
-        slots = tile_slots(total_q, requests, configs.queries.block_m)
+        config, step = steps["queries"]
+        slots = tile_slots(total_q, requests.count, config.block_m)
+        dq_rows = packed_rows(dq, align)
         queries_kernel[(slots * heads,)](
-            *by_name(queries_kernel, **arguments, slots=slots),
-            ALIGN=align,
-            **constants,
-            **_options(configs.queries),
+            *inputs, dq_rows, requests, window, slots=slots, STEP=step, num_warps=config.num_warps, **others
         )
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_for(gpu: str, head_dim: int, head_dim_v: int, aligned: bool) -> tuple[PrefillConfigs, dict[str, Any]]:
-    """The configurations for two head dims, and the constants that all kernels share."""
-    first, second = tile_widths(head_dim)
+def _steps(gpu: str, head_dim: int, head_dim_v: int, align: int) -> dict[str, tuple[PrefillConfig, DensePrefillStep]]:
+    """The configuration and the constants of each kernel."""
+    first, rest = tile_widths(head_dim)
     width = padded(head_dim_v)
-    return choose(gpu, first + second + width, aligned), {
-        "D": head_dim,
-        "D_A": first,
-        "D_B": second,
-        "D_V": head_dim_v,
-        "D_V_PADDED": width,
-        "INTERPRETED": gpu == "interpreter",
-    }
-
-
-def _options(config: PrefillConfig) -> dict[str, Any]:
+    configs = choose(gpu, first + rest + width, align > 1)
     return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "STAGES": config.num_stages,
-        "num_warps": config.num_warps,
+        name: (
+            config,
+            DensePrefillStep(
+                head_dim=head_dim,
+                first=first,
+                rest=rest,
+                head_dim_v=head_dim_v,
+                width_v=width,
+                block_m=config.block_m,
+                block_n=config.block_n,
+                num_stages=config.num_stages,
+                branches=name == "forward" and gpu in _BRANCHING,
+                align=align,
+                interpreted=gpu == "interpreter",
+            ),
+        )
+        for name, config in (("forward", configs.forward), ("keys", configs.keys), ("queries", configs.queries))
     }
 
 
-def _by_name(**tensors: torch.Tensor) -> tuple[int, dict[str, Any]]:
-    """The unit of the strides of tokens and heads (16 bytes if all are multiples of it, else one element), and the
-    tensors and strides by kernel argument name."""
-    unit = 1 if any(stride % 8 for tensor in tensors.values() for stride in tensor.stride()[:2]) else 8
-    arguments: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        arguments[name] = tensor
-        arguments[f"{name}_stride_token"] = tensor.stride(0) // unit
-        arguments[f"{name}_stride_head"] = tensor.stride(1) // unit
-    return unit, arguments
+def _align(*tensors: torch.Tensor) -> int:
+    """The unit of the strides of tokens and heads: 16 bytes if all are multiples of it, else one element."""
+    return 1 if any(stride % 8 for tensor in tensors for stride in tensor.stride()[:2]) else 8

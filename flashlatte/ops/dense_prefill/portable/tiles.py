@@ -8,11 +8,89 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
+from flashlatte.kernels.triton.packed import PackedRows
 from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment
+
+
+class DensePrefillStep(NamedTuple):
+    """The constants of the kernels.
+
+    Attributes:
+        head_dim, first, rest: elements of a key, and the widths of its two tiles; rest is 0 if one tile suffices.
+        head_dim_v, width_v: elements of a value, and the width of its tile.
+        block_m, block_n: queries and keys of a tile; the program's own tile and the loop's.
+        num_stages: of Triton's pipeline.
+        branches: whether the forward loop applies masks in a branch.
+        align: unit of the strides of rows, in elements.
+        interpreted: the kernel runs in Triton's interpreter.
+    """
+
+    head_dim: int
+    first: int
+    rest: int
+    head_dim_v: int
+    width_v: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    branches: bool
+    align: int
+    interpreted: bool
+
+
+class TileOfQueries(NamedTuple):
+    """The queries of a program, and their request's keys, which the program visits from ``begin`` to ``stop``.
+
+    Attributes:
+        q_begin, s_q, k_begin, s_k: first query and key of the request, and their numbers.
+        first, row: index of the first query in the request, and of each query [block_m].
+        lower, upper: [block_m], first and last key that is visible to each query.
+        begin, seen, full, partial, stop: of ``phases``.
+    """
+
+    q_begin: Any
+    s_q: Any
+    k_begin: Any
+    s_k: Any
+    first: Any
+    row: Any
+    lower: Any
+    upper: Any
+    begin: Any
+    seen: Any
+    full: Any
+    partial: Any
+    stop: Any
+
+
+@triton.jit
+def find_queries(slot, requests, window, step: tl.constexpr):
+    """The queries of one of ``tile_slots`` slots; the first slots of a request have its last queries, which have the
+    most visible keys."""
+    tile, tiles, q_begin, s_q, k_begin, s_k = find_tile(
+        slot,
+        requests.cu_seqlens_q,
+        requests.cu_seqlens_k,
+        requests.count,
+        requests.total_q,
+        requests.total_k,
+        step.block_m,
+    )
+    first = tl.where(tile < tiles, (tiles - 1 - tile) * step.block_m, s_q)
+    shift = s_k - s_q
+    begin, seen, full, partial, stop = phases(
+        first, s_q, s_k, shift, window.left, window.right, step.block_m, step.block_n
+    )
+    row = first + tl.arange(0, step.block_m)
+    lower, upper = visible_range(row, s_k, shift, window.left, window.right)
+    return TileOfQueries(q_begin, s_q, k_begin, s_k, first, row, lower, upper, begin, seen, full, partial, stop)
 
 
 @triton.jit
@@ -58,79 +136,86 @@ def phases(first, rows, others, shift, before, after, BLOCK_ROWS: tl.constexpr, 
 
 
 @triton.jit
+def rows_of(rows, token, head, step: tl.constexpr):
+    """``rows`` from ``token`` on, of one head."""
+    base = rows.base + (token.to(tl.int64) * rows.stride_token + head * rows.stride_head) * step.align
+    return PackedRows(base, rows.stride_token, rows.stride_head)
+
+
+@triton.jit
 def load_tile(
-    base,
-    stride,
+    rows,
     start,
     seen,
     limit,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    step: tl.constexpr,
 ):
-    """Columns FIRST to FIRST + COUNT of rows ``start`` to start + ROWS, [ROWS, WIDTH]; 0 from row ``limit`` on, and
+    """Columns FIRST to FIRST + COUNT of rows ``start`` to start + BLOCK, [BLOCK, WIDTH]; 0 from row ``limit`` on, and
     before row ``seen`` if that is not None.
     """
-    row = tl.arange(0, ROWS)
-    offsets = row.to(tl.int64) * stride * ALIGN
+    row = tl.arange(0, BLOCK)
+    stride = rows.stride_token
+    offsets = row.to(tl.int64) * stride * step.align
     in_use = row < limit - start
     if seen is not None:
         in_use = in_use & (row >= seen - start)
-    return load_rows(base + stride * start * ALIGN, offsets, in_use, FIRST, COUNT, WIDTH, INTERPRETED)
+    return load_rows(rows.base + stride * start * step.align, offsets, in_use, FIRST, COUNT, WIDTH, step.interpreted)
 
 
 @triton.jit
-def load_parts(
-    base,
-    stride,
-    start,
-    seen,
-    limit,
-    COUNT: tl.constexpr,
-    WIDTH_A: tl.constexpr,
-    WIDTH_B: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """COUNT columns of rows of q or k as two tiles of the widths of ``head_dims.tile_widths``; if WIDTH_B is 0, the
-    second is the first again.
-    """
-    first = load_tile(base, stride, start, seen, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
-    second = first
-    if WIDTH_B > 0:
-        second = load_tile(
-            base, stride, start, seen, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED
-        )
-    return first, second
+def load_values(rows, start, seen, limit, BLOCK: tl.constexpr, step: tl.constexpr):
+    """Rows of v or dout as one tile [BLOCK, width_v]."""
+    return load_tile(rows, start, seen, limit, 0, step.head_dim_v, step.width_v, BLOCK, step)
 
 
 @triton.jit
-def load_parts_and_dot(
-    x,
-    x_rest,
-    base,
-    stride,
-    start,
-    seen,
-    limit,
-    COUNT: tl.constexpr,
-    WIDTH_A: tl.constexpr,
-    WIDTH_B: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _load_first(rows, start, seen, limit, BLOCK: tl.constexpr, step: tl.constexpr):
+    return load_tile(rows, start, seen, limit, 0, min(step.head_dim, step.first), step.first, BLOCK, step)
+
+
+@triton.jit
+def _load_rest(rows, start, seen, limit, BLOCK: tl.constexpr, step: tl.constexpr):
+    return load_tile(rows, start, seen, limit, step.first, step.head_dim - step.first, step.rest, BLOCK, step)
+
+
+@triton.jit
+def load_parts(rows, start, seen, limit, BLOCK: tl.constexpr, step: tl.constexpr):
+    """Rows of q or k as two tiles [BLOCK, first] and [BLOCK, rest]; if there is no rest, the second is the first
+    again."""
+    first = _load_first(rows, start, seen, limit, BLOCK, step)
+    rest = first
+    if step.rest > 0:
+        rest = _load_rest(rows, start, seen, limit, BLOCK, step)
+    return first, rest
+
+
+@triton.jit
+def load_parts_and_dot(x, x_rest, rows, start, seen, limit, BLOCK: tl.constexpr, step: tl.constexpr):
     """Rows y as by ``load_parts``, and x yᵀ; the second part is loaded when the first has been multiplied."""
-    y = load_tile(base, stride, start, seen, limit, 0, min(COUNT, WIDTH_A), WIDTH_A, ROWS, ALIGN, INTERPRETED)
+    y = _load_first(rows, start, seen, limit, BLOCK, step)
     product = tl.dot(x, tl.trans(y))
     y_rest = y
-    if WIDTH_B > 0:
-        y_rest = load_tile(
-            base, stride, start, seen, limit, WIDTH_A, COUNT - WIDTH_A, WIDTH_B, ROWS, ALIGN, INTERPRETED
-        )
+    if step.rest > 0:
+        y_rest = _load_rest(rows, start, seen, limit, BLOCK, step)
         product = tl.dot(x_rest, tl.trans(y_rest), product)
     return y, y_rest, product
+
+
+@triton.jit
+def store_columns(rows, tile, in_use, FIRST: tl.constexpr, COUNT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Store a tile [rows, width] to elements FIRST to FIRST + COUNT of the rows at pointers ``rows`` [rows, 1]."""
+    cols = tl.arange(0, tile.shape[1])
+    mask = in_use[:, None] & (cols < COUNT)[None, :]
+    tl.store(rows + (FIRST + cols)[None, :], from_float32(tile, rows.dtype.element_ty, INTERPRETED), mask=mask)
+
+
+@triton.jit
+def store_parts(rows, first, rest, factor, in_use, step: tl.constexpr):
+    """Store ``factor`` times the two tiles of a gradient of q or k to the rows at pointers ``rows`` [rows, 1]."""
+    store_columns(rows, first * factor, in_use, 0, min(step.head_dim, step.first), step.interpreted)
+    if step.rest > 0:
+        store_columns(rows, rest * factor, in_use, step.first, step.head_dim - step.first, step.interpreted)

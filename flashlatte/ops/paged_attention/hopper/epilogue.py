@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS
 from flashlatte.kernels.hopper.vector_layout import to_vector_layout
-from flashlatte.ops.paged_attention.hopper.tiles import SCORE_ROWS
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64, Pointer
 
 _LN2 = gl.constexpr(0.6931471805599453)
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -21,15 +21,15 @@ class PagedPrefillResults(NamedTuple):
     ``sink``: float32 [h_q] with stride ``sink_stride``: the score of an additional key with value 0; or None.
     """
 
-    out: Any
-    out_stride_token: Any
-    out_stride_head: Any
-    lse: Any
-    lse_stride_token: Any
-    lse_stride_head: Any
-    sink: Any
-    sink_stride: Any
-    empty_lse: Any
+    out: Pointer
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse: ElementPointer
+    lse_stride_token: Int64
+    lse_stride_head: Int64
+    sink: ElementPointer
+    sink_stride: Int64
+    empty_lse: Float32
 
 
 @gluon.jit
@@ -41,11 +41,12 @@ def _rows_of(work_tile, row, stride_token, stride_head, PACK: gl.constexpr):
 
 @gluon.jit
 def store(output, state, work_tile, results, scale_log2, FIRST_ROW: gl.constexpr, CONFIG: gl.constexpr):
-    """Store ``output`` [64, 64 * v_chunks] and the lse of ``state`` for the tile's rows from FIRST_ROW on."""
+    """Store ``output`` ([64, 64 * v_chunks],) and the lse of ``state`` for the tile's rows from FIRST_ROW on."""
     PACK: gl.constexpr = CONFIG.pack
+    tile = output[0]
     is_empty = state.row_sum == 0
     row_lse = state.row_max * scale_log2 + gl.log2(state.row_sum)
-    row = FIRST_ROW + gl.arange(0, ROWS, SCORE_ROWS)
+    row = FIRST_ROW + gl.arange(0, ROWS, row_lse.type.layout)
     exists = row < work_tile.tokens * PACK
     total = state.row_sum
     if results.sink is not None:
@@ -53,8 +54,8 @@ def store(output, state, work_tile, results, scale_log2, FIRST_ROW: gl.constexpr
         sink = gl.load(results.sink + head.to(gl.int64) * results.sink_stride, mask=exists, other=0.0) * _LOG2_E
         total += gl.exp2(sink - state.row_max * scale_log2)
     inverse = gl.where(is_empty, 0.0, 1.0 / total)
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, output.type.layout), assert_trivial=True)
-    values = to_vector_layout((output * inverse[:, None]).to(results.out.dtype.element_ty))
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)
+    values = to_vector_layout((tile * inverse[:, None]).to(results.out.dtype.element_ty))
     out_row = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
     col = gl.arange(0, CONFIG.v_chunks * CHUNK, gl.SliceLayout(0, values.type.layout))
     offset = _rows_of(work_tile, out_row, results.out_stride_token, results.out_stride_head, PACK) * CONFIG.align

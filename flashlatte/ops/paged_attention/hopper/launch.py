@@ -9,9 +9,14 @@ from typing import Any
 import torch
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
-from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
-from flashlatte.ops.paged_attention.hopper.kernel import kernel
+from flashlatte.kernels.triton.packed import BlockTable, Window
+from flashlatte.ops.paged_attention.hopper.epilogue import PagedPrefillResults
+from flashlatte.ops.paged_attention.hopper.kernel import paged_prefill_kernel
+from flashlatte.ops.paged_attention.hopper.producer import PagedPrefillInputs
+from flashlatte.ops.paged_attention.hopper.schedule import PagedPrefillWork
 from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillConfig
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
+from flashlatte.ops.paged_attention.requests import paged_requests
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
@@ -21,14 +26,14 @@ _LOG2_E = math.log2(math.e)
 _MAX_WINDOW = 2**30 - 1
 
 
-def attend_long(problem: PagedAttentionArgs, min_queries: int) -> None:
+def attend_long(params: PagedAttentionParams, min_queries: int) -> None:
     """Compute attention for the requests of at least ``min_queries`` queries, and zero the output of tokens without
     request."""
-    q, k_cache, v_cache, out, lse = problem.q, problem.k_cache, problem.v_cache, problem.out, problem.lse
+    q, k_cache, v_cache, out, lse = params.q, params.k_cache, params.v_cache, params.out, params.lse
     tokens, heads, head_dim = q.shape
     num_pages, page_size, h_kv = k_cache.shape[:3]
     head_dim_v, device = v_cache.shape[3], q.device
-    requests = problem.cu_seqlens_q.shape[0] - 1
+    requests = paged_requests(params)
     pack = heads_per_tile(heads // h_kv)
     box = math.gcd(page_size, KEYS.value)
     align = row_align(out)
@@ -40,30 +45,27 @@ def attend_long(problem: PagedAttentionArgs, min_queries: int) -> None:
         page_size=page_size,
         box=box,
         align=align,
+        keys=KEYS.value,
     )
-    max_tiles = (tokens * pack // TILE.value + requests + 2) * (heads // pack)
+    max_tiles = (tokens * pack // TILE.value + requests.count + 2) * (heads // pack)
     out_strides = strides_in_use(out)
-    sink = problem.attn_sink
-    kernel[(min(max_tiles, machine.num_sms(device)),)](
+    sink = params.attn_sink
+    inputs = PagedPrefillInputs(
         q=_packed(q, pack),
         k=_paged(k_cache.squeeze(3), box),
         v=_paged(v_cache, box),
-        block_table=problem.block_table,
-        table_stride=problem.block_table.stride(0),
-        num_pages=num_pages,
+        table=BlockTable(params.block_table, params.block_table.stride(0), num_pages),
         boxes=KEYS.value // box,
-        cu_q=problem.cu_seqlens_q,
-        seqused_k=problem.seqused_k,
-        seqused_stride=problem.seqused_k.stride(0),
-        capacity=problem.cached_keys,
+    )
+    work = PagedPrefillWork(
         requests=requests,
-        tokens=tokens,
+        window=Window(min(params.window_left, _MAX_WINDOW), min(params.window_right, _MAX_WINDOW)),
         min_queries=min_queries,
-        window_left=min(problem.window_left, _MAX_WINDOW),
-        window_right=min(problem.window_right, _MAX_WINDOW),
         packs=heads // pack,
         packs_per_kv_head=heads // h_kv // pack,
         tile_counter=torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    results = PagedPrefillResults(
         out=out,
         out_stride_token=out_strides[0] // align,
         out_stride_head=out_strides[1] // align,
@@ -72,10 +74,10 @@ def attend_long(problem: PagedAttentionArgs, min_queries: int) -> None:
         lse_stride_head=lse.stride(1),
         sink=sink,
         sink_stride=0 if sink is None else sink.stride(0),
-        scale_log2=problem.softmax_scale * _LOG2_E,
-        empty_lse=problem.empty_lse,
-        CONFIG=config,
-        num_warps=4,
+        empty_lse=params.empty_lse,
+    )
+    paged_prefill_kernel[(min(max_tiles, machine.num_sms(device)),)](
+        inputs, work, results, scale_log2=params.softmax_scale * _LOG2_E, CONFIG=config, num_warps=4
     )
 
 

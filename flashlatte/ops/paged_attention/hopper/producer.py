@@ -25,10 +25,12 @@ from flashlatte.kernels.hopper.two_consumers import (
     ROWS,
     STAGES,
     V_EMPTY,
+    end_tiles,
     stage_of,
     write_scalar,
     write_scalars,
 )
+from flashlatte.kernels.triton.packed import BlockTable
 from flashlatte.ops.paged_attention.hopper import schedule
 from flashlatte.ops.paged_attention.hopper.tiles import (
     KEYS,
@@ -36,6 +38,7 @@ from flashlatte.ops.paged_attention.hopper.tiles import (
     PagedPrefillTile,
 )
 from flashlatte.runtime.gluon_compat import cta_barrier, reinterpret, tma_load
+from flashlatte.runtime.kernel_records import Int32, Pointer
 
 
 class PagedPrefillInputs(NamedTuple):
@@ -44,18 +47,14 @@ class PagedPrefillInputs(NamedTuple):
     Attributes:
         q: TMA descriptor of q [tokens, packs, pack, d] for boxes of 64 rows and 64 columns.
         k, v: TMA descriptors of the caches [pages, page_size, h_kv, d] for boxes of ``box`` tokens and 64 columns.
-        block_table, table_stride: pages of each request.
-        num_pages: pages of the cache.
         boxes: copies per block and chunk of columns.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    block_table: Any
-    table_stride: Any
-    num_pages: Any
-    boxes: Any
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    table: BlockTable
+    boxes: Int32
 
 
 class VisibleKeys(NamedTuple):
@@ -73,12 +72,10 @@ def _look_up(inputs, visible, first_key, CONFIG: gl.constexpr):
     latter."""
     key = first_key + lane_id() % 16 * 8 // CONFIG.box * CONFIG.box
     is_visible = (key < visible.to) & (key + CONFIG.box > visible.first)
-    entry = gl.load(
-        inputs.block_table + visible.request.to(gl.int64) * inputs.table_stride + key // CONFIG.page_size,
-        mask=is_visible,
-        other=-1,
-    )
-    page = gl.where((entry >= 0) & (entry < inputs.num_pages), entry, -1).to(gl.int32)
+    table = inputs.table
+    pages = table.pages + visible.request.to(gl.int64) * table.stride
+    entry = gl.load(pages + key // CONFIG.page_size, mask=is_visible, other=-1)
+    page = gl.where((entry >= 0) & (entry < table.num_pages), entry, -1).to(gl.int32)
     return page, gl.where(is_visible, page, 0)
 
 
@@ -109,7 +106,9 @@ def _load_q(inputs, consumer, work_tile, TOKEN: gl.constexpr, CONFIG: gl.constex
     full = consumer.full.index(0)
     mbarrier.expect(full, ROWS * CHUNKS * CHUNK * 2)
     for chunk in gl.static_range(CHUNKS):
-        tma_load(inputs.q, [work_tile.token + TOKEN, work_tile.pack, 0, chunk * CHUNK], full, consumer.q.index(chunk))
+        tma_load(
+            inputs.q, [work_tile.token + TOKEN, work_tile.pack, 0, chunk * CHUNK], full, consumer.q[0].index(chunk)
+        )
 
 
 @gluon.jit
@@ -121,7 +120,7 @@ def _load_k(inputs, shared, step, page, absent, first_key, head, CONFIG: gl.cons
     _load_block(
         inputs.k,
         inputs.boxes,
-        shared.k,
+        shared.k[0],
         stage,
         shared.k_full.index(stage),
         page,
@@ -139,7 +138,7 @@ def _load_v(inputs, shared, step, page, first_key, head, CONFIG: gl.constexpr):
     _load_block(
         inputs.v,
         inputs.boxes,
-        shared.v,
+        shared.v[0],
         stage,
         shared.v_full.index(stage),
         page,
@@ -148,13 +147,6 @@ def _load_v(inputs, shared, step, page, first_key, head, CONFIG: gl.constexpr):
         CONFIG.v_chunks,
         CONFIG,
     )
-
-
-@gluon.jit
-def _publish(consumer, work_tile):
-    write_scalars(consumer.work_tile, work_tile)
-    cta_barrier()
-    mbarrier.arrive(consumer.full.index(0), count=1)
 
 
 @gluon.jit
@@ -191,15 +183,4 @@ def produce(inputs, work, shared, CONFIG: gl.constexpr):
             _load_v(inputs, shared, step, page, first_key, head, CONFIG)
             step += 1
 
-    # The consumers compute one block of scores ahead: signal queries and a block of arbitrary contents.
-    nothing = PagedPrefillTile(0, 0, 0, 0, 0, 0, 0, 0)
-    barriers.wait_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
-    mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
-    barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
-    _publish(shared.first, nothing)
-    barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
-    _publish(shared.second, nothing)
-    # The consumers' last arrivals.
-    for stage in gl.static_range(STAGES):
-        barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
-        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+    end_tiles(shared, step, PagedPrefillTile(0, 0, 0, 0, 0, 0, 0, 0))

@@ -8,13 +8,16 @@ are not in the list. Tokens before the first request and after the last one are 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.two_consumers import TILE
+from flashlatte.kernels.triton.packed import Window
 from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillTile
+from flashlatte.ops.paged_attention.requests import PagedAttentionRequests
+from flashlatte.runtime.kernel_records import ElementPointer, Int32
 
 # Requests that the producer scans at a time, one per thread.
 _SCAN = gl.constexpr(32)
@@ -25,28 +28,17 @@ class PagedPrefillWork(NamedTuple):
     """The requests, and the tile counter.
 
     Attributes:
-        cu_q: first token of each request and the end of the last one, [requests + 1].
-        seqused_k, seqused_stride: keys of each request, clamped to ``capacity``.
-        requests: number of requests.
-        tokens: rows of q.
         min_queries: minimum queries of a request with tiles.
-        left, right: keys before and after its own position that are visible to a query.
         packs, packs_per_kv_head: packs of query heads, in total and per kv head.
         tile_counter: int32, 0 at launch; counts the tiles fetched after the first one of each program.
     """
 
-    cu_q: Any
-    seqused_k: Any
-    seqused_stride: Any
-    capacity: Any
-    requests: Any
-    tokens: Any
-    min_queries: Any
-    left: Any
-    right: Any
-    packs: Any
-    packs_per_kv_head: Any
-    tile_counter: Any
+    requests: PagedAttentionRequests
+    window: Window
+    min_queries: Int32
+    packs: Int32
+    packs_per_kv_head: Int32
+    tile_counter: ElementPointer
 
 
 @gluon.jit
@@ -55,21 +47,22 @@ def _add(a, b):
 
 
 @gluon.jit
-def _boundary(work, index):
-    return gl.minimum(gl.maximum(gl.load(work.cu_q + index), 0), work.tokens).to(gl.int32)
+def _boundary(requests, index):
+    return gl.minimum(gl.maximum(gl.load(requests.cu_seqlens_q + index), 0), requests.total_q).to(gl.int32)
 
 
 @gluon.jit
 def _blocks(work, item, CONFIG: gl.constexpr):
     """Blocks of queries of each item: item 0 is the tokens before the first request, item i + 1 is request i."""
     TOKENS: gl.constexpr = TILE // CONFIG.pack
-    begin = gl.load(work.cu_q + item - 1, mask=(item > 0) & (item <= work.requests + 1), other=0)
-    end = gl.load(work.cu_q + item, mask=item <= work.requests, other=work.tokens)
-    begin = gl.minimum(gl.maximum(begin, 0), work.tokens)
-    end = gl.minimum(gl.maximum(end, 0), work.tokens)
+    requests = work.requests
+    begin = gl.load(requests.cu_seqlens_q + item - 1, mask=(item > 0) & (item <= requests.count + 1), other=0)
+    end = gl.load(requests.cu_seqlens_q + item, mask=item <= requests.count, other=requests.total_q)
+    begin = gl.minimum(gl.maximum(begin, 0), requests.total_q)
+    end = gl.minimum(gl.maximum(end, 0), requests.total_q)
     queries = gl.maximum(end - begin, 0)
-    is_request = (item > 0) & (item <= work.requests)
-    listed = (item <= work.requests + 1) & ((queries >= work.min_queries) | (is_request == 0))
+    is_request = (item > 0) & (item <= requests.count)
+    listed = (item <= requests.count + 1) & ((queries >= work.min_queries) | (is_request == 0))
     return gl.where(listed, (queries + TOKENS - 1) // TOKENS, 0).to(gl.int32)
 
 
@@ -77,7 +70,7 @@ def _blocks(work, item, CONFIG: gl.constexpr):
 def count_blocks(work, CONFIG: gl.constexpr):
     """Total blocks of queries of all items."""
     total = gl.to_tensor(0)
-    for start in range(0, work.requests + 2, _SCAN):
+    for start in range(0, work.requests.count + 2, _SCAN):
         total += gl.sum(_blocks(work, start + gl.arange(0, _SCAN, _SCANNED), CONFIG), 0)
     return total
 
@@ -86,6 +79,7 @@ def count_blocks(work, CONFIG: gl.constexpr):
 def find_tile(work, tile, num_blocks, CONFIG: gl.constexpr):
     """The work tile of index ``tile``, and its request."""
     TOKENS: gl.constexpr = TILE // CONFIG.pack
+    requests = work.requests
     of_key_head = num_blocks * work.packs_per_kv_head
     block = tile % of_key_head // work.packs_per_kv_head
     pack = tile // of_key_head * work.packs_per_kv_head + tile % work.packs_per_kv_head
@@ -93,29 +87,29 @@ def find_tile(work, tile, num_blocks, CONFIG: gl.constexpr):
     item = gl.to_tensor(0)
     before = gl.to_tensor(0)
     scanned = gl.to_tensor(0)
-    for start in range(0, work.requests + 2, _SCAN):
+    for start in range(0, requests.count + 2, _SCAN):
         items = start + gl.arange(0, _SCAN, _SCANNED)
         blocks = _blocks(work, items, CONFIG)
         ends = scanned + gl.associative_scan(blocks, 0, _add)
-        is_before = (items <= work.requests + 1) & (ends <= block)
+        is_before = (items <= requests.count + 1) & (ends <= block)
         item += gl.sum(is_before.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(is_before, ends, 0), 0))
         scanned += gl.sum(blocks, 0)
 
-    is_request = (item > 0) & (item <= work.requests)
-    first = gl.where(item > 0, _boundary(work, gl.maximum(item - 1, 0)), 0)
-    end = gl.where(item <= work.requests, _boundary(work, gl.minimum(item, work.requests)), work.tokens)
-    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(work.requests - 1, 0))
+    is_request = (item > 0) & (item <= requests.count)
+    first = gl.where(item > 0, _boundary(requests, gl.maximum(item - 1, 0)), 0)
+    end = gl.where(item <= requests.count, _boundary(requests, gl.minimum(item, requests.count)), requests.total_q)
+    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(requests.count - 1, 0))
     queries = gl.maximum(end - first, 0)
-    used = gl.load(work.seqused_k + request.to(gl.int64) * work.seqused_stride)
-    used = gl.minimum(gl.maximum(used, 0), work.capacity).to(gl.int32)
+    used = gl.load(requests.seqused_k + request.to(gl.int64) * requests.seqused_stride)
+    used = gl.minimum(gl.maximum(used, 0), requests.capacity).to(gl.int32)
     keys = gl.where(is_request, used, 0)
 
     own = ((queries + TOKENS - 1) // TOKENS - 1 - (block - before)) * TOKENS
     tokens = gl.minimum(queries - own, TOKENS)
     position = own + keys - queries
-    visible_from = gl.maximum(position - work.left, 0)
-    visible_to = gl.minimum(position + tokens + work.right, keys)
+    visible_from = gl.maximum(position - work.window.left, 0)
+    visible_to = gl.minimum(position + tokens + work.window.right, keys)
     sees_some = visible_to > visible_from
     # At least one block, fully masked, so that the empty result is written.
     first_key = gl.where(sees_some, visible_from, 0)

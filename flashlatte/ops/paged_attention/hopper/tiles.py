@@ -7,14 +7,18 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, SCALAR_LAYOUT, STAGES, mbarriers, read_scalar, stage_of
-from flashlatte.runtime.gluon_compat import reinterpret
+from flashlatte.kernels.hopper.two_consumers import (
+    CHUNK,
+    ROWS,
+    SCALAR_LAYOUT,
+    STAGES,
+    PrefillConsumer,
+    mbarriers,
+    read_scalar,
+)
 
 # Keys of a block.
 KEYS = gl.constexpr(128)
-# Layout of scores [64, 128], and of its rows.
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
@@ -28,6 +32,8 @@ class PagedPrefillConfig(NamedTuple):
         page_size: tokens of a page.
         box: tokens of a TMA box.
         align: unit of the strides of out, in elements.
+        keys: keys of a block.
+        has_pages: as in ``prefill_consumers.consume``.
     """
 
     pack: Any
@@ -37,6 +43,8 @@ class PagedPrefillConfig(NamedTuple):
     page_size: Any
     box: Any
     align: Any
+    keys: Any
+    has_pages: Any = True
 
 
 class PagedPrefillTile(NamedTuple):
@@ -63,50 +71,27 @@ class PagedPrefillTile(NamedTuple):
     keys: Any
 
 
-class PagedPrefillConsumer(NamedTuple):
-    """State of one consumer: its queries, its work tile, and the full barrier of both.
-
-    The leading axis of ``q`` is the chunk of columns.
-    """
-
-    q: Any  # [chunks, 64, 64]
-    work_tile: Any  # int32 [8, 1]
-    full: Any
-
-
 class PagedPrefillShared(NamedTuple):
-    """The rings of blocks, with 2 stages each; the chunks of columns of a stage are contiguous.
+    """The consumers, with q ([chunks, 64, 64],), and the rings of blocks, with 2 stages each.
+
+    The chunks of columns of a stage are contiguous.
 
     ``absent``: one bit per 8 keys of a block of K, set if their page is not in the cache.
     """
 
-    first: PagedPrefillConsumer
-    second: PagedPrefillConsumer
-    k: Any  # [2 * chunks, 128, 64]
-    v: Any  # [2, v_chunks * 128, 64]
+    first: PrefillConsumer
+    second: PrefillConsumer
+    k: Any  # ([2 * chunks, 128, 64],)
+    v: Any  # ([2, v_chunks * 128, 64],)
     absent: Any  # int32 [2, 1]
     k_full: Any  # [2, 1]
     v_full: Any
 
 
-@gluon.constexpr_function
-def output_layout(V_CHUNKS):
-    """Layout of a consumer's output [64, 64 * V_CHUNKS]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64 * V_CHUNKS, 16])
-
-
-@gluon.jit
-def values_of(shared, step):
-    """The values [128, 64 * v_chunks] of a step."""
-    stage = shared.v.index(stage_of(step))
-    COLUMNS: gl.constexpr = stage.shape[0] // KEYS * CHUNK
-    return reinterpret(stage, stage.dtype, [KEYS, COLUMNS], SWIZZLED)
-
-
 @gluon.jit
 def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
-    return PagedPrefillConsumer(
-        gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SWIZZLED),
+    return PrefillConsumer(
+        (gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SWIZZLED),),
         gl.allocate_shared_memory(gl.int32, [8, 1], SCALAR_LAYOUT),
         mbarriers(1),
     )
@@ -117,8 +102,8 @@ def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
     return PagedPrefillShared(
         _consumer(DTYPE, CONFIG.chunks),
         _consumer(DTYPE, CONFIG.chunks),
-        gl.allocate_shared_memory(DTYPE, [STAGES * CONFIG.chunks, KEYS, CHUNK], SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [STAGES, CONFIG.v_chunks * KEYS, CHUNK], SWIZZLED),
+        (gl.allocate_shared_memory(DTYPE, [STAGES * CONFIG.chunks, KEYS, CHUNK], SWIZZLED),),
+        (gl.allocate_shared_memory(DTYPE, [STAGES, CONFIG.v_chunks * KEYS, CHUNK], SWIZZLED),),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], SCALAR_LAYOUT),
         mbarriers(STAGES),
         mbarriers(STAGES),

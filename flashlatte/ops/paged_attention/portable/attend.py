@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import within
-from flashlatte.ops.paged_attention.portable.keys import KeyAddresses, load_operand
-from flashlatte.ops.paged_attention.portable.scores import add_terms, is_visible
-from flashlatte.ops.paged_attention.portable.tiles import seen_by, seen_by_all
+from flashlatte.kernels.triton.packed import BlockTable, PackedRows
+from flashlatte.ops.paged_attention.portable.keys import KeyAddresses, PagedRows, load_operand
+from flashlatte.ops.paged_attention.portable.scores import ScoreTerms, add_terms, is_visible
+from flashlatte.ops.paged_attention.portable.tiles import VisibleRanges, seen_by, seen_by_all
 
 # P in fp16 is scaled by 2^14, so its smallest nonzero value is 2^-39 of the maximum instead of 2^-25.
 P_SHIFT = tl.constexpr(14)
@@ -35,6 +36,9 @@ class PagedStep(NamedTuple):
         branches: whether fully visible blocks skip the mask in a branch. Not on GPUs for which Triton then does not
             detect the chain of two MMAs, and splits rows of P over several warps.
         ahead: whether the next block's QK MMA overlaps this block's softmax.
+        q_align, out_align: units of the strides of q and out, in elements.
+        native_fp8: whether the GPU has e4m3 conversion instructions.
+        overhead: cost of starting a tile in a balanced range, in blocks; None if each tile is a program.
         has_terms: whether scores have terms other than the scale; softcap, alibi, alibi_sqrt: which of them.
         scaled_keys: whether each key and value has its own scale.
         halves: operands are fp16 instead of q's dtype. Rows of q are scaled to its range; P is scaled by 2^P_SHIFT.
@@ -54,6 +58,10 @@ class PagedStep(NamedTuple):
     num_stages: int
     branches: bool
     ahead: bool
+    q_align: int
+    out_align: int
+    native_fp8: bool
+    overhead: int | None
     has_terms: bool
     softcap: bool
     alibi: bool
@@ -65,28 +73,42 @@ class PagedStep(NamedTuple):
     interpreted: bool
 
 
-class BlockTable(NamedTuple):
-    """block_table, its row stride, and the number of pages of the cache."""
+class PagedInputs(NamedTuple):
+    """The inputs of the kernel, and of the loops with pointers to the rows of their key heads.
 
-    entries: Any
-    stride: Any
-    num_pages: Any
+    ``query``: q [tokens, h_q, d], strides in units of ``PagedStep.q_align`` elements.
+    """
+
+    query: PackedRows
+    k: PagedRows
+    v: PagedRows
+    table: BlockTable
+    visible: VisibleRanges
+    terms: ScoreTerms
 
 
-class Scale(NamedTuple):
-    """Scales of one key head's cached rows, and their strides; ``each`` is None if one scale applies to all."""
+class PagedQueries(NamedTuple):
+    """The query rows of a tile.
 
-    each: Any
-    stride_page: Any
-    stride_token: Any
-    number: Any
+    Attributes:
+        first, rest: the two tiles of q, [rows, PagedStep.first] and [rows, PagedStep.rest].
+        inverse: [rows], the factors that undo the scaling of q for fp16 operands.
+        token: [rows], the tile's query of each row.
+        slopes: [rows], ALiBi's.
+    """
+
+    first: Any
+    rest: Any
+    inverse: Any
+    token: Any
+    slopes: Any
 
 
 @triton.jit
 def load_pages(table, request, start, tile, step: tl.constexpr):
     """The page of the block at key ``start``, or of each of its keys, from the block table; -1 for keys that are not
     read from pages."""
-    entries = table.entries + request * table.stride
+    entries = table.pages + request * table.stride
     if step.page_size % step.block_n == 0:
         mask = start < tl.minimum(tile.stop_key, tile.cached)
         return tl.load(entries + start // step.page_size, mask=mask, other=-1)
@@ -110,13 +132,13 @@ def _first_absent(table, request, begin, stop, PAGE_SIZE: tl.constexpr):
     absent = limit
     for first in range(begin // PAGE_SIZE, limit, SCAN):
         column = first + tl.arange(0, SCAN)
-        page = tl.load(table.entries + request * table.stride + column, mask=column < limit, other=-1)
+        page = tl.load(table.pages + request * table.stride + column, mask=column < limit, other=-1)
         absent = tl.minimum(absent, tl.min(tl.where(within(page, table.num_pages), limit, column)))
     return absent * PAGE_SIZE
 
 
 @triton.jit
-def _places(pages, start, first_new, tile, table, step: tl.constexpr):
+def _addresses(pages, start, first_new, tile, table, step: tl.constexpr):
     """The addresses of the keys of the block at ``start``, given their pages: one, or one per key."""
     in_block = tl.arange(0, step.block_n)
     keys = start + in_block
@@ -137,21 +159,21 @@ def _places(pages, start, first_new, tile, table, step: tl.constexpr):
 
 
 @triton.jit
-def _scales_of(scale, places):
+def _scales_of(scales, addresses):
     """The scale of each key [keys]; 1 for new keys."""
-    if scale.each is None:
-        return tl.where(places.is_new, 1.0, scale.number)
+    if scales.scales is None:
+        return tl.where(addresses.is_new, 1.0, scales.value)
     else:
-        pointers = scale.each + places.page.to(tl.int64) * scale.stride_page
-        pointers += (places.first + places.offset) * scale.stride_token
-        return tl.load(pointers, mask=places.in_cache, other=1.0)
+        pointers = scales.scales + addresses.page.to(tl.int64) * scales.stride_page
+        pointers += (addresses.first + addresses.offset) * scales.stride_token
+        return tl.load(pointers, mask=addresses.in_cache, other=1.0)
 
 
 @triton.jit
-def _masked(scores, places, start, keys_of, terms, request, position, lower, upper, step: tl.constexpr):
+def _masked(scores, addresses, start, inputs, request, position, lower, upper, step: tl.constexpr):
     """Scores [rows, keys] of the block at ``start``, -inf where masked."""
-    visible = is_visible(terms, request, position, lower, upper, start + tl.arange(0, step.block_n))
-    exists = places.in_cache if keys_of.new is None else places.in_cache | places.is_new
+    visible = is_visible(inputs.visible, request, position, lower, upper, start + tl.arange(0, step.block_n))
+    exists = addresses.in_cache if inputs.k.new.base is None else addresses.in_cache | addresses.is_new
     return tl.where(visible & exists[None, :], scores, float("-inf"))
 
 
@@ -172,29 +194,21 @@ def fit_halves(q, q_rest, HAS_REST: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, q_rest, keys_of, places, dtype: tl.constexpr, K_FORM: tl.constexpr, step: tl.constexpr):
+def _scores(queries, keys, addresses, dtype: tl.constexpr, K_FORM: tl.constexpr, step: tl.constexpr):
     """q · k of a block's keys [BLOCK_M, BLOCK_N], without any scale."""
-    k = load_operand(keys_of, places, dtype, 0, min(step.head_dim, step.first), step.first, K_FORM)
-    scores = tl.dot(q, tl.trans(k))
+    k = load_operand(keys, addresses, dtype, 0, min(step.head_dim, step.first), step.first, K_FORM)
+    scores = tl.dot(queries.first, tl.trans(k))
     if step.rest > 0:
-        k = load_operand(keys_of, places, dtype, step.first, step.head_dim - step.first, step.rest, K_FORM)
-        scores = tl.dot(q_rest, tl.trans(k), scores)
+        k = load_operand(keys, addresses, dtype, step.first, step.head_dim - step.first, step.rest, K_FORM)
+        scores = tl.dot(queries.rest, tl.trans(k), scores)
     return scores
 
 
 @triton.jit
 def attend(
-    q,
-    q_rest,
-    q_inverse,
-    keys_of,
-    values_of,
-    k_scale,
-    v_scale,
-    table,
-    terms,
+    queries,
+    inputs,
     tile,
-    row_token,
     first_block,
     stop_block,
     scale,
@@ -205,9 +219,11 @@ def attend(
 ):
     """(values [BLOCK_M, width_v], base-2 lse [BLOCK_M]) of a tile over some of its blocks of keys.
 
-    ``row_token`` [BLOCK_M]: the tile's query of each row. ``q_inverse`` [BLOCK_M]: the factors that undo the scaling of
-    q for fp16 operands. ``scale`` includes log2(e).
+    ``scale`` includes log2(e).
     """
+    keys = inputs.k
+    table = inputs.table
+    window = inputs.visible.window
     BLOCK_M: tl.constexpr = step.block_m
     BLOCK_N: tl.constexpr = step.block_n
     WIDTH_V: tl.constexpr = step.width_v
@@ -215,13 +231,13 @@ def attend(
     origin = tile.first_key // BLOCK_N * BLOCK_N
     begin = origin + first_block * BLOCK_N
     stop = tl.minimum(origin + stop_block * BLOCK_N, tile.stop_key)
-    position = tile.context + tile.own + row_token
-    lower, upper = seen_by(position, tile.stop_key, terms.window_left, terms.window_right)
+    position = tile.context + tile.own + queries.token
+    lower, upper = seen_by(position, tile.stop_key, window)
     first_new = tile.first_token - tile.own - tile.cached
     request = tile.request.to(tl.int64)
     if step.branches:
         # Between these two, all keys are visible to all rows.
-        full_begin, full_stop = seen_by_all(tile, terms.window_left, terms.window_right)
+        full_begin, full_stop = seen_by_all(tile, window)
         full_stop = tl.minimum(full_stop, tl.minimum(stop, tile.cached))
         full_stop = tl.minimum(full_stop, _first_absent(table, request, begin, full_stop, step.page_size))
 
@@ -230,43 +246,36 @@ def attend(
     values = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
     pages = load_pages(table, request, begin, tile, step)
     if step.ahead:
-        first_places = _places(pages, begin, first_new, tile, table, step)
-        scores = _scores(q, q_rest, keys_of, first_places, dtype, K_FORM, step)
+        first_addresses = _addresses(pages, begin, first_new, tile, table, step)
+        scores = _scores(queries, keys, first_addresses, dtype, K_FORM, step)
         next_pages = load_pages(table, request, begin + BLOCK_N, tile, step)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-        places = _places(pages, start, first_new, tile, table, step)
+        addresses = _addresses(pages, start, first_new, tile, table, step)
         if not step.ahead:
-            scores = _scores(q, q_rest, keys_of, places, dtype, K_FORM, step)
+            scores = _scores(queries, keys, addresses, dtype, K_FORM, step)
         if step.scaled_keys:
-            scores *= _scales_of(k_scale, places)[None, :]
+            scores *= _scales_of(keys.scales, addresses)[None, :]
         if step.halves:
-            scores *= q_inverse[:, None]
+            scores *= queries.inverse[:, None]
         factor = scale
         if step.has_terms:
+            query = tile.own + queries.token
             scores = add_terms(
-                scores * scale,
-                terms,
-                position,
-                start + in_block,
-                tile.context,
-                tile.own + row_token,
-                step.softcap,
-                step.alibi,
-                step.alibi_sqrt,
+                scores * scale, inputs.terms, queries.slopes, position, start + in_block, tile.context, query, step
             )
             factor = 1.0
         if step.branches:
             if (start < full_begin) | (start + BLOCK_N > full_stop):
                 # Looked up again: keeping the pages would need a register per column of a thread's scores.
                 again = load_pages(table, request, start, tile, step)
-                again = _places(again, start, first_new, tile, table, step)
-                scores = _masked(scores, again, start, keys_of, terms, request, position, lower, upper, step)
+                again = _addresses(again, start, first_new, tile, table, step)
+                scores = _masked(scores, again, start, inputs, request, position, lower, upper, step)
         else:
-            scores = _masked(scores, places, start, keys_of, terms, request, position, lower, upper, step)
+            scores = _masked(scores, addresses, start, inputs, request, position, lower, upper, step)
 
         if step.ahead:
-            next_places = _places(next_pages, start + BLOCK_N, first_new, tile, table, step)
-            next_scores = _scores(q, q_rest, keys_of, next_places, dtype, K_FORM, step)
+            next_addresses = _addresses(next_pages, start + BLOCK_N, first_new, tile, table, step)
+            next_scores = _scores(queries, keys, next_addresses, dtype, K_FORM, step)
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max * factor)
         alpha = tl.exp2(row_max * factor - shift)
@@ -276,8 +285,8 @@ def attend(
         row_sum = row_sum * alpha + tl.sum(p, axis=1)
         row_max = new_max
         if step.scaled_keys:
-            p *= _scales_of(v_scale, places)[None, :]
-        v = load_operand(values_of, places, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
+            p *= _scales_of(inputs.v.scales, addresses)[None, :]
+        v = load_operand(inputs.v, addresses, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
         # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)
         if step.ahead:

@@ -26,7 +26,7 @@ _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 def _load_words(rows, page, token, behind, in_cache, WORDS: tl.constexpr):
     """uint32 [heads, keys, WORDS] of rows at ``behind`` [keys] words after a token of a page; 0 where there is no
     key."""
-    first = rows.cache + (page * rows.stride_page + token * rows.stride_token) * 16  # [heads]
+    first = rows.start + (page * rows.stride_page + token * rows.stride_token) * 16  # [heads]
     words = first.to(tl.pointer_type(tl.uint32))[:, None, None] + tl.arange(0, WORDS)[None, None, :]
     return tl.load(words + behind[None, :, None], mask=in_cache[None, :, None], other=0)
 
@@ -40,14 +40,9 @@ def first_pages(table, tile, first_block, step: tl.constexpr):
 
 @triton.jit
 def attend_bytes(
-    q,
-    q_inverse,
-    keys_of,
-    values_of,
-    table,
-    terms,
+    queries,
+    inputs,
     tile,
-    row_token,
     pages,
     first_block,
     stop_block,
@@ -58,9 +53,12 @@ def attend_bytes(
 ):
     """(values [rows, width_v], base-2 lse [rows]), as ``attend`` returns them; rows are grouped by key head.
 
-    ``q`` [rows, head_dim] has its dims in the order of ``key_dims``. ``pages``: ``first_pages``. ``scale`` may be a
-    scalar or one per row.
+    The dims of q are in the order of ``key_dims``. ``pages``: ``first_pages``. ``scale`` may be a scalar or one per
+    row.
     """
+    key_rows = inputs.k.cache
+    value_rows = inputs.v.cache
+    table = inputs.table
     HEADS: tl.constexpr = step.key_heads
     BLOCK_M: tl.constexpr = step.block_m
     BLOCK_N: tl.constexpr = step.block_n
@@ -73,20 +71,20 @@ def attend_bytes(
     origin = tile.first_key // BLOCK_N * BLOCK_N
     begin = origin + first_block * BLOCK_N
     stop = tl.minimum(origin + stop_block * BLOCK_N, tile.stop_key)
-    lower, upper = seen_by(tile.context + tile.own + row_token, tile.stop_key, terms.window_left, terms.window_right)
+    lower, upper = seen_by(tile.context + tile.own + queries.token, tile.stop_key, inputs.visible.window)
     request = tile.request.to(tl.int64)
     lower = tl.reshape(lower, [HEADS, 1, BLOCK_M])
     upper = tl.reshape(upper, [HEADS, 1, BLOCK_M])
-    factor = tl.reshape(q_inverse * scale, [HEADS, BLOCK_M])
+    factor = tl.reshape(queries.inverse * scale, [HEADS, BLOCK_M])
     # It may be 0 for a row of zeros, and 0 times -inf would be NaN.
     factor = tl.where(tl.abs(factor) < _SMALLEST_NORMAL, _SMALLEST_NORMAL, factor)
-    q_columns = tl.permute(tl.reshape(q, [HEADS, BLOCK_M, step.head_dim]), (0, 2, 1))
+    q_columns = tl.permute(tl.reshape(queries.first, [HEADS, BLOCK_M, step.head_dim]), (0, 2, 1))
 
     # For pages that are a multiple of a block, or blocks that are a multiple of a page. In words; the launcher ensures
     # that they fit 32 bits.
     in_page = in_block % PAGE_SIZE if BLOCK_N % PAGE_SIZE == 0 else in_block
-    k_rows = in_page * (keys_of.stride_token * 4).to(tl.int32)
-    v_rows = in_page * (values_of.stride_token * 4).to(tl.int32)
+    k_rows = in_page * (key_rows.stride_token * 4).to(tl.int32)
+    v_rows = in_page * (value_rows.stride_token * 4).to(tl.int32)
 
     row_max = tl.full([HEADS, BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([HEADS, BLOCK_N, BLOCK_M], tl.float32)
@@ -102,16 +100,16 @@ def attend_bytes(
             v_behind = v_rows
         else:
             token = 0
-            k_behind = page * (keys_of.stride_page * 4)
-            v_behind = page * (values_of.stride_page * 4)
+            k_behind = page * (key_rows.stride_page * 4)
+            v_behind = page * (value_rows.stride_page * 4)
             if BLOCK_N % PAGE_SIZE == 0:
                 k_behind += k_rows
                 v_behind += v_rows
             else:
-                k_behind += keys % PAGE_SIZE * (keys_of.stride_token * 4)
-                v_behind += keys % PAGE_SIZE * (values_of.stride_token * 4)
+                k_behind += keys % PAGE_SIZE * (key_rows.stride_token * 4)
+                v_behind += keys % PAGE_SIZE * (value_rows.stride_token * 4)
             page = 0
-        k_words = _load_words(keys_of, page, token, k_behind, in_cache, K_WORDS)
+        k_words = _load_words(key_rows, page, token, k_behind, in_cache, K_WORDS)
         scores = tl.dot(key_operand(k_words, K_FORM), q_columns)  # [HEADS, BLOCK_N, BLOCK_M]
         key = keys[None, :, None]
         visible = (key >= lower) & (key <= upper) & in_cache[None, :, None]
@@ -123,7 +121,7 @@ def attend_bytes(
         p = tl.exp2(scores * factor[:, None, :] - (shift - P_SHIFT)[:, None, :])
         sums = sums * alpha[:, None, :] + p
         row_max = new_max
-        v_words = _load_words(values_of, page, token, v_behind, in_cache, V_WORDS)
+        v_words = _load_words(value_rows, page, token, v_behind, in_cache, V_WORDS)
         v = value_operand(v_words, V_FORM)  # [HEADS, width_v, BLOCK_N]
         # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)

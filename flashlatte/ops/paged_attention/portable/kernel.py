@@ -9,206 +9,200 @@ multiplied by all of them. ``split_kv.device`` splits the keys of all tiles over
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
-from flashlatte.ops.paged_attention.portable.attend import BlockTable, Scale, attend, fit_halves
+from flashlatte.kernels.triton.packed import PackedRows
+from flashlatte.ops.paged_attention.portable.attend import PagedInputs, PagedQueries, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, first_pages
 from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
-from flashlatte.ops.paged_attention.portable.keys import KeyRows
-from flashlatte.ops.paged_attention.portable.scores import Terms
-from flashlatte.ops.paged_attention.portable.tiles import load_tile
+from flashlatte.ops.paged_attention.portable.keys import PagedRows, RowScales, cache_of_heads
+from flashlatte.ops.paged_attention.portable.tiles import TileLengths, load_tile
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
+from flashlatte.split_kv.device import SplitGrid
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
+
+
+class PagedGroup(NamedTuple):
+    """The query rows that a CTA processes of each tile: BLOCK_M rows for each of its key heads.
+
+    Attributes:
+        number: number of its range of keys, or of its tile.
+        cache_head: the key head; [key_heads] if caches are read as words.
+        kv_head, group: key head and group of each row; scalars unless caches are read as words.
+        first_row, row: index of the first row, and of each row [rows], among those of the key head.
+        token, head: [rows], the tile's query and the query head of each row.
+        in_use: [rows], whether the row exists.
+    """
+
+    number: Any
+    cache_head: Any
+    kv_head: Any
+    group: Any
+    first_row: Any
+    row: Any
+    token: Any
+    head: Any
+    in_use: Any
+
+
+@triton.jit
+def _find_group(grid, outputs, step: tl.constexpr):
+    BLOCK_M: tl.constexpr = step.block_m
+    HEADS: tl.constexpr = step.key_heads
+    cta = tl.program_id(0)
+    ctas = grid.num_groups // HEADS
+    group_in_head = cta % ctas % grid.groups_per_head
+    cache_head = (cta % ctas // grid.groups_per_head).to(tl.int64) * HEADS
+    kv_head = cache_head
+    row = tl.arange(0, HEADS * BLOCK_M) % BLOCK_M
+    if step.in_words:
+        kv_head += tl.arange(0, HEADS * BLOCK_M) // BLOCK_M
+        cache_head += tl.arange(0, HEADS)
+    first_row = group_in_head * BLOCK_M
+    row += first_row
+    return PagedGroup(
+        cta // ctas,
+        cache_head,
+        kv_head,
+        kv_head * grid.groups_per_head + group_in_head,
+        first_row,
+        row,
+        row // outputs.heads,
+        kv_head * outputs.heads + row % outputs.heads,
+        row < outputs.rows,
+    )
+
+
+@triton.jit
+def _load_queries(query, group, tile, slopes, step: tl.constexpr):
+    """The queries of a tile; for ``attend_bytes``, with their dims in the order of ``key_dims``."""
+    in_use = group.in_use & (group.token < tile.tokens)
+    offsets = (tile.first_token + group.token).to(tl.int64) * query.stride_token + group.head * query.stride_head
+    offsets *= step.q_align
+    if step.in_words:
+        pointers = query.base + offsets[:, None] + key_dims(step.head_dim)[None, :]
+        q = tl.load(pointers, mask=in_use[:, None], other=0.0)
+        if step.interpreted:
+            q = to_float32(q, True)
+    else:
+        q = load_rows(query.base, offsets, in_use, 0, min(step.head_dim, step.first), step.first, step.interpreted)
+    rest = q
+    if step.rest > 0:
+        rest = load_rows(
+            query.base, offsets, in_use, step.first, step.head_dim - step.first, step.rest, step.interpreted
+        )
+    inverse = 1.0
+    if step.halves:
+        q, rest, inverse = fit_halves(q, rest, step.rest > 0)
+        if not step.interpreted:
+            q = q.to(tl.float16)
+            rest = rest.to(tl.float16)
+    return PagedQueries(q, rest, inverse, group.token, slopes)
+
+
+@triton.jit
+def _attend_tile(
+    inputs,
+    group,
+    tile,
+    slopes,
+    first_block,
+    stop_block,
+    scale,
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
+    step: tl.constexpr,
+):
+    """(values [rows, width_v], base-2 lse [rows]) of a tile over blocks first_block to stop_block of its keys."""
+    if step.in_words:
+        # Before q, because the loads of keys depend on them.
+        pages = first_pages(inputs.table, tile, first_block, step)
+        queries = _load_queries(inputs.query, group, tile, slopes, step)
+        values, lse2 = attend_bytes(queries, inputs, tile, pages, first_block, stop_block, scale, K_FORM, V_FORM, step)
+    else:
+        queries = _load_queries(inputs.query, group, tile, slopes, step)
+        dtype: tl.constexpr = tl.float16 if step.halves else inputs.query.base.dtype.element_ty
+        values, lse2 = attend(queries, inputs, tile, first_block, stop_block, scale, K_FORM, V_FORM, step, dtype)
+    if not step.scaled_keys:
+        v_scale = inputs.v.scales.value
+        values *= v_scale[:, None] if step.in_words and inputs.v.scales.scales is not None else v_scale
+    return values, lse2
 
 
 @kernel
 def paged_attention_kernel(
-    q,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    k_cache,
-    k_stride_page: tl.int64,
-    k_stride_token: tl.int64,
-    k_stride_head: tl.int64,
-    k_stride_piece: tl.int64,
-    k_stride_number: tl.int64,
-    v_cache,
-    v_stride_page: tl.int64,
-    v_stride_token: tl.int64,
-    v_stride_head: tl.int64,
-    v_stride_number: tl.int64,
-    k_new,
-    k_new_stride_token: tl.int64,
-    k_new_stride_head: tl.int64,
-    v_new,
-    v_new_stride_token: tl.int64,
-    v_new_stride_head: tl.int64,
-    k_scale,
-    k_scale_stride_page: tl.int64,
-    k_scale_stride_token: tl.int64,
-    k_scale_stride_head: tl.int64,
-    k_scale_value: tl.float32,
-    v_scale,
-    v_scale_stride_page: tl.int64,
-    v_scale_stride_token: tl.int64,
-    v_scale_stride_head: tl.int64,
-    v_scale_value: tl.float32,
-    block_table,
-    stride_table: tl.int64,
-    num_pages: tl.int32,
-    softmax_scale: tl.float32,
-    window_left: tl.int32,
-    window_right: tl.int32,
-    prefix_ranges,
-    num_prefix_ranges: tl.int32,
-    prefix_stride_request: tl.int64,
-    prefix_stride_range: tl.int64,
-    softcap: tl.float32,
-    alibi_slopes,
-    alibi_stride: tl.int64,
-    qq_bias,
-    qq_bias_stride: tl.int64,
-    qq_bias_size: tl.int32,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    sink,
-    sink_stride: tl.int64,
-    empty_lse: tl.float32,
-    tiles,
-    tiles_stride: tl.int64,
-    out_scale,
-    out_scale_value: tl.float32,
-    lengths,
-    limit: tl.int32,
+    inputs: PagedInputs,
+    tile_lengths: TileLengths,
+    outputs: Outputs,
+    grid: SplitGrid,
     scratch,
-    num_items: tl.int32,
-    heads: tl.int32,
-    rows: tl.int32,
-    num_groups: tl.int32,
-    groups_per_head: tl.int32,
-    num_splits: tl.int32,
-    STEP: tl.constexpr,
+    softmax_scale: tl.float32,
     K_FORM: tl.constexpr,
     V_FORM: tl.constexpr,
-    Q_ALIGN: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    OVERHEAD: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """A CTA processes, for one group, one of ``num_splits`` balanced ranges of all tiles' keys, or a tile (IS_WHOLE).
+    """A CTA processes, for one group, one of ``num_splits`` balanced ranges of all tiles' keys, or a tile (if
+    STEP.overhead is None).
 
     A group is BLOCK_M of the ``rows`` = tokens · ``heads`` query rows that a tile has for a key head. A CTA processes
     those of ``STEP.key_heads`` adjacent key heads together, concatenated in its rows.
     """
     BLOCK_M: tl.constexpr = STEP.block_m
     BLOCK_N: tl.constexpr = STEP.block_n
-    HEADS: tl.constexpr = STEP.key_heads
-    key_lengths = device.KeyLengths(num_items, 1, lengths, 1, 0, limit)
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        sink,
-        sink_stride,
-        1,
-        heads,
-        rows,
-        empty_lse,
-        tiles,
-        tiles_stride,
-        out_scale,
-        out_scale_value,
+    OVERHEAD: tl.constexpr = STEP.overhead
+    IS_WHOLE: tl.constexpr = OVERHEAD is None
+    key_lengths = device.KeyLengths(tile_lengths.num_tiles, None, tile_lengths.lengths, 1, 0, tile_lengths.limit)
+    group = _find_group(grid, outputs, STEP)
+    number = group.number
+    # Not in a function: Triton 3.6 returns no None.
+    k_new = inputs.k.new.base
+    v_new = inputs.v.new.base
+    if k_new is not None:
+        k_new += group.kv_head * inputs.k.new.stride_head
+        v_new += group.kv_head * inputs.v.new.stride_head
+    k_scales = inputs.k.scales.scales
+    k_scale = inputs.k.scales.value
+    if k_scales is not None:
+        k_scales += group.kv_head * inputs.k.scales.stride_head
+        if not STEP.scaled_keys:
+            k_scale = tl.load(k_scales)
+    v_scales = inputs.v.scales.scales
+    v_scale = inputs.v.scales.value
+    if v_scales is not None:
+        v_scales += group.kv_head * inputs.v.scales.stride_head
+        if not STEP.scaled_keys:
+            v_scale = tl.load(v_scales)
+    k = PagedRows(
+        cache_of_heads(inputs.k.cache, group.cache_head, K_FORM),
+        PackedRows(k_new, inputs.k.new.stride_token, inputs.k.new.stride_head),
+        RowScales(k_scales, inputs.k.scales.stride_page, inputs.k.scales.stride_token, 0, k_scale),
     )
-    table = BlockTable(block_table, stride_table, num_pages)
-    cta = tl.program_id(0)
-    ctas = num_groups // HEADS
-    number = cta // ctas
-    group_in_head = cta % ctas % groups_per_head
-    cache_head = (cta % ctas // groups_per_head).to(tl.int64) * HEADS
-    kv_head = cache_head
-    row = tl.arange(0, HEADS * BLOCK_M) % BLOCK_M
-    if STEP.in_words:
-        kv_head += tl.arange(0, HEADS * BLOCK_M) // BLOCK_M  # of each row
-        cache_head += tl.arange(0, HEADS)
-    group = kv_head * groups_per_head + group_in_head
-    first_row = group_in_head * BLOCK_M
-    row += first_row
-    row_token = row // heads
-    head = kv_head * heads + row % heads
-    in_rows = row < rows
-
-    if k_scale is not None:
-        k_scale += kv_head * k_scale_stride_head
-        if not STEP.scaled_keys:
-            k_scale_value = tl.load(k_scale)
-    if v_scale is not None:
-        v_scale += kv_head * v_scale_stride_head
-        if not STEP.scaled_keys:
-            v_scale_value = tl.load(v_scale)
+    v = PagedRows(
+        cache_of_heads(inputs.v.cache, group.cache_head, V_FORM),
+        PackedRows(v_new, inputs.v.new.stride_token, inputs.v.new.stride_head),
+        RowScales(v_scales, inputs.v.scales.stride_page, inputs.v.scales.stride_token, 0, v_scale),
+    )
+    terms = inputs.terms
+    inputs = PagedInputs(inputs.query, k, v, inputs.table, inputs.visible, terms)
     scale = softmax_scale * LOG2_E
     if not STEP.scaled_keys:
-        scale *= k_scale_value
-    if k_new is not None:
-        k_new += kv_head * k_new_stride_head
-        v_new += kv_head * v_new_stride_head
+        scale *= k_scale
     slopes = 0.0
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + head * alibi_stride, mask=in_rows, other=0.0)
-    keys_of = KeyRows(
-        k_cache + cache_head * k_stride_head * K_FORM.align,
-        k_stride_page,
-        k_stride_token,
-        k_stride_piece,
-        k_stride_number,
-        k_new,
-        k_new_stride_token,
-    )
-    values_of = KeyRows(
-        v_cache + cache_head * v_stride_head * V_FORM.align,
-        v_stride_page,
-        v_stride_token,
-        0,
-        v_stride_number,
-        v_new,
-        v_new_stride_token,
-    )
-    key_scale = Scale(k_scale, k_scale_stride_page, k_scale_stride_token, k_scale_value)
-    value_scale = Scale(v_scale, v_scale_stride_page, v_scale_stride_token, v_scale_value)
-    terms = Terms(
-        window_left,
-        window_right,
-        prefix_ranges,
-        num_prefix_ranges,
-        prefix_stride_request,
-        prefix_stride_range,
-        softcap,
-        slopes,
-        qq_bias,
-        qq_bias_stride,
-        qq_bias_size,
-    )
+    if terms.alibi_slopes is not None:
+        slopes = tl.load(terms.alibi_slopes + group.head * terms.alibi_stride, mask=group.in_use, other=0.0)
 
     if IS_WHOLE:
         # The last tiles of a prefill have the most keys: start them first, so that none runs alone at the end.
-        first_item = num_items - 1 - number
-        stop_item = num_items - number
+        first_item = tile_lengths.num_tiles - 1 - number
+        stop_item = tile_lengths.num_tiles - number
     else:
-        cta_range = device.find_range(number, num_splits, key_lengths, BLOCK_N, OVERHEAD)
+        cta_range = device.find_range(number, grid.num_splits, key_lengths, BLOCK_N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
@@ -219,95 +213,35 @@ def paged_attention_kernel(
         if not IS_WHOLE:
             first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
             cost += blocks + OVERHEAD
-        tile = load_tile(tiles, tiles_stride, item)
+        tile = load_tile(outputs.tiles, outputs.tiles_stride, item)
         if (first_block < stop_block) & (tile.tokens > 0):
-            in_tile = in_rows & (row_token < tile.tokens)
-            q_rows = (tile.first_token + row_token).to(tl.int64) * q_stride_token + head * q_stride_head
-            if STEP.in_words:
-                # Before q, because the loads of keys depend on them.
-                pages = first_pages(table, tile, first_block, STEP)
-                pointers = q + (q_rows * Q_ALIGN)[:, None] + key_dims(STEP.head_dim)[None, :]
-                q_tile = tl.load(pointers, mask=in_tile[:, None], other=0.0)
-                if STEP.interpreted:
-                    q_tile = to_float32(q_tile, True)
-            else:
-                q_tile = load_rows(
-                    q, q_rows * Q_ALIGN, in_tile, 0, min(STEP.head_dim, STEP.first), STEP.first, STEP.interpreted
-                )
-            q_rest = q_tile
-            if STEP.rest > 0:
-                q_rest = load_rows(
-                    q, q_rows * Q_ALIGN, in_tile, STEP.first, STEP.head_dim - STEP.first, STEP.rest, STEP.interpreted
-                )
-            q_inverse = 1.0
-            if STEP.halves:
-                q_tile, q_rest, q_inverse = fit_halves(q_tile, q_rest, STEP.rest > 0)
-                if not STEP.interpreted:
-                    q_tile = q_tile.to(tl.float16)
-                    q_rest = q_rest.to(tl.float16)
+            result, lse2 = _attend_tile(
+                inputs, group, tile, slopes, first_block, stop_block, scale, K_FORM, V_FORM, STEP
+            )
             cols = tl.arange(0, STEP.width_v)
-            if STEP.in_words:
-                values, lse2 = attend_bytes(
-                    q_tile,
-                    q_inverse,
-                    keys_of,
-                    values_of,
-                    table,
-                    terms,
-                    tile,
-                    row_token,
-                    pages,
-                    first_block,
-                    stop_block,
-                    scale,
-                    K_FORM,
-                    V_FORM,
-                    STEP,
-                )
-            else:
-                values, lse2 = attend(
-                    q_tile,
-                    q_rest,
-                    q_inverse,
-                    keys_of,
-                    values_of,
-                    key_scale,
-                    value_scale,
-                    table,
-                    terms,
-                    tile,
-                    row_token,
-                    first_block,
-                    stop_block,
-                    scale,
-                    K_FORM,
-                    V_FORM,
-                    STEP,
-                    tl.float16 if STEP.halves else q.dtype.element_ty,
-                )
-            if not STEP.scaled_keys:
-                values *= v_scale_value[:, None] if STEP.in_words and v_scale is not None else v_scale_value
             if first_block == 0 and stop_block == blocks:
                 write_out(
                     outputs,
                     item,
-                    kv_head,
-                    row,
+                    group.kv_head,
+                    group.row,
                     cols,
-                    values,
+                    result,
                     lse2,
                     STEP.head_dim_v,
-                    OUT_ALIGN,
+                    STEP.out_align,
                     STEP.interpreted,
-                    NATIVE_FP8,
+                    STEP.native_fp8,
                 )
-                write_lse(outputs, item, kv_head, row, lse2)
+                write_lse(outputs, item, group.kv_head, group.row, lse2)
             elif not IS_WHOLE:
-                partial = device.partial_of_range(number, group, num_groups, first_block > 0)
+                partial = device.partial_of_range(number, group.group, grid.num_groups, first_block > 0)
+                rows = group.row - group.first_row
+                rows_in_use = outputs.rows - group.first_row
                 combine.write_partial_rows(
-                    scratch, partial, row - first_row, rows - first_row, values, lse2, cols, BLOCK_M, STEP.head_dim_v
+                    scratch, partial, rows, rows_in_use, result, lse2, cols, BLOCK_M, STEP.head_dim_v
                 )
     if not IS_WHOLE:
         PARTIAL: tl.constexpr = BLOCK_M * (STEP.head_dim_v + 1)
-        metadata = device.range_metadata(scratch, num_splits, num_groups, PARTIAL)
+        metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, PARTIAL)
         tl.store(metadata + number, device.continued_item(cta_range, OVERHEAD).to(tl.float32))

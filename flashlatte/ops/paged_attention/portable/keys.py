@@ -12,6 +12,8 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
+from flashlatte.kernels.triton.packed import PackedRows
+from flashlatte.runtime.kernel_records import Float32, Int64, Pointer
 
 # The storage dtype of a cache's elements.
 PLAIN, E4M3, E5M2, INT8 = 0, 1, 2, 3
@@ -42,16 +44,39 @@ class KeyForm(NamedTuple):
     interpreted: bool
 
 
-class KeyRows(NamedTuple):
-    """Rows of keys or values of one key head; strides of the cache are in units of KeyForm.align elements."""
+class RowCache(NamedTuple):
+    """Keys or values in a cache [pages, page_size, h_kv, pieces, elements].
 
-    cache: Any
-    stride_page: Any
-    stride_token: Any
-    stride_piece: Any
-    stride_number: Any
-    new: Any
-    new_stride_token: Any
+    Strides of pages, tokens and heads are in units of KeyForm.align elements.
+    """
+
+    start: Pointer
+    stride_page: Int64
+    stride_token: Int64
+    stride_head: Int64
+    stride_piece: Int64
+    stride_element: Int64
+
+
+class RowScales(NamedTuple):
+    """Scales of rows: float32 [pages, page_size, h_kv], or None; then ``value`` applies to all rows.
+
+    Without ``PagedStep.scaled_keys`` a scale applies to all rows of a head.
+    """
+
+    scales: Pointer
+    stride_page: Int64
+    stride_token: Int64
+    stride_head: Int64
+    value: Float32
+
+
+class PagedRows(NamedTuple):
+    """Keys or values: in pages, and of new tokens [tokens, h_kv, d]."""
+
+    cache: RowCache
+    new: PackedRows
+    scales: RowScales
 
 
 class KeyAddresses(NamedTuple):
@@ -74,28 +99,49 @@ class KeyAddresses(NamedTuple):
 
 
 @triton.jit
+def cache_of_heads(cache, heads, form: tl.constexpr):
+    """``cache`` with pointers to the rows of key heads."""
+    return RowCache(
+        cache.start + heads * cache.stride_head * form.align,
+        cache.stride_page,
+        cache.stride_token,
+        cache.stride_head,
+        cache.stride_piece,
+        cache.stride_element,
+    )
+
+
+@triton.jit
 def load_operand(
-    rows, places, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, form: tl.constexpr
+    rows,
+    addresses,
+    dtype: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    form: tl.constexpr,
 ):
     """Columns FIRST to FIRST + COUNT of rows, [keys, WIDTH] in ``dtype``, without scales; 0 where there is no key."""
+    cache = rows.cache
     col = FIRST + tl.arange(0, WIDTH)
-    block = rows.cache + (places.page.to(tl.int64) * rows.stride_page + places.first * rows.stride_token) * form.align
-    offsets = places.offset * rows.stride_token * form.align
-    mask = places.in_cache[:, None]
+    first = addresses.page.to(tl.int64) * cache.stride_page + addresses.first * cache.stride_token
+    block = cache.start + first * form.align
+    offsets = addresses.offset * cache.stride_token * form.align
+    mask = addresses.in_cache[:, None]
     if COUNT != WIDTH:
         mask = mask & (col < FIRST + COUNT)[None, :]
-    element_stride = rows.stride_number if form.element_stride is None else form.element_stride
+    element_stride = cache.stride_element if form.element_stride is None else form.element_stride
     cols = (col % form.piece) * element_stride
     pointers = (block + offsets)[:, None]
     if form.piece < FIRST + COUNT:
-        cols = cols + (col // form.piece) * rows.stride_piece
+        cols = cols + (col // form.piece) * cache.stride_piece
     x = tl.load(pointers + cols[None, :], mask=mask, other=0)
     x = _converted(x, dtype, form)
-    if rows.new is not None:
-        new = load_rows(
-            rows.new, places.token * rows.new_stride_token, places.is_new, FIRST, COUNT, WIDTH, form.interpreted
-        )
-        x = tl.where(places.is_new[:, None], new, x)
+    new = rows.new
+    if new.base is not None:
+        token = addresses.token * new.stride_token
+        new_x = load_rows(new.base, token, addresses.is_new, FIRST, COUNT, WIDTH, form.interpreted)
+        x = tl.where(addresses.is_new[:, None], new_x, x)
     return x
 
 

@@ -10,15 +10,26 @@ import torch
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
+from flashlatte.kernels.triton.packed import BlockTable, Window, packed_rows
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
-from flashlatte.ops.paged_attention.arguments import PagedAttentionArgs
-from flashlatte.ops.paged_attention.portable.attend import PagedStep
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
+from flashlatte.ops.paged_attention.portable.attend import PagedInputs, PagedStep
 from flashlatte.ops.paged_attention.portable.config import PagedConfig, choose, choose_in_words
 from flashlatte.ops.paged_attention.portable.kernel import paged_attention_kernel
-from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8, PLAIN, KeyForm
-from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, find_tiles_kernel
+from flashlatte.ops.paged_attention.portable.keys import (
+    E4M3,
+    E5M2,
+    INT8,
+    PLAIN,
+    KeyForm,
+    PagedRows,
+    RowCache,
+    RowScales,
+)
+from flashlatte.ops.paged_attention.portable.scores import ScoreTerms
+from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, TileLengths, VisibleRanges, find_tiles_kernel
+from flashlatte.ops.paged_attention.requests import paged_requests
 from flashlatte.runtime import machine
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import Outputs
@@ -67,48 +78,93 @@ class PagedAttentionLaunchPlan:
     by_token: bool
 
 
-def paged_attention(args: PagedAttentionArgs) -> None:
-    attend(args)
+def paged_attention(params: PagedAttentionParams) -> None:
+    attend(params)
 
 
-def attend(args: PagedAttentionArgs, max_queries: int = 0) -> None:
+def attend(params: PagedAttentionParams, max_queries: int = 0) -> None:
     """Run all requests, or only those of at most ``max_queries`` (a few) queries. Tokens of no request get out 0 in
     the first case, and are not written in the second."""
-    q, k_cache, v_cache, out, lse = args.q, args.k_cache, args.v_cache, args.out, args.lse
-    tokens, h_q, head_dim = q.shape
-    num_pages, page_size, h_kv = k_cache.shape[:3]
-    head_dim_v, heads, device = v_cache.shape[3], h_q // h_kv, q.device
-    requests = args.cu_seqlens_q.shape[0] - 1
-    has_new = args.k is not None
+    device = params.q.device
     gpu = gpu_class(device)
-    has_terms = args.softcap > 0 or args.alibi_slopes is not None or args.qq_bias is not None
-    is_quantised = k_cache.dtype != q.dtype
-    per_token = any(scale is not None and _is_per_token(scale) for scale in (args.k_scale, args.v_scale))
-    halves = multiplies_halves(args)
-    launch_plan = make_plan(
+    launch_plan = _plan(params, gpu, max_queries)
+    config, split, slots = launch_plan.config, launch_plan.split, launch_plan.slots
+    step = _step(params, gpu, launch_plan)
+    tiles = torch.empty(slots, TILE_NUMBERS, dtype=torch.int32, device=device)
+    lengths = torch.empty(slots, dtype=torch.int32, device=device)
+    visible = _visible_ranges(params)
+    find_tiles_kernel[(slots,)](
+        paged_requests(params),
+        visible,
+        tiles=tiles,
+        lengths=lengths,
+        max_queries=max_queries,
+        TILES_EACH=launch_plan.tiles_each,
+        BY_TOKEN=launch_plan.by_token,
+        HAS_NEW=params.k is not None,
+        BLOCK_TOKENS=launch_plan.block_tokens,
+        BLOCK_N=config.block_n,
+        num_warps=1,
+    )
+    k_form, v_form = (_form(cache, gpu) for cache in (params.k_cache, params.v_cache.unsqueeze(3)))
+    table = BlockTable(params.block_table, params.block_table.stride(0), params.k_cache.shape[0])
+    outputs = _outputs(params, tiles, launch_plan.block_tokens, step.out_align)
+    scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
+    paged_attention_kernel[(split.ctas(slots) // config.key_heads,)](
+        PagedInputs(
+            query=packed_rows(params.q, step.q_align),
+            k=_rows(params.k_cache, k_form, params.k, params.k_scale, params.k_scale_value),
+            v=_rows(params.v_cache.unsqueeze(3), v_form, params.v, params.v_scale, params.v_scale_value),
+            table=table,
+            visible=visible,
+            terms=_score_terms(params),
+        ),
+        TileLengths(lengths, slots, 2**31 - 1 - config.block_n),
+        outputs,
+        split.grid(0),
+        scratch=scratch,
+        softmax_scale=params.softmax_scale,
+        K_FORM=k_form,
+        V_FORM=v_form,
+        STEP=step,
+        num_warps=config.num_warps,
+    )
+    if scratch is not None:
+        combine.launch_combine(split, scratch, outputs, step.out_align, 0, slots)
+
+
+def _plan(params: PagedAttentionParams, gpu: str, max_queries: int) -> PagedAttentionLaunchPlan:
+    q, k_cache, v_cache = params.q, params.k_cache, params.v_cache
+    tokens, h_q, head_dim = q.shape
+    h_kv = k_cache.shape[2]
+    has_new = params.k is not None
+    halves = multiplies_halves(params)
+    has_masks_or_terms = _has_terms(params) or params.prefix_ranges is not None
+    converts = k_cache.dtype != q.dtype and not halves
+    return make_plan(
         gpu,
-        machine.num_sms(device),
+        machine.num_sms(q.device),
         tokens,
-        requests,
-        heads,
+        params.cu_seqlens_q.shape[0] - 1,
+        h_q // h_kv,
         h_kv,
         head_dim,
-        head_dim_v,
-        args.cached_keys + (tokens if has_new else 0),
-        has_terms
-        or has_new
-        or (is_quantised and not halves)
-        or args.prefix_ranges is not None
-        or tile_widths(head_dim)[1] > 0,
-        max_queries,
-        halves and not has_terms and args.prefix_ranges is None and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
-        k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
+        v_cache.shape[3],
+        params.cached_keys + (tokens if has_new else 0),
+        more_registers=has_masks_or_terms or has_new or converts or tile_widths(head_dim)[1] > 0,
+        max_queries=max_queries,
+        in_words=halves and not has_masks_or_terms and _lie_in_words(k_cache, v_cache.unsqueeze(3)),
+        scattered=k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
     )
+
+
+def _step(params: PagedAttentionParams, gpu: str, launch_plan: PagedAttentionLaunchPlan) -> PagedStep:
     config, split = launch_plan.config, launch_plan.split
-    k_form, k_strides = _form(k_cache, gpu)
-    v_form, v_strides = _form(v_cache.unsqueeze(3), gpu)
+    head_dim, head_dim_v, page_size = params.q.shape[2], params.v_cache.shape[3], params.k_cache.shape[1]
     first, rest = tile_widths(head_dim)
-    step = PagedStep(
+    halves, is_whole = multiplies_halves(params), split.split_blocks is not None
+    new_and_quantised = params.k is not None and params.k_cache.dtype != params.q.dtype
+    return PagedStep(
         block_m=config.block_m,
         block_n=config.block_n,
         head_dim=head_dim,
@@ -119,130 +175,84 @@ def attend(args: PagedAttentionArgs, max_queries: int = 0) -> None:
         page_size=page_size,
         num_stages=config.num_stages,
         branches=gpu in _BRANCHING,
-        ahead=(halves or args.softcap > 0)
-        and split.split_blocks is not None
+        ahead=(halves or params.softcap > 0)
+        and is_whole
         and page_size % config.block_n == 0
         and config.block_m >= _AHEAD_ROWS.get(gpu, config.block_m + 1),
-        has_terms=has_terms,
-        softcap=args.softcap > 0,
-        alibi=args.alibi_slopes is not None,
-        alibi_sqrt=args.alibi_sqrt,
-        scaled_keys=per_token or (is_quantised and has_new),
+        q_align=row_align(params.q),
+        out_align=row_align(params.out),
+        native_fp8=converts_e4m3(params.q.device),
+        overhead=None if is_whole else split.overhead,
+        has_terms=_has_terms(params),
+        softcap=params.softcap > 0,
+        alibi=params.alibi_slopes is not None,
+        alibi_sqrt=params.alibi_sqrt,
+        scaled_keys=_has_scales_per_token(params) or new_and_quantised,
         halves=halves,
         in_words=launch_plan.in_words,
         key_heads=config.key_heads,
         interpreted=gpu == "interpreter",
     )
-    native = converts_e4m3(device)
-    q_align, out_align = row_align(q), row_align(out)
-    ranges = args.prefix_ranges
-    tiles = torch.empty(launch_plan.slots, TILE_NUMBERS, dtype=torch.int32, device=device)
-    lengths = torch.empty(launch_plan.slots, dtype=torch.int32, device=device)
-    outputs = Outputs(
-        out if out.dtype == q.dtype else out.view(torch.uint8),
-        0,
-        out.stride(0) // out_align,
-        out.stride(1) // out_align,
-        lse,
-        0,
-        lse.stride(0),
-        lse.stride(1),
-        args.attn_sink,
-        0 if args.attn_sink is None else args.attn_sink.stride(0),
-        1,
-        heads,
-        launch_plan.block_tokens * heads,
-        args.empty_lse,
-        tiles,
-        TILE_NUMBERS,
-        args.out_scale,
-        args.out_scale_value,
+
+
+def _has_terms(params: PagedAttentionParams) -> bool:
+    return params.softcap > 0 or params.alibi_slopes is not None or params.qq_bias is not None
+
+
+def _has_scales_per_token(params: PagedAttentionParams) -> bool:
+    return any(scale is not None and scale.stride()[:2] != (0, 0) for scale in (params.k_scale, params.v_scale))
+
+
+def multiplies_halves(params: PagedAttentionParams) -> bool:
+    """Whether operands are fp16: one-byte elements convert to fp16 in fewer instructions than to bf16.
+
+    Not with new keys, which are bf16, nor with a scale per value, which may exceed fp16.
+    """
+    return params.k_cache.dtype.itemsize == 1 and params.k is None and not _has_scales_per_token(params)
+
+
+def _visible_ranges(params: PagedAttentionParams) -> VisibleRanges:
+    window, ranges = Window(params.window_left, params.window_right), params.prefix_ranges
+    if ranges is None:
+        return VisibleRanges(window, None, 0, 0, 0)
+    return VisibleRanges(window, ranges, ranges.shape[1], ranges.stride(0), ranges.stride(1))
+
+
+def _score_terms(params: PagedAttentionParams) -> ScoreTerms:
+    slopes, bias = params.alibi_slopes, params.qq_bias
+    return ScoreTerms(
+        softcap=params.softcap or 1.0,
+        alibi_slopes=slopes,
+        alibi_stride=0 if slopes is None else slopes.stride(0),
+        qq_bias=bias,
+        qq_bias_stride=0 if bias is None else bias.stride(0),
+        qq_bias_size=0 if bias is None else bias.shape[0],
     )
-    find_tiles_kernel[(launch_plan.slots,)](
-        *by_name(
-            find_tiles_kernel,
-            tiles=tiles,
-            lengths=lengths,
-            cu_seqlens_q=args.cu_seqlens_q,
-            seqused_k=args.seqused_k,
-            seqused_stride=args.seqused_k.stride(0),
-            requests=requests,
-            total_q=tokens,
-            capacity=args.cached_keys,
-            window_left=args.window_left,
-            window_right=args.window_right,
-            prefix_ranges=ranges,
-            num_ranges=0 if ranges is None else ranges.shape[1],
-            stride_request=0 if ranges is None else ranges.stride(0),
-            stride_range=0 if ranges is None else ranges.stride(1),
-            max_queries=max_queries,
-        ),
-        TILES_EACH=launch_plan.tiles_each,
-        BY_TOKEN=launch_plan.by_token,
-        HAS_NEW=has_new,
-        BLOCK_TOKENS=launch_plan.block_tokens,
-        BLOCK_N=config.block_n,
-        num_warps=1,
+
+
+def _outputs(params: PagedAttentionParams, tiles: torch.Tensor, block_tokens: int, out_align: int) -> Outputs:
+    out, lse, sink = params.out, params.lse, params.attn_sink
+    heads = params.q.shape[1] // params.k_cache.shape[2]
+    return Outputs(
+        out=out if out.dtype == params.q.dtype else out.view(torch.uint8),
+        out_stride_request=0,
+        out_stride_token=out.stride(0) // out_align,
+        out_stride_head=out.stride(1) // out_align,
+        lse=lse,
+        lse_stride_request=0,
+        lse_stride_token=lse.stride(0),
+        lse_stride_head=lse.stride(1),
+        sink=sink,
+        sink_stride=0 if sink is None else sink.stride(0),
+        tokens=None,
+        heads=heads,
+        rows=block_tokens * heads,
+        empty_lse=params.empty_lse,
+        tiles=tiles,
+        tiles_stride=TILE_NUMBERS,
+        out_scale=params.out_scale,
+        out_scale_value=params.out_scale_value,
     )
-    scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
-    paged_attention_kernel[(split.ctas(launch_plan.slots) // config.key_heads,)](
-        *by_name(
-            paged_attention_kernel,
-            outputs,
-            q=q,
-            q_stride_token=q.stride(0) // q_align,
-            q_stride_head=q.stride(1) // q_align,
-            k_cache=_as_uint8(k_cache),
-            k_stride_page=k_strides[0],
-            k_stride_token=k_strides[1],
-            k_stride_head=k_strides[2],
-            k_stride_piece=k_strides[3],
-            k_stride_number=k_strides[4],
-            v_cache=_as_uint8(v_cache),
-            v_stride_page=v_strides[0],
-            v_stride_token=v_strides[1],
-            v_stride_head=v_strides[2],
-            v_stride_number=v_strides[4],
-            **_new_rows("k_new", args.k),
-            **_new_rows("v_new", args.v),
-            **_scales("k_scale", args.k_scale, args.k_scale_value),
-            **_scales("v_scale", args.v_scale, args.v_scale_value),
-            block_table=args.block_table,
-            stride_table=args.block_table.stride(0),
-            num_pages=num_pages,
-            softmax_scale=args.softmax_scale,
-            window_left=args.window_left,
-            window_right=args.window_right,
-            prefix_ranges=ranges,
-            num_prefix_ranges=0 if ranges is None else ranges.shape[1],
-            prefix_stride_request=0 if ranges is None else ranges.stride(0),
-            prefix_stride_range=0 if ranges is None else ranges.stride(1),
-            softcap=args.softcap or 1.0,
-            alibi_slopes=args.alibi_slopes,
-            alibi_stride=0 if args.alibi_slopes is None else args.alibi_slopes.stride(0),
-            qq_bias=args.qq_bias,
-            qq_bias_stride=0 if args.qq_bias is None else args.qq_bias.stride(0),
-            qq_bias_size=0 if args.qq_bias is None else args.qq_bias.shape[0],
-            lengths=lengths,
-            limit=2**31 - 1 - config.block_n,
-            scratch=scratch,
-            num_items=launch_plan.slots,
-            num_groups=split.groups,
-            groups_per_head=split.groups_per_head,
-            num_splits=split.splits,
-        ),
-        STEP=step,
-        K_FORM=k_form,
-        V_FORM=v_form,
-        Q_ALIGN=q_align,
-        OUT_ALIGN=out_align,
-        NATIVE_FP8=native,
-        IS_WHOLE=split.split_blocks is not None,
-        OVERHEAD=split.overhead,
-        num_warps=config.num_warps,
-    )
-    if scratch is not None:
-        combine.launch_combine(split, scratch, outputs, out_align, 0, launch_plan.slots)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -256,6 +266,7 @@ def make_plan(
     head_dim: int,
     head_dim_v: int,
     max_keys: int,
+    *,
     more_registers: bool,
     max_queries: int = 0,
     in_words: bool = False,
@@ -287,23 +298,38 @@ def make_plan(
     return PagedAttentionLaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
 
 
-def _form(cache: torch.Tensor, gpu: str) -> tuple[KeyForm, tuple[int, ...]]:
-    """The constants for loading from a cache [pages, page_size, heads, pieces, elements], and its strides as kernel
-    arguments."""
-    page, token, head, piece, number = cache.stride()
-    align = _units(cache)
-    kind = _KINDS.get(cache.dtype, PLAIN)
-    form = KeyForm(
-        kind=kind,
-        align=align,
+def _form(cache: torch.Tensor, gpu: str) -> KeyForm:
+    """The constants for loading from a cache [pages, page_size, heads, pieces, elements]."""
+    return KeyForm(
+        kind=_KINDS.get(cache.dtype, PLAIN),
+        align=_units(cache),
         piece=cache.shape[4],
-        element_stride=1 if number == 1 else None,
+        element_stride=1 if cache.stride(4) == 1 else None,
         native=converts_e4m3(cache.device),
         ptx=gpu in NVIDIA,
         opaque=gpu != "blackwell",
         interpreted=gpu == "interpreter",
     )
-    return form, (page // align, token // align, head // align, piece, number)
+
+
+def _rows(
+    cache: torch.Tensor, form: KeyForm, new: torch.Tensor | None, scales: torch.Tensor | None, scale: float
+) -> PagedRows:
+    """The keys or values in a cache [pages, page_size, heads, pieces, elements] and in ``new``."""
+    page, token, head, piece, element = cache.stride()
+    as_bytes = cache.dtype.itemsize == 1 and cache.dtype != torch.int8
+    return PagedRows(
+        RowCache(
+            cache.view(torch.uint8) if as_bytes else cache,
+            page // form.align,
+            token // form.align,
+            head // form.align,
+            piece,
+            element,
+        ),
+        packed_rows(new),
+        RowScales(scales, *((0, 0, 0) if scales is None else scales.stride()), scale),
+    )
 
 
 def _units(cache: torch.Tensor) -> int:
@@ -311,16 +337,6 @@ def _units(cache: torch.Tensor) -> int:
     units = 16 // cache.element_size()
     page, token, head, _, number = cache.stride()
     return units if number == 1 and all(stride % units == 0 for stride in (page, token, head)) else 1
-
-
-def multiplies_halves(args: PagedAttentionArgs) -> bool:
-    """Whether operands are fp16: one-byte elements convert to fp16 in fewer instructions than to bf16.
-
-    Not with new keys, which are bf16, nor with a scale per value, which may exceed fp16.
-    """
-    scales = (args.k_scale, args.v_scale)
-    per_token = any(scale is not None and _is_per_token(scale) for scale in scales)
-    return args.k_cache.dtype.itemsize == 1 and args.k is None and not per_token
 
 
 def _lie_in_words(*caches: torch.Tensor) -> bool:
@@ -334,28 +350,3 @@ def _lie_in_words(*caches: torch.Tensor) -> bool:
         and cache.stride(1) < _IN_WORDS_STRIDE
         for cache in caches
     )
-
-
-def _as_uint8(cache: torch.Tensor) -> torch.Tensor:
-    """The cache, with fp8 viewed as bytes."""
-    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 and cache.dtype != torch.int8 else cache
-
-
-def _is_per_token(scale: torch.Tensor) -> bool:
-    return scale.stride()[:2] != (0, 0)
-
-
-def _new_rows(name: str, rows: torch.Tensor | None) -> dict[str, torch.Tensor | int | None]:
-    token, head = (0, 0) if rows is None else rows.stride()[:2]
-    return {name: rows, f"{name}_stride_token": token, f"{name}_stride_head": head}
-
-
-def _scales(name: str, scale: torch.Tensor | None, value: float) -> dict[str, torch.Tensor | int | float | None]:
-    page, token, head = (0, 0, 0) if scale is None else scale.stride()
-    return {
-        name: scale,
-        f"{name}_stride_page": page,
-        f"{name}_stride_token": token,
-        f"{name}_stride_head": head,
-        f"{name}_value": value,
-    }

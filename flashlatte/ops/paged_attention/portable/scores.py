@@ -5,43 +5,39 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
+from flashlatte.runtime.kernel_records import Float32, Int32, Int64, Pointer
 
 # Below this value the next term of tanh's series is relatively less than 2^-22.
 _SMALL_TANH = tl.constexpr(0.125)
 
 
-class Terms(NamedTuple):
-    """The call's window, prefix ranges, softcap, ALiBi slopes (of each row) and bias between queries."""
+class ScoreTerms(NamedTuple):
+    """The terms of a score other than the scale: softcap, ALiBi slopes [h_q], and the bias between new queries
+    [qq_bias_size, qq_bias_size]."""
 
-    window_left: Any
-    window_right: Any
-    prefix_ranges: Any
-    num_prefix_ranges: Any
-    prefix_stride_request: Any
-    prefix_stride_range: Any
-    softcap: Any
-    slopes: Any
-    qq_bias: Any
-    qq_bias_stride: Any
-    qq_bias_size: Any
+    softcap: Float32
+    alibi_slopes: Pointer
+    alibi_stride: Int64
+    qq_bias: Pointer
+    qq_bias_stride: Int64
+    qq_bias_size: Int32
 
 
 @triton.jit
-def add_terms(
-    scores, terms, position, keys, context, query, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, ALIBI_SQRT: tl.constexpr
-):
-    """Scores [rows, keys] with all terms, in base 2 before and after; ``query`` [rows] counts from the request's first.
+def add_terms(scores, terms, slopes, position, keys, context, query, step: tl.constexpr):
+    """Scores [rows, keys] with all terms, in base 2 before and after. ``query`` [rows]: index of the row's query in its
+    request. ``slopes`` [rows]: ALiBi's.
 
     tanh(x) = sign(x) (1 - t) / (1 + t) with t = e^(-2|x|), which cannot overflow. For small x it loses precision, which
     a large softcap would amplify; there x - x³/3 + 2x⁵/15 is used.
     """
-    if SOFTCAP:
+    if step.softcap:
         x = scores * (LN_2 / terms.softcap)
         t = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
         tanh = (1.0 - t) / (1.0 + t)
@@ -49,11 +45,11 @@ def add_terms(
         small = x + x * square * (square * (2 / 15) - 1 / 3)
         tanh = tl.where(tl.abs(x) < _SMALL_TANH, small, tl.where(x < 0, -tanh, tanh))
         scores = tanh * (terms.softcap * LOG2_E)
-    if ALIBI:
+    if step.alibi:
         distance = tl.abs(position[:, None] - keys[None, :]).to(tl.float32)
-        if ALIBI_SQRT:
+        if step.alibi_sqrt:
             distance = tl.sqrt(distance)
-        scores -= (terms.slopes * LOG2_E)[:, None] * distance
+        scores -= (slopes * LOG2_E)[:, None] * distance
     if terms.qq_bias is not None:
         column = keys - context
         inside = (query < terms.qq_bias_size)[:, None] & ((column >= 0) & (column < terms.qq_bias_size))[None, :]
@@ -63,13 +59,14 @@ def add_terms(
 
 
 @triton.jit
-def is_visible(terms, request, position, lower, upper, keys):
+def is_visible(ranges, request, position, lower, upper, keys):
     """The mask of visible keys [rows, keys]: those of the row's window, lower to upper, and of a range that the row is
     in."""
     visible = (keys[None, :] >= lower[:, None]) & (keys[None, :] <= upper[:, None])
-    if terms.prefix_ranges is not None:
-        for number in range(0, terms.num_prefix_ranges):
-            address = terms.prefix_ranges + request * terms.prefix_stride_request + number * terms.prefix_stride_range
+    if ranges.prefix_ranges is not None:
+        of_request = ranges.prefix_ranges + request * ranges.prefix_stride_request
+        for number in range(0, ranges.num_prefix_ranges):
+            address = of_request + number * ranges.prefix_stride_range
             first = tl.load(address)
             last = tl.load(address + 1)
             row_inside = (position >= first) & (position <= last)

@@ -13,11 +13,36 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.packed import Window
 from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment, find_segment_of_row
+from flashlatte.ops.paged_attention.requests import PagedAttentionRequests
+from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
 # Integers stored per tile: the fields of ``QueryTile``; ``split_kv.outputs`` reads the first two.
 TILE_NUMBERS = 8
+
+
+class VisibleRanges(NamedTuple):
+    """The keys that are visible to a query: those of its window, and of a range that its position is in.
+
+    Attributes:
+        prefix_ranges: first and last position of each range, [requests, num_prefix_ranges, 2]; or None.
+    """
+
+    window: Window
+    prefix_ranges: Pointer
+    num_prefix_ranges: Int32
+    prefix_stride_request: Int64
+    prefix_stride_range: Int64
+
+
+class TileLengths(NamedTuple):
+    """The number of keys of each tile, int32 [num_tiles], at most ``limit``."""
+
+    lengths: Pointer
+    num_tiles: Int32
+    limit: Int32
 
 
 class QueryTile(NamedTuple):
@@ -61,39 +86,29 @@ def load_tile(tiles, tiles_stride, item):
 
 
 @triton.jit
-def seen_by(position, stop, window_left, window_right):
+def seen_by(position, stop, window):
     """First and last key below ``stop`` in the windows of queries at these positions, both from -1 to ``stop``."""
     position = position.to(tl.int64)
-    lower = tl.minimum(tl.maximum(position - window_left, 0), stop)
-    upper = tl.maximum(tl.minimum(position + window_right, stop - 1), -1)
+    lower = tl.minimum(tl.maximum(position - window.left, 0), stop)
+    upper = tl.maximum(tl.minimum(position + window.right, stop - 1), -1)
     return lower.to(tl.int32), upper.to(tl.int32)
 
 
 @triton.jit
-def seen_by_all(tile, window_left, window_right):
+def seen_by_all(tile, window):
     """The range [first, end) of keys that are in the windows of all queries of a tile."""
     first = tile.context + tile.own
-    lower, _ = seen_by(first + tile.tokens - 1, tile.stop_key, window_left, window_right)
-    _, upper = seen_by(first, tile.stop_key, window_left, window_right)
+    lower, _ = seen_by(first + tile.tokens - 1, tile.stop_key, window)
+    _, upper = seen_by(first, tile.stop_key, window)
     return lower, upper + 1
 
 
-@kernel(by_element=("cu_seqlens_q", "seqused_k"))
+@kernel
 def find_tiles_kernel(
+    requests: PagedAttentionRequests,
+    visible: VisibleRanges,
     tiles,
     lengths,
-    cu_seqlens_q,
-    seqused_k,
-    seqused_stride: tl.int64,
-    requests: tl.int32,
-    total_q: tl.int32,
-    capacity: tl.int32,
-    window_left: tl.int32,
-    window_right: tl.int32,
-    prefix_ranges,
-    num_ranges: tl.int32,
-    stride_request: tl.int64,
-    stride_range: tl.int64,
     max_queries: tl.int32,
     TILES_EACH: tl.constexpr,
     BY_TOKEN: tl.constexpr,
@@ -107,29 +122,32 @@ def find_tiles_kernel(
     slots, and tiles if it has at most ``max_queries`` queries. With BY_TOKEN each token has a slot.
     """
     slot = tl.program_id(0)
+    cu = requests.cu_seqlens_q
+    total_q = requests.total_q
     if TILES_EACH > 0:
-        stretch = slot // TILES_EACH + 1
+        segment = slot // TILES_EACH + 1
         tile = slot % TILES_EACH
-        begin, rows = find_rows(stretch, cu_seqlens_q, requests, total_q)
+        begin, rows = find_rows(segment, cu, requests.count, total_q)
         count = tl.where(rows <= max_queries, tl.cdiv(rows, BLOCK_TOKENS), 0)
     elif BY_TOKEN:
-        stretch, tile, count, begin, rows = find_segment_of_row(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
+        segment, tile, count, begin, rows = find_segment_of_row(slot, cu, requests.count, total_q, BLOCK_TOKENS)
     else:
-        stretch, tile, count, begin, rows = find_segment(slot, cu_seqlens_q, requests, total_q, BLOCK_TOKENS)
-    is_request = (stretch > 0) & (stretch <= requests)
-    request = tl.where(is_request, stretch - 1, 0)
+        segment, tile, count, begin, rows = find_segment(slot, cu, requests.count, total_q, BLOCK_TOKENS)
+    is_request = (segment > 0) & (segment <= requests.count)
+    request = tl.where(is_request, segment - 1, 0)
     own = tl.where((tile >= 0) & (tile < count), tile, 0) * BLOCK_TOKENS
     tokens = tl.where((tile >= 0) & (tile < count), tl.minimum(rows - own, BLOCK_TOKENS), 0)
 
-    cached = tl.load(seqused_k + request * seqused_stride, mask=is_request, other=0).to(tl.int64)
-    cached = tl.minimum(tl.maximum(cached, 0), capacity.to(tl.int64)).to(tl.int32)
+    cached = tl.load(requests.seqused_k + request * requests.seqused_stride, mask=is_request, other=0).to(tl.int64)
+    cached = tl.minimum(tl.maximum(cached, 0), requests.capacity.to(tl.int64)).to(tl.int32)
     keys = cached + rows if HAS_NEW else cached
     context = keys - rows
-    first_key, _ = seen_by(context + own, keys, window_left, window_right)
-    _, last_key = seen_by(context + own + tokens - 1, keys, window_left, window_right)
-    if prefix_ranges is not None:
-        for number in range(0, num_ranges):
-            address = prefix_ranges + request * stride_request + number * stride_range
+    first_key, _ = seen_by(context + own, keys, visible.window)
+    _, last_key = seen_by(context + own + tokens - 1, keys, visible.window)
+    if visible.prefix_ranges is not None:
+        of_request = visible.prefix_ranges + request * visible.prefix_stride_request
+        for number in range(0, visible.num_prefix_ranges):
+            address = of_request + number * visible.prefix_stride_range
             first = tl.load(address, mask=is_request, other=0).to(tl.int64)
             last = tl.load(address + 1, mask=is_request, other=-1).to(tl.int64)
             if (first <= last) & (first < context + own + tokens) & (last >= context + own):

@@ -17,10 +17,14 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import within
+from flashlatte.kernels.triton.packed import BlockTable
+from flashlatte.kernels.triton.turboquant import RecordCache
 from flashlatte.ops.turboquant_decode.portable.records import load_keys, load_norms, load_values, records_at, section
 from flashlatte.ops.turboquant_decode.portable.words import keep_tables, key_dims, value_dims, value_unit
+from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import combine, device
+from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
@@ -31,6 +35,7 @@ class TurboQuantStep(NamedTuple):
         block_m, block_n: query rows and keys.
         page_size, num_stages: of pages, and of Triton's pipeline.
         first_value: the first dim of values' words.
+        packed_keys, packed_values: whether codes are unpacked by PTX.
         token_stride: token stride in units of ``RecordForm.align`` bytes, if it is one of the usual strides; else None.
     """
 
@@ -39,27 +44,42 @@ class TurboQuantStep(NamedTuple):
     page_size: int
     num_stages: int
     first_value: int
+    packed_keys: bool
+    packed_values: bool
     token_stride: int | None
 
 
-class TurboquantPages(NamedTuple):
-    """A request's row of block_table, and the cache's number of pages and strides of pages and tokens."""
+class RotatedQueries(NamedTuple):
+    """The results of ``queries``: ``rotated`` [b, tokens, heads, D] and ``row_scale`` [b, tokens, heads]."""
 
-    entries: Any
-    num_pages: Any
-    stride: Any
-    token_stride: Any
+    rotated: Pointer
+    row_scale: Pointer
+    tokens: Int32
+    heads: Int32
+
+
+class TileOfRows(NamedTuple):
+    """The query rows of a tile.
+
+    Attributes:
+        q: [D, BLOCK_M], in the order of ``key_dims``.
+        scale: [BLOCK_M], scales dot products to base-2 scores.
+        last_seen: [BLOCK_M], the last visible key of each row, if CAUSAL.
+    """
+
+    q: Any
+    scale: Any
+    last_seen: Any
 
 
 @triton.jit
 def _attend(
-    q,
-    row_scale,
+    rows,
     cache,
     head_offset,
-    pages,
+    table,
+    item,
     length,
-    last_seen,
     v_dims,
     begin,
     end,
@@ -70,9 +90,10 @@ def _attend(
     """Attention over a request's keys begin to end: (values [BLOCK_M, D] in the order of ``value_dims``, base-2 lse
     [BLOCK_M]).
 
-    ``q`` [D, BLOCK_M] is in the order of ``key_dims``, and ``row_scale`` [BLOCK_M] scales dot products to base-2
-    scores. Keys of a page beyond ``length`` may be loaded, and are masked.
+    Keys of a page beyond ``length`` may be loaded, and are masked.
     """
+    row_scale = rows.scale
+    entries = table.pages + item * table.stride
     M: tl.constexpr = step.block_m
     N: tl.constexpr = step.block_n
     D: tl.constexpr = form.head_dim
@@ -84,32 +105,32 @@ def _attend(
     minima = tl.zeros([8, M], tl.float32)
     unit = tl.full([], 2.0**-24, tl.float32)
     values = tl.zeros([D, M], tl.float32)
-    never = pages.num_pages < 0
-    key_part = section(cache, never, 0, form.key_bits, form)
-    value_part = section(cache, never, form.value_offset, form.value_bits, form)
-    token_stride = pages.token_stride if step.token_stride is None else step.token_stride
+    never = table.num_pages < 0
+    key_part = section(cache.start, never, 0, form.key_bits, form)
+    value_part = section(cache.start, never, form.value_offset, form.value_bits, form)
+    token_stride = cache.stride_token if step.token_stride is None else step.token_stride
     first = begin if PAGE_PER_BLOCK else begin + in_block
-    page = tl.load(pages.entries + first // step.page_size, mask=first < length, other=-1)
+    page = tl.load(entries + first // step.page_size, mask=first < length, other=-1)
     for start in tl.range(begin, end, N, num_stages=step.num_stages):
         keys = start + in_block
-        valid = within(page, pages.num_pages)
+        valid = within(page, table.num_pages)
         safe = tl.where(valid, page, 0).to(tl.int64)
         exists = valid & (keys < length)
         if PAGE_PER_BLOCK:
-            offset = head_offset + safe * pages.stride + (start % step.page_size) * token_stride
-            records = records_at(cache, offset, in_block.to(tl.int64) * token_stride, form)
+            offset = head_offset + safe * cache.stride_page + (start % step.page_size) * token_stride
+            records = records_at(cache.start, offset, in_block.to(tl.int64) * token_stride, form)
         else:
-            offsets = safe * pages.stride + (keys % step.page_size) * token_stride
-            records = records_at(cache, head_offset, offsets, form)
-        operand, squared = load_keys(records, key_part, form)  # [BLOCK_N, D], [BLOCK_N, D or D / 2]
-        scores = tl.dot(operand, q)  # [BLOCK_N, BLOCK_M]
+            offsets = safe * cache.stride_page + (keys % step.page_size) * token_stride
+            records = records_at(cache.start, head_offset, offsets, form)
+        operand, squared = load_keys(records, key_part, form, step.packed_keys)  # [BLOCK_N, D], [BLOCK_N, D or D / 2]
+        scores = tl.dot(operand, rows.q)  # [BLOCK_N, BLOCK_M]
         if form.key_bits < 8:
             # [BLOCK_N, 8], with the squared lengths in each column
-            squares = tl.dot(squared, tl.full([squared.shape[1], 8], 1.0, q.dtype))
+            squares = tl.dot(squared, tl.full([squared.shape[1], 8], 1.0, rows.q.dtype))
             scores = _times_each(scores, load_norms(records, form), squares)
         visible = exists[:, None]
         if CAUSAL:
-            visible = visible & (keys[:, None] <= last_seen[None, :])
+            visible = visible & (keys[:, None] <= rows.last_seen[None, :])
         scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=0))
@@ -118,7 +139,7 @@ def _attend(
         alpha = tl.exp2(row_max * row_scale - shift)
         row_sum = row_sum * alpha[None, :] + _sum_of_eighths(p)
         row_max = new_max
-        steps, scale, minimum = load_values(records, value_part, form)  # [D, BLOCK_N]
+        steps, scale, minimum = load_values(records, value_part, form, step.packed_values)  # [D, BLOCK_N]
         minima = minima * alpha[None, :] + _sum_of_eighths(p * tl.where(exists, minimum, 0.0)[:, None])
         # P times the scale is fp16, relative to the power of two of the largest scale so far.
         scale = tl.where(exists, scale, 0.0)
@@ -128,13 +149,13 @@ def _attend(
         unit = new_unit
         # The next block's page is loaded one block ahead: the addresses of its records depend on it.
         following = start + N if PAGE_PER_BLOCK else start + N + in_block
-        page = tl.load(pages.entries + following // step.page_size, mask=following < length, other=-1)
+        page = tl.load(entries + following // step.page_size, mask=following < length, other=-1)
         values = tl.dot(steps, p.to(steps.dtype), values * alpha[None, :])
     row_sum = tl.sum(row_sum, axis=0)
     is_empty = row_sum == 0
     row_sum = tl.where(is_empty, 1.0, row_sum)
     lse2 = tl.where(is_empty, float("-inf"), row_max * row_scale + tl.log2(row_sum))
-    if form.packed_values:
+    if step.packed_values:
         values *= value_unit(v_dims)[:, None]
     values = values * unit + tl.sum(minima, axis=0)[None, :]
     return tl.trans(values * (1.0 / row_sum)[None, :]), lse2
@@ -170,98 +191,54 @@ def _times_each(scores, norm, squares):
     return tl.reshape(groups, [N, M])
 
 
-@kernel(by_element=("lengths",))
+@kernel
 def turboquant_decode_kernel(
-    q,
-    row_scale,
-    cache,
-    page_stride: tl.int64,
-    token_stride: tl.int64,
-    head_stride: tl.int64,
-    block_table,
-    table_stride: tl.int64,
-    num_pages: tl.int32,
-    out,
-    out_stride_request: tl.int64,
-    out_stride_token: tl.int64,
-    out_stride_head: tl.int64,
-    lse,
-    lse_stride_request: tl.int64,
-    lse_stride_token: tl.int64,
-    lse_stride_head: tl.int64,
-    sink,
-    sink_stride: tl.int64,
-    tokens: tl.int32,
-    heads: tl.int32,
-    rows: tl.int32,
-    empty_lse: tl.float32,
-    lengths,
-    lengths_stride_request: tl.int64,
-    limit: tl.int32,
+    query: RotatedQueries,
+    cache: RecordCache,
+    table: BlockTable,
+    key_lengths: KeyLengths,
+    outputs: Outputs,
+    grid: SplitGrid,
     scratch,
-    num_items: tl.int32,
-    num_groups: tl.int32,
-    groups_per_head: tl.int32,
-    num_splits: tl.int32,
-    query_heads: tl.int32,
-    query_tokens: tl.int32,
     STEP: tl.constexpr,
     FORM: tl.constexpr,
     CAUSAL: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
     OVERHEAD: tl.constexpr,
 ):
     """A CTA processes, for one group, one of ``num_splits`` balanced ranges of all requests' keys, or a request
-    (IS_WHOLE).
+    (if OVERHEAD is None).
 
-    A group is BLOCK_M of the ``rows`` = query_tokens · ``heads`` query rows of a request for a key head. ``q`` [b,
-    query_tokens, query_heads, D] and ``row_scale`` [b, query_tokens, query_heads] are the results of ``queries``.
+    A group is BLOCK_M of the ``rows`` = query tokens · ``heads`` query rows of a request for a key head.
     """
     M: tl.constexpr = STEP.block_m
     N: tl.constexpr = STEP.block_n
     D: tl.constexpr = FORM.head_dim
-    key_lengths = device.KeyLengths(num_items, 1, lengths, lengths_stride_request, 0, limit)
-    outputs = Outputs(
-        out,
-        out_stride_request,
-        out_stride_token,
-        out_stride_head,
-        lse,
-        lse_stride_request,
-        lse_stride_token,
-        lse_stride_head,
-        sink,
-        sink_stride,
-        tokens,
-        heads,
-        rows,
-        empty_lse,
-    )
-    if FORM.packed_keys and FORM.key_bits < 8:
-        keep_tables(num_pages, FORM.key_bits)
+    IS_WHOLE: tl.constexpr = OVERHEAD is None
+    if STEP.packed_keys and FORM.key_bits < 8:
+        keep_tables(table.num_pages, FORM.key_bits)
     cta = tl.program_id(0)
-    group = cta % num_groups
-    number = cta // num_groups
-    kv_head = (group // groups_per_head).to(tl.int64)
-    first_row = (group % groups_per_head) * M
+    group = cta % grid.num_groups
+    number = cta // grid.num_groups
+    kv_head = (group // grid.groups_per_head).to(tl.int64)
+    first_row = (group % grid.groups_per_head) * M
     row = first_row + tl.arange(0, M)
-    row_token = row // heads
-    in_rows = row < rows
-    query_row = row_token.to(tl.int64) * query_heads + kv_head * heads + row % heads
+    row_token = row // outputs.heads
+    in_rows = row < outputs.rows
+    query_row = row_token.to(tl.int64) * query.heads + kv_head * outputs.heads + row % outputs.heads
     # Without PTX, the dims of operands are in order.
     q_dims = tl.arange(0, D)
     v_dims = tl.arange(0, D)
-    if FORM.packed_keys:
+    if STEP.packed_keys:
         q_dims = key_dims(D, FORM.key_bits)
-    if FORM.packed_values:
+    if STEP.packed_values:
         v_dims = value_dims(D, STEP.first_value)
 
     if IS_WHOLE:
         first_item = number
         stop_item = number + 1
     else:
-        cta_range = device.find_range(number, num_splits, key_lengths, N, OVERHEAD)
+        cta_range = device.find_range(number, grid.num_splits, key_lengths, N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
@@ -275,20 +252,19 @@ def turboquant_decode_kernel(
         if first_block < stop_block:
             item64 = tl.zeros([], tl.int64) + item
             length = device.key_count(item, key_lengths)
-            request_rows = item64 * query_tokens * query_heads + query_row
-            # [D, BLOCK_M]
-            q_tile = tl.load(q + (request_rows * D)[None, :] + q_dims[:, None], mask=in_rows[None, :], other=0.0)
+            request_rows = item64 * query.tokens * query.heads + query_row
+            pointers = query.rotated + (request_rows * D)[None, :] + q_dims[:, None]
+            q_tile = tl.load(pointers, mask=in_rows[None, :], other=0.0)  # [D, BLOCK_M]
             if FORM.interpreted:
                 q_tile = q_tile.to(tl.float32)
-            scale = tl.load(row_scale + request_rows, mask=in_rows, other=1.0)
+            scale = tl.load(query.row_scale + request_rows, mask=in_rows, other=1.0)
             values, lse2 = _attend(
-                q_tile,
-                scale,
+                TileOfRows(q_tile, scale, length - query.tokens + row_token),
                 cache,
-                kv_head * head_stride,
-                TurboquantPages(block_table + item64 * table_stride, num_pages, page_stride, token_stride),
+                kv_head * cache.stride_head,
+                table,
+                item64,
                 length,
-                length - query_tokens + row_token,
                 v_dims,
                 first_block * N,
                 tl.minimum(stop_block * N, length),
@@ -300,8 +276,8 @@ def turboquant_decode_kernel(
                 write_out(outputs, item, kv_head, row, v_dims, values, lse2, D, OUT_ALIGN, FORM.interpreted)
                 write_lse(outputs, item, kv_head, row, lse2)
             elif not IS_WHOLE:
-                partial = device.partial_of_range(number, group, num_groups, first_block > 0)
-                combine.write_partial(scratch, partial, rows - first_row, values, lse2, v_dims, M, D)
+                partial = device.partial_of_range(number, group, grid.num_groups, first_block > 0)
+                combine.write_partial(scratch, partial, outputs.rows - first_row, values, lse2, v_dims, M, D)
     if not IS_WHOLE:
-        metadata = device.range_metadata(scratch, num_splits, num_groups, M * (D + 1))
+        metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, M * (D + 1))
         tl.store(metadata + number, device.continued_item(cta_range, OVERHEAD).to(tl.float32))

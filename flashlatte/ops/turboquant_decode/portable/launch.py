@@ -7,19 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-from flashlatte.kernels.triton.cache_layout import alignment_bytes, cdiv
+from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
-from flashlatte.kv_cache.lloyd_max import lloyd_max
+from flashlatte.kernels.triton.packed import BlockTable
+from flashlatte.kernels.triton.turboquant import records_of
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
+from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
 from flashlatte.ops.turboquant_decode.portable.config import TABLE, TurboQuantConfig
-from flashlatte.ops.turboquant_decode.portable.kernel import TurboQuantStep, turboquant_decode_kernel
-from flashlatte.ops.turboquant_decode.portable.queries import rotate_queries_kernel
-from flashlatte.ops.turboquant_decode.portable.records import RecordForm, first_of
+from flashlatte.ops.turboquant_decode.portable.kernel import RotatedQueries, TurboQuantStep, turboquant_decode_kernel
+from flashlatte.ops.turboquant_decode.portable.queries import TurboQuantQuery, rotate_queries_kernel
+from flashlatte.ops.turboquant_decode.portable.records import first_of
 from flashlatte.runtime import machine
-from flashlatte.runtime.arguments import by_name
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.split_kv import combine, plan
+from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 
@@ -41,18 +43,8 @@ class TurboQuantLaunchPlan(NamedTuple):
     split: SplitPlan
 
 
-def turboquant_decode(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    layout: TurboQuantFormat,
-    softmax_scale: float,
-    causal: bool,
-    empty_lse: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def turboquant_decode(params: TurboQuantDecodeParams) -> None:
+    q, cache, block_table, out, layout = params.q, params.cache, params.block_table, params.out, params.layout
     batch, s_q, h_q, head_dim = q.shape
     num_pages, page_size, h_kv = cache.shape[:3]
     heads, device = h_q // h_kv, q.device
@@ -60,51 +52,39 @@ def turboquant_decode(
     gpu = gpu_class(device)
     launch_plan = make_plan(gpu, machine.num_sms(device), batch, s_q * heads, h_kv, head_dim, page_size, max_pages)
     config, split = launch_plan.config, launch_plan.split
-    strides = [stride_in_use(cache, axis) for axis in range(3)]
-    align = min(alignment_bytes(cache, *strides), 8)
-    codebook = lloyd_max(layout.key_bits) if layout.rotates else ()
     packed, native = gpu in NVIDIA and head_dim >= _SMALLEST_PACKED, converts_e4m3(device)
-    form = RecordForm(
-        head_dim=head_dim,
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
-        norm_offset=layout.norm_offset,
-        value_offset=layout.value_offset,
-        scale_offset=layout.scale_offset,
-        codebook=codebook[len(codebook) // 2 :],
-        align=align,
-        packed_keys=packed and (layout.rotates or native),
-        packed_values=packed,
-        native=native,
-        interpreted=gpu == "interpreter",
-    )
+    records, form = records_of(cache, layout, 8, native=native, interpreted=gpu == "interpreter")
+    has_usual_stride = records.stride_token * form.align in _usual_token_strides(layout, h_kv)
     step = TurboQuantStep(
         block_m=config.block_m,
         block_n=config.block_n,
         page_size=page_size,
         num_stages=config.num_stages,
-        first_value=first_of(layout.value_offset, layout.value_bits, align) if packed else 0,
-        token_stride=strides[1] // align if strides[1] in _usual_token_strides(layout, h_kv) else None,
+        first_value=first_of(layout.value_offset, layout.value_bits, form.align) if packed else 0,
+        packed_keys=packed and (layout.rotates or native),
+        packed_values=packed,
+        token_stride=records.stride_token if has_usual_stride else None,
     )
     q_align, out_align = row_align(q), row_align(out)
-    q_request, q_token, q_head = (stride // q_align for stride in strides_in_use(q))
     outputs = outputs_of(
-        out, lse, None, tokens=1, heads=heads, rows=s_q * heads, empty_lse=empty_lse, row_align=out_align
+        out,
+        params.lse,
+        None,
+        tokens=None,
+        heads=heads,
+        rows=s_q * heads,
+        empty_lse=params.empty_lse,
+        row_align=out_align,
     )
     rotated = torch.empty(batch, s_q, h_q, head_dim, dtype=torch.float16, device=device)
     row_scale = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=device)
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     rotate_queries_kernel[(cdiv(batch * s_q * h_q, _ROTATED_ROWS),)](
-        q=q,
-        q_stride_request=q_request,
-        q_stride_token=q_token,
-        q_stride_head=q_head,
+        TurboQuantQuery(q, *(stride // q_align for stride in strides_in_use(q)), tokens=s_q, heads=h_q),
         rotated=rotated,
         row_scale=row_scale,
-        factor=softmax_scale * _LOG2_E * (head_dim**-0.5 if layout.rotates else 1.0),
+        factor=params.softmax_scale * _LOG2_E * (head_dim**-0.5 if layout.rotates else 1.0),
         rows=batch * s_q * h_q,
-        tokens=s_q,
-        heads=h_q,
         D=head_dim,
         ROTATES=layout.rotates,
         Q_ALIGN=q_align,
@@ -113,35 +93,18 @@ def turboquant_decode(
         num_warps=_ROTATING_WARPS,
     )
     turboquant_decode_kernel[(split.ctas(batch),)](
-        *by_name(
-            turboquant_decode_kernel,
-            outputs,
-            q=rotated,
-            row_scale=row_scale,
-            cache=cache,
-            page_stride=strides[0] // align,
-            token_stride=strides[1] // align,
-            head_stride=strides[2] // align,
-            block_table=block_table,
-            table_stride=stride_in_use(block_table, 0),
-            num_pages=num_pages,
-            lengths=cache_seqlens,
-            lengths_stride_request=cache_seqlens.stride(0),
-            limit=min(max_pages * page_size, 2**31 - 1 - config.block_n),
-            scratch=scratch,
-            num_items=batch,
-            num_groups=split.groups,
-            groups_per_head=split.groups_per_head,
-            num_splits=split.splits,
-            query_heads=h_q,
-            query_tokens=s_q,
-        ),
+        RotatedQueries(rotated, row_scale, s_q, h_q),
+        records,
+        BlockTable(block_table, stride_in_use(block_table, 0), num_pages),
+        key_lengths(batch, 1, params.cache_seqlens, min(max_pages * page_size, 2**31 - 1 - config.block_n)),
+        outputs,
+        split.grid(0),
+        scratch=scratch,
         STEP=step,
         FORM=form,
-        CAUSAL=causal and s_q > 1,
+        CAUSAL=params.causal and s_q > 1,
         OUT_ALIGN=out_align,
-        IS_WHOLE=split.split_blocks is not None,
-        OVERHEAD=split.overhead,
+        OVERHEAD=None if split.split_blocks is not None else split.overhead,
         num_warps=config.num_warps,
     )
     if scratch is not None:

@@ -5,25 +5,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.turboquant import hadamard
+from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
+
+
+class TurboQuantQuery(NamedTuple):
+    """q [b, tokens, heads, d], strides in units of Q_ALIGN elements."""
+
+    q: Pointer
+    stride_request: Int64
+    stride_token: Int64
+    stride_head: Int64
+    tokens: Int64
+    heads: Int64
 
 
 @kernel
 def rotate_queries_kernel(
-    q,
-    q_stride_request: tl.int64,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
+    query: TurboQuantQuery,
     rotated,
     row_scale,
     factor: tl.float32,
     rows: tl.int64,
-    tokens: tl.int64,
-    heads: tl.int64,
     D: tl.constexpr,
     ROTATES: tl.constexpr,
     Q_ALIGN: tl.constexpr,
@@ -36,11 +45,12 @@ def rotate_queries_kernel(
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = row < rows
-    token = row // heads
-    request = token // tokens
-    offset = request * q_stride_request + (token % tokens) * q_stride_token + (row % heads) * q_stride_head
+    token = row // query.heads
+    request = token // query.tokens
+    offset = request * query.stride_request + (token % query.tokens) * query.stride_token
+    offset += (row % query.heads) * query.stride_head
     col = tl.arange(0, D)[None, :]
-    x = tl.load(q + offset[:, None] * Q_ALIGN + col, mask=valid[:, None], other=0.0)  # [BLOCK_R, D]
+    x = tl.load(query.q + offset[:, None] * Q_ALIGN + col, mask=valid[:, None], other=0.0)  # [BLOCK_R, D]
     if INTERPRETED:
         x = to_float32(x, INTERPRETED)
     y = tl.dot(x, hadamard(D, x.dtype), input_precision="ieee") if ROTATES else x.to(tl.float32)

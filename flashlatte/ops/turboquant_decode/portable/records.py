@@ -15,38 +15,12 @@ from flashlatte.kernels.triton.turboquant import centroids_of, load_codes
 from flashlatte.ops.turboquant_decode.portable.words import e4m3_operand, key_operand, spread, value_operand
 
 
-class RecordForm(NamedTuple):
-    """The constants of a format's records.
-
-    Attributes:
-        head_dim, key_bits, value_bits, norm_offset, value_offset, scale_offset: of the format.
-        codebook: positive centroids.
-        align: alignment of all strides in bytes: 8, 4 or 2.
-        packed_keys, packed_values: whether codes are unpacked by PTX.
-        native: the GPU has e4m3 conversion instructions.
-        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
-    """
-
-    head_dim: int
-    key_bits: int
-    value_bits: int
-    norm_offset: int
-    value_offset: int
-    scale_offset: int
-    codebook: tuple[float, ...]
-    align: int
-    packed_keys: bool
-    packed_values: bool
-    native: bool
-    interpreted: bool
-
-
 class Records(NamedTuple):
     """The records of some keys.
 
     Attributes:
         words: [keys], addresses of the 32-bit words in which they begin.
-        shift: [keys], bits of that word before the record, 0 or 16; 0 if ``Form.align`` is 4 or more.
+        shift: [keys], bits of that word before the record, 0 or 16; 0 if ``RecordForm.align`` is 4 or more.
     """
 
     words: Any
@@ -170,11 +144,14 @@ def _codes(records, BYTE: tl.constexpr, BITS: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def load_keys(records, part, form: tl.constexpr):
+def load_keys(records, part, form: tl.constexpr, PACKED: tl.constexpr):
     """Load operands: [keys, D] of centroids for N(0, 1) or of e4m3 keys, and [keys, n] whose rows sum to squared
-    lengths."""
+    lengths.
+
+    PACKED: codes are unpacked by PTX.
+    """
     operand: tl.constexpr = tl.float32 if form.interpreted else tl.float16
-    if form.packed_keys:
+    if PACKED:
         words = _load_words(records, part, 0, form.key_bits, form)
         if form.key_bits == 8:
             keys = e4m3_operand(words)
@@ -197,9 +174,9 @@ def load_norms(records, form: tl.constexpr):
 
 
 @triton.jit
-def load_values(records, part, form: tl.constexpr):
-    """(operand [D, keys] of codes, their scale [keys], their minimum [keys])."""
-    if form.packed_values:
+def load_values(records, part, form: tl.constexpr, PACKED: tl.constexpr):
+    """(operand [D, keys] of codes, their scale [keys], their minimum [keys]). PACKED as for ``load_keys``."""
+    if PACKED:
         codes = value_operand(_load_words(records, part, form.value_offset, form.value_bits, form))
     else:
         codes = _codes(records, form.value_offset, form.value_bits, form)

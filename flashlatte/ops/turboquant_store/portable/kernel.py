@@ -11,86 +11,58 @@ and records written without shared memory.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, to_float32
-from flashlatte.kernels.triton.turboquant import parity
+from flashlatte.kernels.triton.packed import PackedRows
+from flashlatte.kernels.triton.turboquant import RecordCache, parity
 from flashlatte.kv_cache.turboquant import LARGEST_HALF, NORM_EPSILON, SMALLEST_VALUE_SCALE
 from flashlatte.ops.turboquant_store.portable.codes import codes_of, quotient
 from flashlatte.ops.turboquant_store.portable.records import column_dims, eights, pack, store, store_bytes, store_codes
+from flashlatte.runtime.kernel_records import Int32
 from flashlatte.runtime.triton_kernel import kernel
 
 _NORM_EPSILON, _SMALLEST_VALUE_SCALE = tl.constexpr(NORM_EPSILON), tl.constexpr(SMALLEST_VALUE_SCALE)
 _LARGEST_HALF = tl.constexpr(LARGEST_HALF)
 
 
-class StoreForm(NamedTuple):
-    """The constants of the kernel.
+class StoreStep(NamedTuple):
+    """The constants of the kernel, in addition to those of records.
 
     Attributes:
-        head_dim, key_bits, value_bits, norm_offset, value_offset, scale_offset: of the format.
         midpoints: the positive ones, for N(0, 1).
         entry: magnitude of the Hadamard matrix's entries, chosen so that squares do not exceed those of a key.
         inverse_entry, length_factor: 1 / entry, and the factor that corrects squares of rotated rows.
         align: alignment of the strides of rows, in elements.
-        cache_align: alignment of the strides of the cache, in bytes: 8, 4, 2 or 1.
         wide: slots may exceed 2^31.
-        native: the GPU has e4m3 conversion instructions.
         in_order: rows are float32; only keys are multiplied, with the matrix's columns in order.
         shifted: values begin in the middle of a word; words begin with dim 4, and dims 0 to 3 are last.
         ptx: records are stored by PTX.
-        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
         block: rows of a tile.
     """
 
-    head_dim: int
-    key_bits: int
-    value_bits: int
-    norm_offset: int
-    value_offset: int
-    scale_offset: int
     midpoints: tuple[float, ...]
     entry: float
     inverse_entry: float
     length_factor: float
     align: int
-    cache_align: int
     wide: bool
-    native: bool
     in_order: bool
     shifted: bool
     ptx: bool
-    interpreted: bool
     block: int
-
-
-class StoreRows(NamedTuple):
-    """Keys or values, with the strides of tokens and heads."""
-
-    first: Any
-    token_stride: Any
-    head_stride: Any
-
-
-class StoreCache(NamedTuple):
-    """A cache, with the strides of pages, slots and heads."""
-
-    first: Any
-    page_stride: Any
-    slot_stride: Any
-    head_stride: Any
 
 
 class StoreTiles(NamedTuple):
     """The number of tiles, the heads per tile, and the number of groups of heads."""
 
-    count: Any
-    heads: Any
-    groups: Any
+    count: Int32
+    heads: Int32
+    groups: Int32
 
 
 @triton.jit
@@ -113,128 +85,113 @@ def _is_finite(rows):
 
 
 @triton.jit
-def _store_keys(record, x, valid, form: tl.constexpr):
-    """Store rows x [BLOCK_R, D / 8, 8]: rotated keys times ``form.entry``."""
+def _store_keys(record, x, valid, form: tl.constexpr, step: tl.constexpr):
+    """Store rows x [BLOCK_R, D / 8, 8]: rotated keys times ``step.entry``."""
     # A rotation preserves lengths.
-    norm = tl.sqrt_rn(_row_sum(x * x) * form.length_factor)
+    norm = tl.sqrt_rn(_row_sum(x * x) * step.length_factor)
     # Rotated by a matrix of 1 and -1, a unit vector has elements of variance 1.
-    direction = x * tl.div_rn(form.inverse_entry, norm + _NORM_EPSILON)[:, None, None]
-    MIDPOINTS: tl.constexpr = form.midpoints
+    direction = x * tl.div_rn(step.inverse_entry, norm + _NORM_EPSILON)[:, None, None]
+    MIDPOINTS: tl.constexpr = step.midpoints
     codes = codes_of(direction, MIDPOINTS)
-    store_codes(record, codes, valid, form.key_bits, form.cache_align, form.ptx)
+    store_codes(record, codes, valid, form.key_bits, form.align, step.ptx)
     half = _half(norm, norm - norm == 0)
-    store_bytes(record + form.norm_offset, half, valid, 2, min(form.cache_align, 2), form.ptx)
+    store_bytes(record + form.norm_offset, half, valid, 2, min(form.align, 2), step.ptx)
 
 
 @triton.jit
-def _store_values(record, x, valid, form: tl.constexpr):
-    """Store rows x [BLOCK_R, D / 8, 8] of values; if ``form.shifted``, they begin with dim 4 and end with dims 0 to
+def _store_values(record, x, valid, form: tl.constexpr, step: tl.constexpr):
+    """Store rows x [BLOCK_R, D / 8, 8] of values; if ``step.shifted``, they begin with dim 4 and end with dims 0 to
     3."""
     LARGEST: tl.constexpr = (1 << form.value_bits) - 1
-    HALF_ALIGN: tl.constexpr = min(form.cache_align, 2)
+    HALF_ALIGN: tl.constexpr = min(form.align, 2)
     minimum, maximum = tl.min(tl.min(x, axis=2), axis=1), tl.max(tl.max(x, axis=2), axis=1)
     # In a row that is not finite, the products are NaN, except for an infinity at its own index.
-    is_finite = _is_finite(x) if form.in_order else maximum * 0.0 + minimum * 0.0 == 0
+    is_finite = _is_finite(x) if step.in_order else maximum * 0.0 + minimum * 0.0 == 0
     scale = tl.maximum(tl.div_rn(maximum - minimum, LARGEST * 1.0), _SMALLEST_VALUE_SCALE)
     # At most LARGEST, except in a row that is not finite, whose codes are undefined.
     steps = (quotient(x - minimum[:, None, None], scale[:, None, None], form.interpreted) + 0.5).to(tl.int32)
     scale_half = _half(scale, is_finite)
-    if form.shifted:
+    if step.shifted:
         words = pack(steps, 4)
         place = tl.arange(0, form.head_dim // 8)[None, :]
         is_last = place == form.head_dim // 8 - 1
         address = record[:, None] + (form.value_offset + 2) + place * 4
-        store(address, words, valid[:, None] & (place != form.head_dim // 8 - 1), 4, form.ptx)
+        store(address, words, valid[:, None] & (place != form.head_dim // 8 - 1), 4, step.ptx)
         last = tl.sum(tl.where(is_last, words, 0), axis=1)
-        store(record + form.value_offset, last >> 16, valid, 2, form.ptx)
-        store(record + form.scale_offset - 2, (last & 0xFFFF) | (scale_half << 16), valid, 4, form.ptx)
+        store(record + form.value_offset, last >> 16, valid, 2, step.ptx)
+        store(record + form.scale_offset - 2, (last & 0xFFFF) | (scale_half << 16), valid, 4, step.ptx)
     else:
-        ALIGN: tl.constexpr = form.cache_align if form.value_offset % 4 == 0 else HALF_ALIGN
-        store_codes(record + form.value_offset, steps, valid, form.value_bits, ALIGN, form.ptx)
-        store_bytes(record + form.scale_offset, scale_half, valid, 2, HALF_ALIGN, form.ptx)
-    store_bytes(record + form.scale_offset + 2, _half(minimum, is_finite), valid, 2, HALF_ALIGN, form.ptx)
+        ALIGN: tl.constexpr = form.align if form.value_offset % 4 == 0 else HALF_ALIGN
+        store_codes(record + form.value_offset, steps, valid, form.value_bits, ALIGN, step.ptx)
+        store_bytes(record + form.scale_offset, scale_half, valid, 2, HALF_ALIGN, step.ptx)
+    store_bytes(record + form.scale_offset + 2, _half(minimum, is_finite), valid, 2, HALF_ALIGN, step.ptx)
 
 
 @triton.jit
-def _matrix(dtype: tl.constexpr, VALUES: tl.constexpr, form: tl.constexpr):
+def _matrix(dtype: tl.constexpr, VALUES: tl.constexpr, form: tl.constexpr, step: tl.constexpr):
     """The matrix [D, D] that rows of values, or of keys, are multiplied by."""
     BITS: tl.constexpr = form.value_bits if VALUES else form.key_bits
     dims = tl.arange(0, form.head_dim)
     columns = dims
-    if not form.in_order:
-        columns = column_dims(form.head_dim, 4 if VALUES and form.shifted else 0, BITS == 3)
+    if not step.in_order:
+        columns = column_dims(form.head_dim, 4 if VALUES and step.shifted else 0, BITS == 3)
     if VALUES:
         matrix = tl.where(dims[:, None] == columns[None, :], 1.0, 0.0)
     else:
-        matrix = tl.where(parity(dims[:, None] & columns[None, :]) == 0, form.entry, -form.entry)
+        matrix = tl.where(parity(dims[:, None] & columns[None, :]) == 0, step.entry, -step.entry)
     return matrix.to(dtype)
 
 
 @triton.jit
-def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.constexpr):
+def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.constexpr, step: tl.constexpr):
     """Store a program's tiles, of values or of keys."""
-    tokens = form.block // tiles.heads
+    tokens = step.block // tiles.heads
     IS_ROTATED: tl.constexpr = not VALUES and form.key_bits < 8
-    matrix = _matrix(tl.float32 if form.interpreted else rows.first.dtype.element_ty, VALUES, form)
+    matrix = _matrix(tl.float32 if form.interpreted else rows.base.dtype.element_ty, VALUES, form, step)
     dims = tl.arange(0, form.head_dim)
-    row = tl.arange(0, form.block)
+    row = tl.arange(0, step.block)
     row_token, row_head = (row // tiles.heads).to(tl.int64), (row % tiles.heads).to(tl.int64)
-    row_offset = (row_token * rows.token_stride + row_head * rows.head_stride) * form.align
+    row_offset = (row_token * rows.stride_token + row_head * rows.stride_head) * step.align
     # Four programs per SM hide each other's loads; prefetching would leave room for two only.
     for tile in tl.range(tl.program_id(0), tiles.count, tl.num_programs(0), num_stages=1):
         first_token = (tile // tiles.groups).to(tl.int64) * tokens
         first_head = (tile % tiles.groups).to(tl.int64) * tiles.heads
         token = first_token + row_token
-        first_row = rows.first + (first_token * rows.token_stride + first_head * rows.head_stride) * form.align
+        first_row = rows.base + (first_token * rows.stride_token + first_head * rows.stride_head) * step.align
         # [BLOCK_R, D]
         x = tl.load(
             first_row + row_offset[:, None] + dims[None, :], mask=(token < slots.num_tokens)[:, None], other=0.0
         )
-        valid, page, offset = locate_slots(slots, token, form.wide)
-        in_page = offset * cache.slot_stride + (first_head + row_head) * cache.head_stride
-        record = cache.first + (page * cache.page_stride + in_page) * form.cache_align
+        valid, page, offset = locate_slots(slots, token, step.wide)
+        in_page = offset * cache.stride_token + (first_head + row_head) * cache.stride_head
+        record = cache.start + (page * cache.stride_page + in_page) * form.align
         if form.interpreted:
             x = to_float32(x, form.interpreted)
         if not VALUES and form.key_bits == 8:
             codes = float_to_e4m3(x.to(tl.float32), form.native)
             tl.store(record[:, None] + dims[None, :], codes, mask=valid[:, None])
         else:
-            if IS_ROTATED or not form.in_order:
+            if IS_ROTATED or not step.in_order:
                 x = tl.dot(x, matrix, input_precision="ieee")
-            x = eights(x, (form.value_bits if VALUES else form.key_bits) == 3, form.in_order)
+            x = eights(x, (form.value_bits if VALUES else form.key_bits) == 3, step.in_order)
             if VALUES:
-                _store_values(record, x, valid, form)
+                _store_values(record, x, valid, form, step)
             else:
-                _store_keys(record, x, valid, form)
+                _store_keys(record, x, valid, form, step)
 
 
-@kernel(by_element=("slot_mapping",))
+@kernel
 def turboquant_store_kernel(
-    key,
-    k_token_stride: tl.int64,
-    k_head_stride: tl.int64,
-    value,
-    v_token_stride: tl.int64,
-    v_head_stride: tl.int64,
-    cache,
-    page_stride: tl.int64,
-    slot_stride: tl.int64,
-    cache_head_stride: tl.int64,
-    slot_mapping,
-    mapping_stride: tl.int64,
-    num_tokens: tl.int64,
-    num_slots: tl.int64,
-    page_size: tl.int64,
-    num_tiles: tl.int32,
-    tile_heads: tl.int32,
-    head_groups: tl.int32,
+    key: PackedRows,
+    value: PackedRows,
+    cache: RecordCache,
+    slots: Slots,
+    tiles: StoreTiles,
     FORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """Strides are in units of ``FORM.align`` elements, those of the cache in units of ``FORM.cache_align`` bytes."""
-    records = StoreCache(cache, page_stride, slot_stride, cache_head_stride)
-    slots = Slots(slot_mapping, mapping_stride, num_tokens, num_slots, page_size)
-    tiles = StoreTiles(num_tiles, tile_heads, head_groups)
+    """Strides of ``key`` and ``value`` are in units of STEP.align elements."""
     if tl.program_id(1) == 1:
-        _store_tiles(StoreRows(value, v_token_stride, v_head_stride), records, slots, tiles, True, FORM)
+        _store_tiles(value, cache, slots, tiles, True, FORM, STEP)
     else:
-        _store_tiles(StoreRows(key, k_token_stride, k_head_stride), records, slots, tiles, False, FORM)
+        _store_tiles(key, cache, slots, tiles, False, FORM, STEP)

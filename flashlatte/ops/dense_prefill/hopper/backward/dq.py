@@ -7,7 +7,7 @@ permuted: a thread holds columns 2t and 2t + 1 of each eight, and stores its eig
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,17 +17,23 @@ from flashlatte.kernels.hopper.ptx.threads import broadcast_to_threads, one_per_
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES, semaphore_value
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN
 from flashlatte.runtime.gluon_compat import tma_add
+from flashlatte.runtime.kernel_records import Int32, Pointer
 
 # Columns that are permuted together, and of one TMA reduction: 128 bytes.
 SUM_COLUMNS = gl.constexpr(32)
 
 
 class QueryGradient(NamedTuple):
-    """The sums, and in deterministic mode a semaphore per tile of queries that orders the additions."""
+    """The sums of dQ, and in deterministic mode a semaphore per tile of queries that orders the additions.
 
-    sums: Any  # of tiles [1, 64, SUM_COLUMNS]
-    semaphores: Any
-    tiles_per_head: Any  # semaphores per head
+    Attributes:
+        sums: float32 [heads, total_q, d_qk]; for the main kernel a TMA descriptor of tiles [1, 64, SUM_COLUMNS].
+        semaphores: int32 [heads, tiles_per_head], or None.
+    """
+
+    sums: Pointer
+    semaphores: Pointer
+    tiles_per_head: Int32
 
 
 @gluon.jit

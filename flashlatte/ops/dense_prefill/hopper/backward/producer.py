@@ -8,18 +8,20 @@ request's row would not be.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.triton.packed import PackedRows
 from flashlatte.ops.dense_prefill.hopper.backward import state
 from flashlatte.ops.dense_prefill.hopper.backward.dq import add_staged, signal_earlier_block, wait_later_blocks
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
+from flashlatte.runtime.kernel_records import Int32, Pointer
 
 # A thread copies 16 bytes at a time, eight adjacent threads the 128 bytes of a swizzled row.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -29,32 +31,49 @@ _VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 class TileSource(NamedTuple):
-    """A tensor [tokens, heads, columns] to load tiles from: its address, and TMA descriptors of 64 rows of a head."""
+    """A tensor [tokens, heads, columns] to load tiles from.
 
-    base: Any
-    token_stride: Any  # in units of 16 bytes
-    head_stride: Any
-    main: Any  # descriptor of columns 0 to 127
-    rope: Any  # descriptor of columns 128 to 191
+    Attributes:
+        rows: strides are in units of 16 bytes.
+        main, rope: TMA descriptors of columns 0 to 127 and 128 to 191 of 64 rows of a head; rope is None if there are
+            no such columns.
+    """
+
+    rows: PackedRows
+    main: Pointer
+    rope: Pointer
+
+
+class BackwardInputs(NamedTuple):
+    """Inputs of the producer. ``lse`` (in base 2) and ``delta``: float32 [heads, total_q]."""
+
+    q: TileSource
+    dout: TileSource
+    k: TileSource
+    v: TileSource
+    lse: Pointer
+    delta: Pointer
+    total_q: Int32
 
 
 @gluon.jit
-def _gather(tile, rows, head, token, count, FIRST: gl.constexpr):
+def _gather(tile, source, head, token, count, FIRST: gl.constexpr):
     """Copy ``count`` rows from ``token`` on into a tile of 64 rows, with zeros after them."""
+    rows = source.rows
     row = gl.arange(0, 64, gl.SliceLayout(1, _GATHER))
     column = gl.arange(0, 64, gl.SliceLayout(0, _GATHER))
     valid = row < count
-    start = gl.where(valid, token + row, 0).to(gl.int64) * rows.token_stride + head.to(gl.int64) * rows.head_stride
+    start = gl.where(valid, token + row, 0).to(gl.int64) * rows.stride_token + head.to(gl.int64) * rows.stride_head
     for part in gl.static_range(tile.shape[1] // 64):
         pointers = rows.base + (start * ALIGN)[:, None] + (FIRST + part * 64 + column)[None, :]
         cp_async(tile.slice(part * 64, 64, dim=1), pointers, mask=valid[:, None])
 
 
 @gluon.jit
-def _gather_wide(main, rope, rows, head, token, count, HAS_ROPE: gl.constexpr):
-    _gather(main, rows, head, token, count, 0)
+def _gather_wide(main, rope, source, head, token, count, HAS_ROPE: gl.constexpr):
+    _gather(main, source, head, token, count, 0)
     if HAS_ROPE:
-        _gather(rope, rows, head, token, count, MAIN)
+        _gather(rope, source, head, token, count, MAIN)
 
 
 @gluon.jit
@@ -96,15 +115,16 @@ def _tile(block, kv_head, group, step):
 
 
 @gluon.jit
-def _load_queries(q, lse, delta, q_total, block, kv_head, group, step, shared, HAS_ROPE: gl.constexpr):
+def _load_queries(inputs, block, kv_head, group, step, shared, HAS_ROPE: gl.constexpr):
+    q = inputs.q
     head, query = _tile(block, kv_head, group, step)
     stage = step % STAGES
     token = block.q_token + query
     count = block.queries - query
-    position = head.to(gl.int64) * q_total + token
+    position = head.to(gl.int64) * inputs.total_q + token
     row = gl.arange(0, QUERIES, _VECTOR)
-    row_lse = gl.load(lse + position + row, mask=row < count, other=0.0)
-    row_delta = gl.load(delta + position + row, mask=row < count, other=0.0)
+    row_lse = gl.load(inputs.lse + position + row, mask=row < count, other=0.0)
+    row_delta = gl.load(inputs.delta + position + row, mask=row < count, other=0.0)
     if step >= STAGES:
         barriers.wait_at(state.STAGE_EMPTY + stage, barriers.ALL_THREADS)
     full = shared.stage_full.index(stage)
@@ -155,15 +175,15 @@ def _add_dq(dq, block, kv_head, group, step, steps, shared, HAS_ROPE: gl.constex
 
 
 @gluon.jit
-def produce(q, dout, k, v, dq, lse, delta, q_total, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
+def produce(inputs, dq, block, kv_head, group, shared, HAS_ROPE: gl.constexpr):
     steps = block.tiles * group
     if steps > 0:
-        _load_keys(k, v, shared, block, kv_head, HAS_ROPE)
+        _load_keys(inputs.k, inputs.v, shared, block, kv_head, HAS_ROPE)
     # In the order in which the consumers release the buffers in a step: dO, queries, dQ.
     for step in range(-STAGES, steps):
         if (step >= -1) & (step + 1 < steps):
-            _load_dout(dout, block, kv_head, group, step + 1, shared)
+            _load_dout(inputs.dout, block, kv_head, group, step + 1, shared)
         if step + STAGES < steps:
-            _load_queries(q, lse, delta, q_total, block, kv_head, group, step + STAGES, shared, HAS_ROPE)
+            _load_queries(inputs, block, kv_head, group, step + STAGES, shared, HAS_ROPE)
         if step >= 0:
             _add_dq(dq, block, kv_head, group, step, steps, shared, HAS_ROPE)

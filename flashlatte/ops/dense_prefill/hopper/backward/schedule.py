@@ -68,19 +68,24 @@ def semaphore_value(block, query):
 
 
 @gluon.jit
-def block_of(slot, cu_q, cu_k, requests, q_total, k_total, window_left, window_right, bisections):
-    interval = _interval_of(slot, cu_k, requests, k_total, bisections)
-    k_begin = _bound(cu_k, interval, requests, k_total)
-    keys = gl.maximum(_bound(cu_k, interval + 1, requests, k_total) - k_begin, 0)
-    q_begin = _bound(cu_q, interval, requests, q_total)
-    queries = gl.maximum(_bound(cu_q, interval + 1, requests, q_total) - q_begin, 0)
-    queries = gl.where((interval == 0) | (interval == requests + 1), 0, queries)
+def block_of(slot, requests, window, bisections):
+    count = requests.count
+    cu_q = requests.cu_seqlens_q
+    cu_k = requests.cu_seqlens_k
+    q_total = requests.total_q
+    k_total = requests.total_k
+    interval = _interval_of(slot, cu_k, count, k_total, bisections)
+    k_begin = _bound(cu_k, interval, count, k_total)
+    keys = gl.maximum(_bound(cu_k, interval + 1, count, k_total) - k_begin, 0)
+    q_begin = _bound(cu_q, interval, count, q_total)
+    queries = gl.maximum(_bound(cu_q, interval + 1, count, q_total) - q_begin, 0)
+    queries = gl.where((interval == 0) | (interval == count + 1), 0, queries)
     first_key = (slot - (k_begin // KEYS + interval)) * KEYS
 
     offset = keys - queries
     extent = keys + queries
-    above = offset + gl.minimum(gl.maximum(window_right, -extent), extent) - first_key
-    below = offset - gl.minimum(gl.maximum(window_left, -extent), extent) - first_key
+    above = offset + gl.minimum(gl.maximum(window.right, -extent), extent) - first_key
+    below = offset - gl.minimum(gl.maximum(window.left, -extent), extent) - first_key
     begin = gl.maximum(-above, 0) // QUERIES * QUERIES
     end = gl.minimum(KEYS - below, queries)
     tiles = gl.where(first_key < keys, gl.maximum(end - begin + QUERIES - 1, 0) // QUERIES, 0)

@@ -10,8 +10,19 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
-from flashlatte.ops.dense_prefill.hopper.forward.kernel import kernel
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import first_columns, keys_per_block, rest_of, second_columns
+from flashlatte.kernels.triton.packed import Window
+from flashlatte.ops.dense_prefill.hopper.forward.epilogue import DensePrefillResults
+from flashlatte.ops.dense_prefill.hopper.forward.kernel import dense_prefill_forward_kernel
+from flashlatte.ops.dense_prefill.hopper.forward.producer import DensePrefillInputs
+from flashlatte.ops.dense_prefill.hopper.forward.schedule import DensePrefillWork
+from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
+    DensePrefillConfig,
+    first_columns,
+    keys_per_block,
+    rest_of,
+    second_columns,
+)
+from flashlatte.ops.dense_prefill.params import DensePrefillParams, requests_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe
@@ -25,69 +36,61 @@ _RESIDENT = 24 << 20
 _MAX_WINDOW = 1 << 29
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    empty_lse: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) -> None:
     """``max_seqlen_k`` only determines how many heads are processed concurrently."""
+    q, k, v = params.q, params.k, params.v
     tokens_q, heads, head_dim = q.shape
     tokens_k, heads_kv, head_dim_v = v.shape
     if not (tokens_q and heads):
         return
     if not tokens_k:
         out.zero_()
-        lse.fill_(empty_lse)
+        lse.fill_(params.empty_lse)
         return
-    requests = cu_seqlens_q.shape[0] - 1
     device = q.device
     group_kv = heads // heads_kv
-    group = concurrent_heads(heads, group_kv, max_seqlen_k, head_dim + head_dim_v)
-    max_tiles = (-(-tokens_q // TILE.value) + requests + 2) * heads
     keys = keys_per_block(head_dim, head_dim_v)
+    config = DensePrefillConfig(head_dim, head_dim_v, row_align(out), keys)
     out_strides = strides_in_use(out)
-    out_align = row_align(out)
-    kernel[(min(max_tiles, machine.num_sms(device)),)](
+    inputs = DensePrefillInputs(
         q=_descriptor_of("q", q, ROWS.value, CHUNK.value),
-        k=_descriptor_of("k", k, keys, CHUNK.value),
-        v=_descriptor_of("v", v, keys, first_columns(head_dim_v)),
         q_rest=_rest_of("q", q, ROWS.value, rest_of(head_dim)),
+        k=_descriptor_of("k", k, keys, CHUNK.value),
         k_rest=_rest_of("k", k, keys, rest_of(head_dim)),
+        v=_descriptor_of("v", v, keys, first_columns(head_dim_v)),
         v_rest=_rest_of("v", v, keys, second_columns(head_dim_v)),
-        cu_q=cu_seqlens_q.contiguous(),
-        cu_k=cu_seqlens_k.contiguous(),
+    )
+    requests = requests_of(params)
+    requests = requests._replace(
+        cu_seqlens_q=requests.cu_seqlens_q.contiguous(), cu_seqlens_k=requests.cu_seqlens_k.contiguous()
+    )
+    work = DensePrefillWork(
         requests=requests,
-        tokens_q=tokens_q,
-        tokens_k=tokens_k,
-        window_left=max(min(window_left, _MAX_WINDOW), -_MAX_WINDOW),
-        window_right=max(min(window_right, _MAX_WINDOW), -_MAX_WINDOW),
+        window=Window(
+            *(max(min(side, _MAX_WINDOW), -_MAX_WINDOW) for side in (params.window_left, params.window_right))
+        ),
         heads=heads,
-        group=group,
+        group=concurrent_heads(heads, group_kv, params.max_seqlen_k, head_dim + head_dim_v),
         group_kv=group_kv,
         tile_counter=torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    results = DensePrefillResults(
         out=out,
-        out_stride_token=out_strides[0] // out_align,
-        out_stride_head=out_strides[1] // out_align,
+        out_stride_token=out_strides[0] // config.align,
+        out_stride_head=out_strides[1] // config.align,
         lse=lse,
         lse_stride_token=lse.stride(0),
         lse_stride_head=lse.stride(1),
-        scale_log2=softmax_scale * _LOG2_E,
-        empty_lse=empty_lse,
-        D_QK=head_dim,
-        D_V=head_dim_v,
-        OUT_ALIGN=out_align,
-        num_warps=4,
+        empty_lse=params.empty_lse,
     )
+    max_tiles = (-(-tokens_q // TILE.value) + requests.count + 2) * heads
+    dense_prefill_forward_kernel[(min(max_tiles, machine.num_sms(device)),)](
+        inputs, work, results, scale_log2=params.softmax_scale * _LOG2_E, CONFIG=config, num_warps=4
+    )
+
+
+def _clamped(side: int) -> int:
+    return max(min(side, _MAX_WINDOW), -_MAX_WINDOW)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashlatte.kernels.hopper.two_consumers import CHUNK, COPY
+from flashlatte.kernels.hopper.two_consumers import CHUNK, COPY, stage_of
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 
@@ -18,17 +18,24 @@ def _zero(tile, first):
 
 
 @gluon.jit
-def zero_values(tiles, stage, first):
-    """Zero the values [keys, d_v] of a stage from row ``first`` on.
+def zero_values(shared, step, work_tile, first_key, IS_LAST: gl.constexpr):
+    """Zero the values [keys, d_v] of the last block after the end of the request.
 
-    They belong to another request or to none and may be NaN, and 0 · NaN is NaN. Both consumers call this, each before
-    its own product; both write the same values.
+    They belong to another request or to none. Both consumers call this, each before its own product; both write the
+    same values.
     """
-    tile = tiles[0].index(stage)
-    COLUMNS: gl.constexpr = tile.shape[1]
-    for col in gl.static_range(0, COLUMNS, CHUNK):
-        _zero(tile.slice(col, CHUNK, dim=1), first)
-    if len(tiles) == 2:
-        _zero(tiles[1].index(stage), first)
-    fence_async_shared()
-    cta_barrier()
+    if IS_LAST:
+        _zero_from(shared.v, stage_of(step), first_key, work_tile.keys)
+
+
+@gluon.jit
+def _zero_from(rings, stage, first_key, keys):
+    tile = rings[0].index(stage)
+    if first_key + tile.shape[0] > keys:
+        COLUMNS: gl.constexpr = tile.shape[1]
+        for col in gl.static_range(0, COLUMNS, CHUNK):
+            _zero(tile.slice(col, CHUNK, dim=1), keys - first_key)
+        if len(rings) == 2:
+            _zero(rings[1].index(stage), keys - first_key)
+        fence_async_shared()
+        cta_barrier()

@@ -5,7 +5,7 @@ It is a single warp, because several warps would synchronize before each copy.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,14 +21,15 @@ from flashlatte.kernels.hopper.two_consumers import (
     Q_EMPTY_FIRST,
     Q_EMPTY_SECOND,
     ROWS,
-    STAGES,
     V_EMPTY,
+    end_tiles,
     stage_of,
     write_scalars,
 )
 from flashlatte.ops.dense_prefill.hopper.forward import schedule
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import DensePrefillTile
 from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
+from flashlatte.runtime.kernel_records import Pointer
 
 # Blocks of a tile that remain to be loaded when the next tile is fetched. Late, so that the program that finishes first
 # gets the longest remaining tile; but early enough that the stages do not run empty.
@@ -36,30 +37,26 @@ _BLOCKS_BEFORE_NEXT_TILE = gl.constexpr(2)
 
 
 class DensePrefillInputs(NamedTuple):
-    """TMA descriptors of q, k and v [tokens, heads, d]: tuples of one or two, one per tile in shared memory.
+    """TMA descriptors of q, k and v [tokens, heads, d], and of the columns after the first tile if a row has two tiles
+    in shared memory, else None.
 
     Columns after the end of a row are filled with zeros.
     """
 
-    q: Any
-    k: Any
-    v: Any
+    q: Pointer
+    q_rest: Pointer
+    k: Pointer
+    k_rest: Pointer
+    v: Pointer
+    v_rest: Pointer
 
 
 @gluon.jit
-def with_rest(first, rest):
-    if rest is None:
-        return (first,)
-    else:
-        return first, rest
-
-
-@gluon.jit
-def _load(descriptors, tiles, CHUNKS: gl.constexpr, first, stage, token, head, full):
+def _load(descriptor, rest, tiles, CHUNKS: gl.constexpr, first, stage, token, head, full):
     for chunk in gl.static_range(CHUNKS):
-        tma_load(descriptors[0], [token, head, chunk * tiles[0].shape[2]], full, tiles[0].index(first + chunk))
+        tma_load(descriptor, [token, head, chunk * tiles[0].shape[2]], full, tiles[0].index(first + chunk))
     if len(tiles) == 2:
-        tma_load(descriptors[1], [token, head, CHUNKS * tiles[0].shape[2]], full, tiles[1].index(stage))
+        tma_load(rest, [token, head, CHUNKS * tiles[0].shape[2]], full, tiles[1].index(stage))
 
 
 @gluon.constexpr_function
@@ -75,7 +72,7 @@ def _load_q(inputs, consumer, work_tile, ROW: gl.constexpr):
     cta_barrier()
     full = consumer.full.index(0)
     mbarrier.expect(full, _copied_bytes(consumer.q, CHUNKS))
-    _load(inputs.q, consumer.q, CHUNKS, 0, 0, work_tile.token + ROW, work_tile.head, full)
+    _load(inputs.q, inputs.q_rest, consumer.q, CHUNKS, 0, 0, work_tile.token + ROW, work_tile.head, full)
 
 
 @gluon.jit
@@ -85,7 +82,7 @@ def _load_k(inputs, shared, step, token, head):
     barriers.wait_at(K_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
     full = shared.k_full.index(stage)
     mbarrier.expect(full, _copied_bytes(shared.k, CHUNKS))
-    _load(inputs.k, shared.k, CHUNKS, stage * CHUNKS, stage, token, head, full)
+    _load(inputs.k, inputs.k_rest, shared.k, CHUNKS, stage * CHUNKS, stage, token, head, full)
 
 
 @gluon.jit
@@ -94,7 +91,7 @@ def _load_v(inputs, shared, step, token, head):
     barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
     full = shared.v_full.index(stage)
     mbarrier.expect(full, _copied_bytes(shared.v, 1))
-    _load(inputs.v, shared.v, 1, stage, stage, token, head, full)
+    _load(inputs.v, inputs.v_rest, shared.v, 1, stage, stage, token, head, full)
 
 
 @gluon.jit
@@ -107,13 +104,6 @@ def _load_blocks(inputs, shared, step, token, head, count):
         _load_v(inputs, shared, step, token, head)
         step += 1
     return step, token
-
-
-@gluon.jit
-def _publish(consumer, work_tile):
-    write_scalars(consumer.work_tile, work_tile)
-    cta_barrier()
-    mbarrier.arrive(consumer.full.index(0), count=1)
 
 
 @gluon.jit
@@ -141,15 +131,4 @@ def produce(inputs, work, shared):
         work_tile, first_key = schedule.find_tile(work, tile, num_blocks, KEYS)
         step, token = _load_blocks(inputs, shared, step, token, head, gl.minimum(left, _BLOCKS_BEFORE_NEXT_TILE))
 
-    # The consumers compute one block of scores ahead: signal queries and a block of arbitrary contents.
-    nothing = DensePrefillTile(0, 0, 0, 0, 0, 0, 0)
-    barriers.wait_at(K_EMPTY + stage_of(step), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
-    mbarrier.arrive(shared.k_full.index(stage_of(step)), count=1)
-    barriers.wait(Q_EMPTY_FIRST, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
-    _publish(shared.first, nothing)
-    barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
-    _publish(shared.second, nothing)
-    # The consumers' last arrivals.
-    for stage in gl.static_range(STAGES):
-        barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
-        barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
+    end_tiles(shared, step, DensePrefillTile(0, 0, 0, 0, 0, 0, 0))

@@ -8,13 +8,16 @@ requests without keys.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.two_consumers import TILE
+from flashlatte.kernels.triton.packed import Window
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import DensePrefillTile
+from flashlatte.ops.dense_prefill.params import DensePrefillRequests
+from flashlatte.runtime.kernel_records import ElementPointer, Int32
 
 # Requests that the producer scans at a time, four per thread.
 _SCAN = gl.constexpr(128)
@@ -25,27 +28,18 @@ class DensePrefillWork(NamedTuple):
     """The requests, and the tile counter.
 
     Attributes:
-        cu_q, cu_k: first token of each request and the end of the last one, [requests + 1].
-        requests: number of requests.
-        tokens_q, tokens_k: rows of q and of k.
-        left, right: keys before and after its own position that are visible to a query.
         heads: query heads.
         group: heads that are processed concurrently; divides ``heads``.
         group_kv: query heads per kv head.
         tile_counter: int32, 0 at launch; counts the tiles fetched after the first one of each program.
     """
 
-    cu_q: Any
-    cu_k: Any
-    requests: Any
-    tokens_q: Any
-    tokens_k: Any
-    left: Any
-    right: Any
-    heads: Any
-    group: Any
-    group_kv: Any
-    tile_counter: Any
+    requests: DensePrefillRequests
+    window: Window
+    heads: Int32
+    group: Int32
+    group_kv: Int32
+    tile_counter: ElementPointer
 
 
 @gluon.jit
@@ -59,28 +53,29 @@ def _boundary(cu, index, tokens):
 
 
 @gluon.jit
-def _query_blocks(work, item):
+def _query_blocks(requests, item):
     """Blocks of queries of each item: item 0 is the tokens before the first request, item i + 1 is request i."""
-    begin = gl.load(work.cu_q + item - 1, mask=(item > 0) & (item <= work.requests + 1), other=0)
-    end = gl.load(work.cu_q + item, mask=item <= work.requests, other=work.tokens_q)
-    begin = gl.minimum(gl.maximum(begin, 0), work.tokens_q)
-    end = gl.minimum(gl.maximum(end, 0), work.tokens_q)
+    begin = gl.load(requests.cu_seqlens_q + item - 1, mask=(item > 0) & (item <= requests.count + 1), other=0)
+    end = gl.load(requests.cu_seqlens_q + item, mask=item <= requests.count, other=requests.total_q)
+    begin = gl.minimum(gl.maximum(begin, 0), requests.total_q)
+    end = gl.minimum(gl.maximum(end, 0), requests.total_q)
     blocks = (gl.maximum(end - begin, 0) + TILE - 1) // TILE
-    return gl.where(item <= work.requests + 1, blocks, 0).to(gl.int32)
+    return gl.where(item <= requests.count + 1, blocks, 0).to(gl.int32)
 
 
 @gluon.jit
 def count_blocks(work):
     """Total blocks of queries of all items."""
     total = gl.to_tensor(0)
-    for start in range(0, work.requests + 2, _SCAN):
-        total += gl.sum(_query_blocks(work, start + gl.arange(0, _SCAN, _SCANNED)), 0)
+    for start in range(0, work.requests.count + 2, _SCAN):
+        total += gl.sum(_query_blocks(work.requests, start + gl.arange(0, _SCAN, _SCANNED)), 0)
     return total
 
 
 @gluon.jit
 def find_tile(work, tile, num_blocks, KEYS: gl.constexpr):
     """The work tile of index ``tile``, with blocks of KEYS keys, and the first token of its keys."""
+    requests = work.requests
     in_group = num_blocks * work.group
     block = tile % in_group // work.group
     head = tile // in_group * work.group + tile % work.group
@@ -88,33 +83,33 @@ def find_tile(work, tile, num_blocks, KEYS: gl.constexpr):
     item = gl.to_tensor(0)
     before = gl.to_tensor(0)
     scanned = gl.to_tensor(0)
-    for start in range(0, work.requests + 2, _SCAN):
+    for start in range(0, requests.count + 2, _SCAN):
         items = start + gl.arange(0, _SCAN, _SCANNED)
-        blocks = _query_blocks(work, items)
+        blocks = _query_blocks(requests, items)
         ends = scanned + gl.associative_scan(blocks, 0, _add)
-        is_before = (items <= work.requests + 1) & (ends <= block)
+        is_before = (items <= requests.count + 1) & (ends <= block)
         item += gl.sum(is_before.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(is_before, ends, 0), 0))
         scanned += gl.sum(blocks, 0)
 
-    is_request = (item > 0) & (item <= work.requests)
-    first_q = gl.where(item > 0, _boundary(work.cu_q, gl.maximum(item - 1, 0), work.tokens_q), 0)
+    is_request = (item > 0) & (item <= requests.count)
+    first_q = gl.where(item > 0, _boundary(requests.cu_seqlens_q, gl.maximum(item - 1, 0), requests.total_q), 0)
     end_q = gl.where(
-        item <= work.requests,
-        _boundary(work.cu_q, gl.minimum(item, work.requests), work.tokens_q),
-        work.tokens_q,
+        item <= requests.count,
+        _boundary(requests.cu_seqlens_q, gl.minimum(item, requests.count), requests.total_q),
+        requests.total_q,
     )
-    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(work.requests - 1, 0))
-    first_k = _boundary(work.cu_k, request, work.tokens_k)
-    end_k = _boundary(work.cu_k, gl.minimum(request + 1, work.requests), work.tokens_k)
+    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(requests.count - 1, 0))
+    first_k = _boundary(requests.cu_seqlens_k, request, requests.total_k)
+    end_k = _boundary(requests.cu_seqlens_k, gl.minimum(request + 1, requests.count), requests.total_k)
     queries = gl.maximum(end_q - first_q, 0)
     keys = gl.where(is_request, gl.maximum(end_k - first_k, 0), 0)
 
     row = ((queries + TILE - 1) // TILE - 1 - (block - before)) * TILE
     rows = gl.minimum(queries - row, TILE)
     position = row + keys - queries
-    visible_from = gl.maximum(position - work.left, 0)
-    visible_to = gl.minimum(position + rows + work.right, keys)
+    visible_from = gl.maximum(position - work.window.left, 0)
+    visible_to = gl.minimum(position + rows + work.window.right, keys)
     first = visible_from // KEYS
     count = gl.where(visible_to > visible_from, (visible_to + KEYS - 1) // KEYS - first, 0)
     # At least one block, fully masked, so that the empty result is written.

@@ -7,7 +7,32 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, SCALAR_LAYOUT, STAGES, mbarriers, read_scalar
+from flashlatte.kernels.hopper.two_consumers import (
+    CHUNK,
+    ROWS,
+    SCALAR_LAYOUT,
+    STAGES,
+    PrefillConsumer,
+    mbarriers,
+    read_scalar,
+)
+
+
+class DensePrefillConfig(NamedTuple):
+    """Compile-time configuration of the kernel.
+
+    Attributes:
+        keys: keys of a block.
+        align: unit of the strides of out, in elements.
+        pack, has_pages: as in ``prefill_consumers.consume``.
+    """
+
+    d_qk: Any
+    d_v: Any
+    align: Any
+    keys: Any
+    pack: Any = 1
+    has_pages: Any = False
 
 
 class DensePrefillTile(NamedTuple):
@@ -32,32 +57,19 @@ class DensePrefillTile(NamedTuple):
     keys: Any
 
 
-class DensePrefillConsumer(NamedTuple):
-    """State of one consumer: its queries, its work tile, and the full barrier of both.
+class DensePrefillShared(NamedTuple):
+    """The consumers and the rings of blocks, with 2 stages each.
 
-    The leading axis of ``q`` is the chunk of columns. The rest of, for example, 72 columns is a separate tile.
+    A consumer's q is ([d_qk / 64, 64, 64]), optionally [1, 64, rest]: its leading axis is the chunk of columns, and the
+    rest of, for example, 72 columns is a separate tile. In ``k``, the chunks of a stage are contiguous.
     """
 
-    q: Any  # ([d_qk / 64, 64, 64]), optionally [1, 64, rest]
-    work_tile: Any  # int32 [7, 1]
-    full: Any
-
-
-class DensePrefillShared(NamedTuple):
-    """The rings of blocks, with 2 stages each; in ``k``, the chunks of a stage are contiguous."""
-
-    first: DensePrefillConsumer
-    second: DensePrefillConsumer
+    first: PrefillConsumer
+    second: PrefillConsumer
     k: Any  # ([2 * d_qk / 64, keys, 64]), optionally [2, keys, rest]
     v: Any  # ([2, keys, columns]), optionally [2, keys, rest]
     k_full: Any  # [2, 1]
     v_full: Any
-
-
-@gluon.constexpr_function
-def accumulator(columns):
-    """The layout of a consumer's product [64, columns]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
@@ -129,7 +141,7 @@ def _values(DTYPE: gl.constexpr, KEYS: gl.constexpr, D_V: gl.constexpr):
 
 @gluon.jit
 def _consumer(DTYPE: gl.constexpr, D_QK: gl.constexpr):
-    return DensePrefillConsumer(
+    return PrefillConsumer(
         _rows_of_keys(DTYPE, 1, ROWS, D_QK),
         gl.allocate_shared_memory(gl.int32, [7, 1], SCALAR_LAYOUT),
         mbarriers(1),
@@ -137,8 +149,10 @@ def _consumer(DTYPE: gl.constexpr, D_QK: gl.constexpr):
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
-    KEYS: gl.constexpr = keys_per_block(D_QK, D_V)
+def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
+    D_QK: gl.constexpr = CONFIG.d_qk
+    D_V: gl.constexpr = CONFIG.d_v
+    KEYS: gl.constexpr = CONFIG.keys
     return DensePrefillShared(
         _consumer(DTYPE, D_QK),
         _consumer(DTYPE, D_QK),

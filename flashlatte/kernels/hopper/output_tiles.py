@@ -11,16 +11,30 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from flashlatte.kernels.hopper import softmax
 from flashlatte.kernels.hopper.two_consumers import ROWS, stage_of
-from flashlatte.ops.dense_prefill.hopper.forward.tiles import accumulator, first_columns, second_columns
+from flashlatte.runtime.gluon_compat import reinterpret
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of a consumer's product [64, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _columns(ring, keys):
+    """Columns of a tile of values [keys, columns] in a ring [stages, rows, n]: a stage has chunks of n columns, one
+    after the other."""
+    return ring.shape[1] // keys * ring.shape[2]
 
 
 @gluon.jit
-def zeros(D_V: gl.constexpr):
-    first = _zeros(first_columns(D_V))
-    if second_columns(D_V) == 0:
+def zeros(rings, KEYS: gl.constexpr):
+    """The initial output: a tile for each of ``rings``, whose stages have KEYS values."""
+    first = _zeros(_columns(rings[0], KEYS))
+    if len(rings) == 1:
         return (first,)
     else:
-        return first, _zeros(second_columns(D_V))
+        return first, _zeros(_columns(rings[1], KEYS))
 
 
 @gluon.jit
@@ -29,13 +43,23 @@ def _zeros(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def start(shared, step, p, output):
+def start(rings, step, p, output, KEYS: gl.constexpr):
     """Start P · v of the block of a step, which has arrived: one product per tile of ``output``."""
-    first = _start_product(p, shared.v[0].index(stage_of(step)), output[0])
+    first = _start_product(p, _values(rings[0], step, KEYS), output[0])
     if len(output) == 1:
         return (first,)
     else:
-        return first, _start_product(p, shared.v[1].index(stage_of(step)), output[1])
+        return first, _start_product(p, _values(rings[1], step, KEYS), output[1])
+
+
+@gluon.jit
+def _values(ring, step, KEYS: gl.constexpr):
+    """The values [KEYS, columns] of a step."""
+    stage = ring.index(stage_of(step))
+    if stage.shape[0] == KEYS:
+        return stage
+    else:
+        return reinterpret(stage, stage.dtype, [KEYS, _columns(ring, KEYS)], stage.layout)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The arguments of ``paged_attention``'s implementations: checked, with defaults filled in."""
+"""The arguments of an implementation: checked, with defaults filled in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class PagedAttentionArgs(NamedTuple):
+class PagedAttentionParams(NamedTuple):
     """The arguments of ``api.paged_attention``, with these differences.
 
     Attributes:
