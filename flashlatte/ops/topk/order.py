@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -45,13 +45,6 @@ class TopkOutputs(NamedTuple):
     k: Int32
 
 
-class OutputRow(NamedTuple):
-    """Pointers to the indices and, unless None, the values of a row."""
-
-    indices: Any
-    top_values: Any
-
-
 def records_of(params: TopkParams) -> tuple[TopkRows, TopkOutputs]:
     """The arguments of all kernels."""
     logits, start, end, indices, values = params.logits, params.start, params.end, params.indices, params.values
@@ -88,14 +81,6 @@ def row_range(rows, row, PER_REQUEST: tl.constexpr):
 
 
 @triton.jit
-def output_row(outputs, row):
-    values = outputs.top_values
-    if outputs.top_values is not None:
-        values = outputs.top_values + row * outputs.value_stride
-    return OutputRow(outputs.indices + row * outputs.index_stride, values)
-
-
-@triton.jit
 def load_values(pointers, inside, INTERPRETED: tl.constexpr):
     """float32 entries, 0 where not inside."""
     return to_float32(tl.load(pointers, mask=inside, other=0.0), INTERPRETED)
@@ -111,18 +96,18 @@ def ordered(x, inside):
 
 
 @triton.jit
-def store_all(entries, target, position, length, k, INTERPRETED: tl.constexpr):
+def store_all(entries, index_row, value_row, position, length, k, INTERPRETED: tl.constexpr):
     """Write all ``length`` <= k entries, followed by padding."""
     inside = position < length
-    tl.store(target.indices + position, tl.where(inside, position, -1), mask=position < k)
-    if target.top_values is not None:
+    tl.store(index_row + position, tl.where(inside, position, -1), mask=position < k)
+    if value_row is not None:
         value = to_float32(tl.load(entries + position, mask=inside, other=0.0), INTERPRETED)
-        tl.store(target.top_values + position, tl.where(inside, value, float("-inf")), mask=position < k)
+        tl.store(value_row + position, tl.where(inside, value, float("-inf")), mask=position < k)
 
 
 @triton.jit
-def store_chosen(entries, target, chosen, position, columns, INTERPRETED: tl.constexpr):
-    tl.store(target.indices + position, columns.to(tl.int32), mask=chosen)
-    if target.top_values is not None:
+def store_chosen(entries, index_row, value_row, chosen, position, columns, INTERPRETED: tl.constexpr):
+    tl.store(index_row + position, columns.to(tl.int32), mask=chosen)
+    if value_row is not None:
         value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0), INTERPRETED)
-        tl.store(target.top_values + position, value, mask=chosen)
+        tl.store(value_row + position, value, mask=chosen)

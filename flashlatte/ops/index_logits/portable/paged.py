@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
-from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
+from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
 from flashlatte.ops.index_logits.params import LogitRows, PagedIndexLogitsParams, QueryLengths, query_lengths
 from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
-    IndexQueries,
     load_queries,
     score_arguments,
     store_logits,
@@ -48,16 +47,16 @@ def paged(params: PagedIndexLogitsParams) -> None:
     block_h = padded_heads(heads)
     block_q = min(max(config.rows // block_h, 1), 1 << (next_n - 1).bit_length())
     blocks = block_q, block_h, config.block_n
-    queries, keys, score = score_arguments(q.flatten(0, 1), params.weights, params.cache, None, blocks)
+    records, score = score_arguments(q.flatten(0, 1), params.weights, params.cache, None, blocks)
     lengths = query_lengths(params, block_q)
     tiles = lengths.requests * cdiv(lengths.max_keys, config.block_n)
     programs = min(tiles, config.programs * machine.num_sms(q.device))
     paged_kernel[(programs, cdiv(next_n, block_q))](
-        queries,
-        keys,
+        *records,
         token_rows(block_table, align=1),
         lengths,
         token_rows(logits, align=1),
+        heads=heads,
         BLOCK_B=REQUESTS,
         CONFIG=score,
         num_warps=config.num_warps,
@@ -92,11 +91,13 @@ def tiles_of_requests(lengths, first, BLOCK_N: tl.constexpr, BLOCK_B: tl.constex
 
 @kernel
 def paged_kernel(
-    queries: IndexQueries,
+    q: HeadRows,
+    weights: TokenRows,
     keys: IndexKeys,
     table: TokenRows,
     lengths: QueryLengths,
     logits: TokenRows,
+    heads: tl.int32,
     BLOCK_B: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
@@ -108,7 +109,7 @@ def paged_kernel(
     token = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     row = tl.arange(0, BLOCK_Q * BLOCK_H)
     row_token, head = tl.program_id(1) * BLOCK_Q + row // BLOCK_H, row % BLOCK_H
-    row_inside = (row_token < next_n) & (head < queries.heads)
+    row_inside = (row_token < next_n) & (head < heads)
 
     total = tl.zeros([], tl.int64)
     for block in range(0, lengths.requests, BLOCK_B):
@@ -140,7 +141,7 @@ def paged_kernel(
         limit = tl.where(token < next_n, tl.minimum(limit, lengths.max_keys), 0)
         first_row = request.to(tl.int64) * next_n
         rows = LogitRows(None, limit, token_row(logits, first_row + token))
-        query_tile = load_queries(queries, first_row + row_token, head, row_inside, CONFIG)
+        query_tile = load_queries(q, weights, first_row + row_token, head, row_inside, CONFIG)
         source = PagedKeys(keys, token_row(table, request), lengths.max_keys)
 
         begin = ((tile - request_first) * BLOCK_N).to(tl.int32)

@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
-from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
+from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
 from flashlatte.ops.index_logits.params import IndexLogitsParams, KeyRanges, LogitRows, key_ranges
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
-    IndexQueries,
     load_queries,
     score_arguments,
     store_logits,
@@ -36,15 +35,15 @@ def ragged(params: IndexLogitsParams) -> None:
     block_h = padded_heads(q.shape[1])
     block_q = max(config.rows // block_h, 1)
     blocks = block_q, block_h, config.block_n
-    queries, keys, score = score_arguments(q, params.weights, k, params.k_scale, blocks)
+    records, score = score_arguments(q, params.weights, k, params.k_scale, blocks)
     q_blocks = cdiv(q.shape[0], block_q)
     key_blocks = cdiv(k.shape[0], config.block_n * config.tiles)
     ragged_kernel[(q_blocks * key_blocks,)](
-        queries,
-        keys,
+        *records,
         key_ranges(params),
         token_rows(logits, align=1),
         num_rows=q.shape[0],
+        heads=q.shape[1],
         width=logits.shape[1],
         q_blocks=q_blocks,
         COMPRESSED=params.compressed,
@@ -63,11 +62,13 @@ def locate_contiguous(source, key, CONFIG: tl.constexpr):
 
 @kernel
 def ragged_kernel(
-    queries: IndexQueries,
+    q: HeadRows,
+    weights: TokenRows,
     keys: IndexKeys,
     ranges: KeyRanges,
     logits: TokenRows,
     num_rows: tl.int32,
+    heads: tl.int32,
     width: tl.int64,
     q_blocks: tl.int32,
     COMPRESSED: tl.constexpr,
@@ -99,7 +100,7 @@ def ragged_kernel(
         # [BLOCK_Q · BLOCK_H]
         row = tl.arange(0, BLOCK_Q * BLOCK_H)
         row_query, head = first_query + row // BLOCK_H, row % BLOCK_H
-        tile = load_queries(queries, row_query, head, (row_query < num_rows) & (head < queries.heads), CONFIG)
+        tile = load_queries(q, weights, row_query, head, (row_query < num_rows) & (head < heads), CONFIG)
         address = token_row(logits, query)
         if COMPRESSED:
             address -= start

@@ -20,18 +20,10 @@ from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_row, head_r
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.runtime import machine
-from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
+from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 
 ENCODINGS = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "e2m1"}
-
-
-class IndexQueries(NamedTuple):
-    """q [rows, H, D], weights [rows, H], and the ``heads``."""
-
-    q: HeadRows
-    weights: TokenRows
-    heads: Int32
 
 
 class IndexKeys(NamedTuple):
@@ -99,12 +91,12 @@ class KeyTile(NamedTuple):
 
 def score_arguments(
     q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, blocks: tuple[int, int, int]
-) -> tuple[IndexQueries, IndexKeys, ScoreConfig]:
-    """The arguments of the loop for q [rows, H, D] and contiguous keys, or a cache of four axes.
+) -> tuple[tuple[HeadRows, TokenRows, IndexKeys], ScoreConfig]:
+    """q [rows, H, D], weights [rows, H], and contiguous keys or a cache of four axes as records, and the constants.
 
     ``blocks``: block_q, block_h and block_n.
     """
-    heads, head_dim = q.shape[1:]
+    head_dim = q.shape[2]
     if k.dim() == 4:
         cache, layout = as_index_cache(k, head_dim)
         cache = as_bytes(cache)
@@ -127,7 +119,7 @@ def score_arguments(
         machine.interpreting(),
         *blocks,
     )
-    return IndexQueries(head_rows(as_bytes(q)), token_rows(weights, align=1), heads), keys, config
+    return (head_rows(as_bytes(q)), token_rows(weights, align=1), keys), config
 
 
 def _compute_type(q: torch.Tensor, encoding: str) -> str:
@@ -193,9 +185,9 @@ def as_operand(x, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def load_queries(queries, row, head, inside, CONFIG: tl.constexpr):
+def load_queries(q, weights, row, head, inside, CONFIG: tl.constexpr):
     """Load rows (row, head) as an operand, and half of their weights; zeros where not ``inside``."""
-    start = head_row(queries.q, row, head)[:, None]
+    start = head_row(q, row, head)[:, None]
     mask = inside[:, None]
     if CONFIG.encoding == "e2m1":
         column = 2 * tl.arange(0, CONFIG.head_dim // 2)[None, :]
@@ -204,7 +196,7 @@ def load_queries(queries, row, head, inside, CONFIG: tl.constexpr):
     else:
         even = as_operand(tl.load(start + tl.arange(0, CONFIG.head_dim)[None, :], mask=mask, other=0), CONFIG)
         odd = even
-    weight = tl.load(token_row(queries.weights, row) + head, mask=inside, other=0.0)
+    weight = tl.load(token_row(weights, row) + head, mask=inside, other=0.0)
     return IndexQueryTile(Operand(even, odd), weight * 0.5)
 
 

@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
-from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
+from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
 from flashlatte.ops.index_logits.params import LogitRows, SparseIndexLogitsParams
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
-    IndexQueries,
     load_queries,
     score_arguments,
     store_logits,
@@ -56,12 +55,12 @@ def sparse(params: SparseIndexLogitsParams) -> None:
     width = logits.shape[1]
     tiles = cdiv(width, config.block_n * config.tiles)
     blocks = 1, padded_heads(heads), config.block_n
-    queries, keys, score = score_arguments(q, params.weights, params.k, params.k_scale, blocks)
+    records, score = score_arguments(q, params.weights, params.k, params.k_scale, blocks)
     sparse_kernel[(num_rows * tiles,)](
-        queries,
-        keys,
+        *records,
         CandidateBlocks(first, *first.stride(), counts, *counts.stride(), params.block_size),
         token_rows(logits, align=1),
+        heads=heads,
         width=width,
         tiles=tiles,
         TILES=config.tiles,
@@ -87,10 +86,12 @@ def locate_candidates_of_row(source, column, CONFIG: tl.constexpr):
 
 @kernel
 def sparse_kernel(
-    queries: IndexQueries,
+    q: HeadRows,
+    weights: TokenRows,
     keys: IndexKeys,
     blocks: CandidateBlocks,
     logits: TokenRows,
+    heads: tl.int32,
     width: tl.int64,
     tiles: tl.int32,
     TILES: tl.constexpr,
@@ -99,7 +100,7 @@ def sparse_kernel(
     row = (tl.program_id(0) // tiles).to(tl.int64)
     begin = (tl.program_id(0) % tiles).to(tl.int64) * (CONFIG.block_n * TILES)
     head = tl.arange(0, CONFIG.block_h)
-    tile = load_queries(queries, row, head, head < queries.heads, CONFIG)
+    tile = load_queries(q, weights, row, head, head < heads, CONFIG)
     first = blocks.first + row * blocks.first_row_stride
     counts = blocks.counts + row * blocks.count_row_stride
     rows = LogitRows(None, width + tl.zeros([1], tl.int64), token_row(logits, row) + tl.zeros([1], tl.int64))

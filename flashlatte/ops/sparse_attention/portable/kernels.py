@@ -25,9 +25,8 @@ from flashlatte.runtime.triton_kernel import kernel
 
 
 class SparseBackwardQueries(NamedTuple):
-    """q [s_q, h_q, d]; contiguous dout [s_q, h_q, d_v], and sums [4, rows] of ``row_sums_kernel``, rows = s_q · h_q."""
+    """Contiguous dout [s_q, h_q, d_v], and sums [4, rows] of ``row_sums_kernel``, rows = s_q · h_q."""
 
-    q: HeadRows
     dout: Pointer
     sums: Pointer
     rows: Int64
@@ -35,9 +34,8 @@ class SparseBackwardQueries(NamedTuple):
 
 
 class SparseBackwardKeys(NamedTuple):
-    """kv [s_kv, d], and the indices [s_q, topk] that tokens select; ``topk_length`` [s_q] of them, or all if None."""
+    """The indices [s_q, topk] that tokens select, of ``s_kv`` keys; ``topk_length`` [s_q] of them, or all if None."""
 
-    kv: TokenRows
     s_kv: Int32
     indices: Pointer
     indices_stride: Int64
@@ -95,7 +93,9 @@ def row_sums_kernel(
 
 @kernel
 def keys_kernel(
+    q: HeadRows,
     queries: SparseBackwardQueries,
+    kv: TokenRows,
     selection: SparseBackwardKeys,
     first_token: tl.int64,
     first_slot: tl.int32,
@@ -117,7 +117,7 @@ def keys_kernel(
     in_use = first_slot + slot < length
     index = tl.load(selection.indices + token * selection.indices_stride + first_slot + slot, mask=in_use, other=-1)
     valid = within(index, selection.s_kv) & in_use
-    keys = _load_keys(selection, index, valid, STEP)
+    keys = _load_keys(kv, index, valid, STEP)
 
     scale = softmax_scale * LOG2_E
     ROWS: tl.constexpr = STEP.block_n
@@ -129,7 +129,7 @@ def keys_kernel(
     heads = tl.where(tl.max(valid.to(tl.int32), axis=0) > 0, queries.h_q, 0)
     for start in tl.range(0, heads, STEP.block_h, num_stages=STEP.num_stages):
         head = start + tl.arange(0, STEP.block_h)
-        query, d_out, lse2, weight, delta = _load_heads(queries, token, head, STEP)
+        query, d_out, lse2, weight, delta = _load_heads(q, queries, token, head, STEP)
         scores = tl.dot(keys.latent, tl.trans(query.latent))  # [block_n, block_h]
         if STEP.rope > 0:
             scores = tl.dot(keys.rope, tl.trans(query.rope), scores)
@@ -150,7 +150,9 @@ def keys_kernel(
 
 @kernel
 def queries_kernel(
+    q: HeadRows,
     queries: SparseBackwardQueries,
+    kv: TokenRows,
     selection: SparseBackwardKeys,
     topk: tl.int32,
     softmax_scale: tl.float32,
@@ -161,7 +163,7 @@ def queries_kernel(
     head_blocks = tl.cdiv(queries.h_q, STEP.block_h)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
-    query, d_out, lse2, weight, delta = _load_heads(queries, token, head, STEP)
+    query, d_out, lse2, weight, delta = _load_heads(q, queries, token, head, STEP)
     length = _length(selection, token, topk)
 
     scale = softmax_scale * LOG2_E
@@ -174,7 +176,7 @@ def queries_kernel(
         slot = start + tl.arange(0, STEP.block_n)
         index = tl.load(selection.indices + token * selection.indices_stride + tl.minimum(slot, length - 1))
         valid = within(index, selection.s_kv) & (slot < length)
-        keys = _load_keys(selection, index, valid, STEP)
+        keys = _load_keys(kv, index, valid, STEP)
         scores = tl.dot(query.latent, tl.trans(keys.latent))  # [block_h, block_n]
         if STEP.rope > 0:
             scores = tl.dot(query.rope, tl.trans(keys.rope), scores)
@@ -203,15 +205,14 @@ def _length(selection, token, topk):
 
 
 @triton.jit
-def _load_keys(selection, index, valid, STEP: tl.constexpr):
-    kv = selection.kv
+def _load_keys(kv, index, valid, STEP: tl.constexpr):
     return load_tile(kv.start, tl.where(valid, index, 0) * kv.stride * kv.align, valid, STEP)
 
 
 @triton.jit
-def _load_heads(queries, token, head, STEP: tl.constexpr):
+def _load_heads(q, queries, token, head, STEP: tl.constexpr):
     """Rows of q and dout of some heads of a token, and their row sums; 0, and an lse of +inf, beyond the last head."""
-    q, h_q, sums = queries.q, queries.h_q, queries.sums
+    h_q, sums = queries.h_q, queries.sums
     in_heads = head < h_q
     query = load_tile(q.start, (token * q.token_stride + head * q.head_stride) * q.align, in_heads, STEP)
     row = token * h_q + head

@@ -56,11 +56,10 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
 
     align = min(row_align(q), row_align(kv))
     records = (
-        SparseBackwardQueries(
-            HeadRows(q, q.stride(0) // align, q.stride(1) // align, align), params.dout, sums, rows, h_q
-        ),
+        HeadRows(q, q.stride(0) // align, q.stride(1) // align, align),
+        SparseBackwardQueries(params.dout, sums, rows, h_q),
+        TokenRows(kv, kv.stride(0) // align, align),
         SparseBackwardKeys(
-            TokenRows(kv, kv.stride(0) // align, align),
             kv.shape[0],
             indices,
             indices.stride(0),

@@ -27,7 +27,7 @@ from flashlatte.ops.topk.hopper.radix_select import (
 )
 from flashlatte.ops.topk.hopper.shared_layout import COUNTER, num_words
 from flashlatte.ops.topk.hopper.store_largest import select_largest, store_in_order
-from flashlatte.ops.topk.order import TopkOutputs, TopkRows, ordered, output_row, row_range, store_all
+from flashlatte.ops.topk.order import TopkOutputs, TopkRows, ordered, row_range, store_all
 from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -83,13 +83,16 @@ def topk_kernel(
     length = (last - first).to(tl.int32)
     first += number * rows.stride
     entries = rows.logits + first
-    target = output_row(outputs, number)
+    index_row = outputs.indices + number * outputs.index_stride
+    value_row = None
+    if outputs.top_values is not None:
+        value_row = outputs.top_values + number * outputs.value_stride
     k = outputs.k
     memory = interpreted_memory if INTERPRETED else shared_words.allocate(num_words(CAPACITY))
 
     if length <= k:
         if cta == 0:
-            store_all(entries, target, tl.arange(0, CAPACITY), length, k, INTERPRETED)
+            store_all(entries, index_row, value_row, tl.arange(0, CAPACITY), length, k, INTERPRETED)
     else:
         begin, stop = column_range(cta, length, CONFIG.block, CTAS)
         row = TopkRow(rows.logits, first, length, begin, stop)
@@ -101,7 +104,7 @@ def topk_kernel(
                 shared_words.cluster_arrive()
             keys = ordered(bits.to(tl.float32, bitcast=True), valid)
             selected = select_largest(keys, column, valid, low, length, k, memory, INTERPRETED)
-            store_in_order(target, selected, bits, column, begin, stop, memory, CTAS, INTERPRETED)
+            store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS, INTERPRETED)
             if CTAS > 1:
                 # A CTA must not exit before all CTAs have read its list.
                 shared_words.cluster_wait()
@@ -109,7 +112,7 @@ def topk_kernel(
             # A CTA must not exit before all CTAs have read its counter.
             sync_row(CTAS)
             if cta == 0:
-                store_largest_of_row(entries, target, length, k, memory, CONFIG.masked_block, INTERPRETED)
+                store_largest_of_row(entries, index_row, value_row, length, k, memory, CONFIG.masked_block, INTERPRETED)
 
 
 @triton.jit

@@ -116,7 +116,9 @@ def _entries_at(entries, position, count, spread, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def store_largest_of_row(entries, target, length, k, memory, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def store_largest_of_row(
+    entries, index_row, value_row, length, k, memory, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """Store the k largest entries of a row with more than k entries, for any distribution of values."""
     low = tl.full([], -(2**31), tl.int64)
     bits = tl.full([], 32, tl.int32)
@@ -135,6 +137,6 @@ def store_largest_of_row(entries, target, length, k, memory, BLOCK: tl.constexpr
         ties_inclusive = ties_before + tl.cumsum(tied, axis=0)
         selected = (above == 1) | ((tied == 1) & (ties_inclusive <= ties))
         position = above_inclusive - above + tl.minimum(ties_inclusive - tied, ties)
-        store_chosen(entries, target, selected, position, column, INTERPRETED)
+        store_chosen(entries, index_row, value_row, selected, position, column, INTERPRETED)
         above_before = tl.max(above_inclusive, axis=0)
         ties_before = tl.max(ties_inclusive, axis=0)

@@ -48,7 +48,8 @@ def _kth_largest(keys, valid, low, bits, k, memory, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def store_in_order(
-    target,
+    index_row,
+    value_row,
     selected,
     bits,
     column,
@@ -76,7 +77,7 @@ def store_in_order(
         shared_words.set_bits(memory, BITMAP + (offset >> 5), bit << (offset & 31), stored, INTERPRETED)
         before = shared_scan.popcount_prefix_sums(memory, BITMAP, BEFORE, SCRATCH, before, BITMAP_WORDS, INTERPRETED)
         rank = shared_words.count_bits_before(memory, BITMAP, BEFORE, offset, stored, INTERPRETED)
-        tl.store(target.indices + rank, column, mask=stored)
-        if target.top_values is not None:
-            tl.store(target.top_values + rank, bits.to(tl.float32, bitcast=True), mask=stored)
+        tl.store(index_row + rank, column, mask=stored)
+        if value_row is not None:
+            tl.store(value_row + rank, bits.to(tl.float32, bitcast=True), mask=stored)
         tl.debug_barrier()

@@ -14,7 +14,6 @@ from flashlatte.ops.topk.order import (
     TopkRows,
     load_values,
     ordered,
-    output_row,
     row_range,
     store_all,
     store_chosen,
@@ -43,16 +42,19 @@ def finish_kernel(
     first, last = row_range(rows, row, PER_REQUEST)
     length = (last - first).to(tl.int32)
     entries = rows.logits + row * rows.stride + first
-    target = output_row(outputs, row)
+    index_row = outputs.indices + row * outputs.index_stride
+    value_row = None
+    if outputs.top_values is not None:
+        value_row = outputs.top_values + row * outputs.value_stride
     k = outputs.k
 
     position = tl.arange(0, CAPACITY)
     if length <= k:
-        store_all(entries, target, position, length, k, INTERPRETED)
+        store_all(entries, index_row, value_row, position, length, k, INTERPRETED)
     elif candidates.keys is None:
         keys = ordered(load_values(entries + position, position < length, INTERPRETED), position < length)
         chosen, rank = places_of_largest(keys, k)
-        store_chosen(entries, target, chosen, rank, position, INTERPRETED)
+        store_chosen(entries, index_row, value_row, chosen, rank, position, INTERPRETED)
     else:
         # [CAPACITY]: indices of the concatenated candidates of all chunks
         source = position
@@ -72,9 +74,9 @@ def finish_kernel(
             keys = tl.load(candidates.keys + base + source, mask=taken, other=OUTSIDE)
             chosen, rank = places_of_largest(keys, k)
             columns = tl.load(candidates.columns + base + source, mask=chosen, other=0)
-            store_chosen(entries, target, chosen, rank, columns, INTERPRETED)
+            store_chosen(entries, index_row, value_row, chosen, rank, columns, INTERPRETED)
         else:
-            store_largest_by_radix(entries, target, length, k, BLOCK, INTERPRETED)
+            store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK, INTERPRETED)
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def places_of_largest(keys, k):
 
 
 @triton.jit
-def store_largest_by_radix(entries, target, length, k, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
     """Select the k largest of ``length`` > k entries by radix: one pass for every eight bits of the keys, and one to
     write."""
     settled = tl.zeros([], tl.int64)
@@ -129,6 +131,6 @@ def store_largest_by_radix(entries, target, length, k, BLOCK: tl.constexpr, INTE
         ties_ranks = ties_before + tl.cumsum(ties, axis=0) - ties
         chosen = (above == 1) | ((ties == 1) & (ties_ranks < wanted))
         position = above_ranks + tl.minimum(ties_ranks, wanted)
-        store_chosen(entries, target, chosen, position, column, INTERPRETED)
+        store_chosen(entries, index_row, value_row, chosen, position, column, INTERPRETED)
         above_before += tl.sum(above, axis=0)
         ties_before += tl.sum(ties, axis=0)
