@@ -138,7 +138,10 @@ def sparse_decode_kernel(
     A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent indices, so all but the first hit the
     L2 cache.
     """
+    # Triton 3.6 passes a named tuple in a constant as a tuple, unless it is a constant itself.
     step: tl.constexpr = CONFIG.step
+    cache_layout: tl.constexpr = CONFIG.cache_layout
+    extra_cache_layout: tl.constexpr = CONFIG.extra_cache_layout
     BLOCK_H: tl.constexpr = step.block_h
     BLOCK_N: tl.constexpr = step.block_n
     group = tl.program_id(0) % num_groups
@@ -170,7 +173,7 @@ def sparse_decode_kernel(
             indices = own.indices + request * own.stride_request + token * own.stride_token
             state = empty_state(step)
             state = _attend(
-                state, q_tile, own.cache, indices, first_block, stop_block, length, scale, CONFIG.cache_layout, step
+                state, q_tile, own.cache, indices, first_block, stop_block, length, scale, cache_layout, step
             )
             if extra.indices is not None:
                 before = tl.cdiv(length, BLOCK_N)
@@ -187,7 +190,7 @@ def sparse_decode_kernel(
                     stop_extra,
                     length,
                     scale,
-                    CONFIG.extra_cache_layout,
+                    extra_cache_layout,
                     step,
                 )
             values, lse2 = normalize(state, scale, step)
