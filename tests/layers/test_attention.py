@@ -135,6 +135,7 @@ def test_given_indices_select_what_is_attended_to(name, topk):
     slots = torch.where(positions < 0, -1, engine.table[0][positions.clamp(min=0) // 8] * 8 + positions % 8)
     engine.step({0: 20}, indices=slots[:20])
     engine.step({0: 4}, indices=slots[20:])
+    assert model.rope is not None
     rotation = model.rope(hidden[None], torch.arange(24)[None])
     mask = torch.zeros(24, 24).masked_fill(~chosen, -torch.inf)[None, None]
     with torch.no_grad():

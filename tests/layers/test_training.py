@@ -17,6 +17,8 @@ from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, QueryScali
 from flashlatte.layers.training import TrainingBatch
 
 LENGTHS = (5, 1, 20)
+GATED = ["axk2", "hy4"]
+INDEXED = [name for name in INDEXED_MODELS if name not in GATED]
 DENSE = ["v2-lite", "v3", "v3-yarn", "v3-half-bias", "longcat"]
 
 
@@ -42,6 +44,7 @@ def stock_attention(model: Stock, hidden: torch.Tensor) -> tuple[torch.Tensor, t
     """The output [n, hidden_size], probabilities [h, n, n], rotary embeddings and mask of one sequence."""
     count = hidden.shape[0]
     ids, mask = torch.arange(count)[None], torch.full((count, count), -torch.inf).triu(1)[None, None]
+    assert model.rope is not None
     embeddings = model.rope(hidden[None], ids)
     results = model.module(hidden[None], position_embeddings=embeddings, attention_mask=mask, position_ids=ids)
     return results[0][0], results[1][0], embeddings, mask
@@ -86,8 +89,15 @@ def test_dense_gradients_are_stock_s(name):
         assert_within(gradient, wanted[key])
 
 
+@pytest.mark.parametrize("name", GATED)
+def test_a_layer_with_an_output_gate_does_not_train(name):
+    hidden = torch.cat(hidden_states(LENGTHS)).requires_grad_()
+    with pytest.raises(ValueError, match="output_gate must be None in a layer that trains"):
+        trainable(stock(name)).forward_training(hidden, boundaries(LENGTHS), max(LENGTHS))
+
+
 @pytest.mark.parametrize("lengths", [LENGTHS, (8, 3)], ids=["selected", "all selected"])
-@pytest.mark.parametrize("name", INDEXED_MODELS)
+@pytest.mark.parametrize("name", INDEXED)
 def test_sparse_gradients_are_stock_s_and_the_indexer_s_are_of_its_loss(name, lengths):
     model = stock_copy(stock(name))
     layer = trainable(model)

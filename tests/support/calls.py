@@ -171,11 +171,12 @@ def rope_cache_write(
     arch: int | None = 90,
 ) -> list[Recorded]:
     cache, where = kv_cache.allocate(form, pages, page_size), torch.zeros(tokens, dtype=torch.int64)
-    rows = [torch.zeros(tokens, width, dtype=BF16) for width in (512, 64)]
+    latent, k_rope = torch.zeros(tokens, 512, dtype=BF16), torch.zeros(tokens, 64, dtype=BF16)
     q_rope, table = torch.zeros(tokens, heads, 192, dtype=BF16)[..., 128:], torch.zeros(100, 64, dtype=BF16)
     layout = kv_cache.get_format(form)
-    of_format = layout.name, layout.head_dim, None, 1.0
-    params = RopeCacheWriteParams(cache, where, *rows, q_rope, where, table, True, *of_format)
+    params = RopeCacheWriteParams(
+        cache, where, latent, k_rope, q_rope, where, table, True, layout.name, layout.head_dim, None, 1.0
+    )
     return record("rope_cache_write", backend, params, arch=arch)
 
 
@@ -257,8 +258,9 @@ def q_kv_norm(
     record: Recording, backend: str, tokens: int = 100, dtype: torch.dtype = BF16, arch: int | None = 90
 ) -> list[Recorded]:
     both = torch.zeros(tokens, 1536, dtype=dtype)
-    rows, weights = both.split((1024, 512), dim=1), (torch.zeros(1024), torch.zeros(512))
-    params = QKvNormParams(*rows, *weights, 1e-6, *map(torch.empty_like, rows))
+    q, kv = both.split((1024, 512), dim=1)
+    outs = torch.empty_like(q), torch.empty_like(kv)
+    params = QKvNormParams(q, kv, torch.zeros(1024), torch.zeros(512), 1e-6, *outs)
     return record("q_kv_norm", backend, params, arch=arch)
 
 

@@ -135,7 +135,7 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in made.named_parameters():
-            if name.endswith("sinks"):
+            if family == "HYV4" and name.endswith("sinks"):
                 weight.normal_(generator=generator)
             if weight.dim() > 1:
                 gain = 4.0 if "q_b_proj" in name or "o_proj" in name else 1.0

@@ -16,7 +16,7 @@ def opcheck(module: ModuleType, name: str, call: Callable[[], object], op_name: 
         call()
     params, *others = operation.call_args.args
     # ``dispatched_op`` takes a record; the registered operation takes its fields.
-    arguments = [*params, *others] if hasattr(params, "_fields") else [params, *others]
+    arguments = (*params, *others) if hasattr(params, "_fields") else (params, *others)
     torch.library.opcheck(getattr(torch.ops.flashlatte, op_name or name).default, arguments)
 
 

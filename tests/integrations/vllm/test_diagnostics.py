@@ -84,7 +84,8 @@ def test_doctor_of_a_model_that_is_not_mla_in_vllm(monkeypatch, tmp_path, model_
     monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
     fields = {"model_type": model_type, "qk_rope_head_dim": 32, "v_head_dim": 64} | sizes
-    fields["rope_parameters"] = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
+    if model_type.startswith("mistral"):
+        fields["rope_parameters"] = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": fields}))
     assert diagnostics.report(doctor.diagnose(model=tmp_path)["vllm"]) == [
         "vLLM 0.33.0: FlashLatte's plugin is registered",

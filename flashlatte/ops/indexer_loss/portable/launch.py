@@ -104,8 +104,15 @@ def loss_and_gradients(
     tokens_at_once = min(max(SCRATCH_BYTES // (4 * width), 1), s_q)
     target = torch.empty(tokens_at_once, width, dtype=torch.float32, device=device)
     logits = torch.empty_like(target)
+    # Allocated once: while a call is recorded, no memory is reused within it.
+    key_scratch: torch.Tensor | None = None
     if d_index_k is not None:
         d_index_k.zero_()
+        if indices is None:
+            key_scratch = d_index_k.new_empty(-(-tokens_at_once // _GROUP), *d_index_k.shape)
+        elif deterministic:
+            rows = min(CONTRIBUTION_BYTES // (4 * index_dim), tokens_at_once * width)
+            key_scratch = d_index_k.new_empty(rows, index_dim)
     for first_token, tokens in _chunks(s_q, tokens_at_once):
         chunk = {"first_token": first_token}
         tile, step = tiles["attention"]
@@ -152,10 +159,11 @@ def loss_and_gradients(
             num_warps=tile.num_warps,
         )
         if indices is None:
-            _add_gradient_of_ranges(indexer, tiles["index_keys"], first_token, tokens, d_logits, d_index_k)
+            assert key_scratch is not None
+            _add_gradient_of_ranges(indexer, tiles["index_keys"], first_token, tokens, d_logits, key_scratch, d_index_k)
         else:
             _add_gradient_of_selection(
-                indexer, tiles["index_keys"], first_token, tokens, topk_length, d_logits, deterministic, d_index_k
+                indexer, tiles["index_keys"], first_token, tokens, topk_length, d_logits, key_scratch, d_index_k
             )
     torch.sum(losses, dim=0, out=loss)
     torch.sum(sees_keys, dim=0, out=num_rows)
@@ -167,11 +175,12 @@ def _add_gradient_of_ranges(
     first_token: int,
     tokens: int,
     d_logits: torch.Tensor,
+    scratch: torch.Tensor,
     d_index_k: torch.Tensor,
 ) -> None:
     tile, step = tiles
     groups = -(-tokens // _GROUP)
-    by_group = d_index_k.new_empty(groups, *d_index_k.shape)
+    by_group = scratch[:groups]
     of_slots = ("indices", "indices_stride", "width")
     range_keys_kernel[(groups * -(-d_index_k.shape[0] // tile.block_n),)](
         **{name: value for name, value in indexer.items() if name not in of_slots},
@@ -183,7 +192,8 @@ def _add_gradient_of_ranges(
         STEP=step,
         num_warps=tile.num_warps,
     )
-    d_index_k += by_group.sum(dim=0)
+    for group in by_group:
+        d_index_k += group
 
 
 def _add_gradient_of_selection(
@@ -193,17 +203,14 @@ def _add_gradient_of_selection(
     tokens: int,
     topk_length: torch.Tensor | None,
     d_logits: torch.Tensor,
-    deterministic: bool,
+    contributions: torch.Tensor | None,
     d_index_k: torch.Tensor,
 ) -> None:
+    """``contributions``: scratch for a deterministic sum, or None."""
     tile, step = tiles
-    index_dim = d_index_k.shape[1]
     indices: torch.Tensor = indexer["indices"]
     topk = indices.shape[2]
-    scratch_rows, contributions = None, d_index_k
-    if deterministic:
-        scratch_rows = min(CONTRIBUTION_BYTES // (4 * index_dim), tokens * topk)
-        contributions = d_index_k.new_empty(scratch_rows, index_dim)
+    scratch_rows = None if contributions is None else contributions.shape[0]
     for first_row, rows, first_slot, slots in pieces(tokens, topk, tile.block_n, scratch_rows):
         selected_keys_kernel[(rows * -(-slots // tile.block_n),)](
             **indexer,
@@ -212,12 +219,12 @@ def _add_gradient_of_selection(
             first_row=first_row,
             first_slot=first_slot,
             slots=slots,
-            d_index_k=contributions,
-            ATOMIC=not deterministic,
+            d_index_k=d_index_k if contributions is None else contributions,
+            ATOMIC=contributions is None,
             STEP=step,
             num_warps=tile.num_warps,
         )
-        if deterministic:
+        if contributions is not None:
             piece = slice(first_token + first_row, first_token + first_row + rows)
             counted = indices[piece, 0, first_slot : first_slot + slots]
             lengths = None if topk_length is None else topk_length[piece]
