@@ -13,6 +13,7 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
@@ -286,31 +287,36 @@ def indexer_loss(
 ) -> list[Recorded]:
     """``topk`` None: a range of keys."""
     in_range = torch.zeros(s_q, dtype=index_dtype) if topk is None else None
-    gradients = (
-        torch.empty(s_q, index_heads, index_dim, dtype=dtype),
-        torch.empty(s_kv, index_dim),
-        torch.empty(s_q, index_heads),
+    shapes = ((s_q, index_heads, index_dim), (s_kv, index_dim), (s_q, index_heads)) if with_gradient else ((0,),) * 3
+    params = IndexerLossParams(
+        index_q=torch.empty(s_q, index_heads, index_dim, dtype=dtype),
+        index_k=torch.empty(s_kv, index_dim, dtype=dtype),
+        index_weights=torch.empty(s_q, index_heads, dtype=weights_dtype),
+        q=torch.empty(s_q, heads, head_dim, dtype=dtype),
+        kv=torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
+        lse=torch.empty(s_q, heads) if with_lse else None,
+        indices=None if topk is None else torch.zeros(s_q, 1, topk, dtype=index_dtype),
+        topk_length=torch.zeros(s_q, dtype=index_dtype) if lengths else None,
+        key_start=in_range,
+        key_end=in_range,
+        softmax_scale=head_dim**-0.5,
+        index_scale=index_dim**-0.5,
+        use_relu=use_relu,
+        deterministic=deterministic,
+        with_gradient=with_gradient,
+    )
+    results = IndexerLossResults(
+        torch.empty(()),
+        torch.empty((), dtype=torch.int64),
+        torch.empty(shapes[0], dtype=dtype),
+        torch.empty(shapes[1]),
+        torch.empty(shapes[2]),
     )
     return record(
         "indexer_loss",
         backend,
-        torch.empty(s_q, index_heads, index_dim, dtype=dtype),
-        torch.empty(s_kv, index_dim, dtype=dtype),
-        torch.empty(s_q, index_heads, dtype=weights_dtype),
-        torch.empty(s_q, heads, head_dim, dtype=dtype),
-        torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
-        torch.empty(s_q, heads) if with_lse else None,
-        None if topk is None else torch.zeros(s_q, 1, topk, dtype=index_dtype),
-        torch.zeros(s_q, dtype=index_dtype) if lengths else None,
-        in_range,
-        in_range,
-        head_dim**-0.5,
-        index_dim**-0.5,
-        use_relu,
-        deterministic,
-        torch.empty(()),
-        torch.empty((), dtype=torch.int64),
-        *(gradients if with_gradient else (None, None, None)),
+        params,
+        results,
         arch=arch,
     )
 

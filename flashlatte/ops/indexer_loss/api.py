@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
@@ -141,24 +142,24 @@ def indexer_loss(
             value_checks.selections("indices", indices, "topk_length", topk_length, s_kv)
     refuse_tangents(OPERATION, index_q, index_k, index_weights, q, kv)
     call = dispatch.CallSpec(OPERATION, device, dtype, head_dim=head_dim, index_dim=index_dim, h_q=q.shape[1], h_kv=1)
-    results = _indexer_loss(
-        index_q,
-        index_k,
-        index_weights,
-        q.detach(),
-        kv.detach(),
-        None if lse is None else lse.detach(),
-        indices,
-        topk_length,
-        key_start,
-        key_end,
-        checks.softmax_scale(softmax_scale, head_dim),
-        checks.softmax_scale(index_scale, index_dim, "index_scale"),
-        checks.flag("use_relu", use_relu),
-        checks.flag("deterministic", deterministic),
-        records_gradient(index_q, index_k, index_weights),
-        dispatch.select(call, backend),
+    params = IndexerLossParams(
+        index_q=index_q,
+        index_k=index_k,
+        index_weights=index_weights,
+        q=q.detach(),
+        kv=kv.detach(),
+        lse=None if lse is None else lse.detach(),
+        indices=indices,
+        topk_length=topk_length,
+        key_start=key_start,
+        key_end=key_end,
+        softmax_scale=checks.softmax_scale(softmax_scale, head_dim),
+        index_scale=checks.softmax_scale(index_scale, index_dim, "index_scale"),
+        use_relu=checks.flag("use_relu", use_relu),
+        deterministic=checks.flag("deterministic", deterministic),
+        with_gradient=records_gradient(index_q, index_k, index_weights),
     )
+    results = _indexer_loss(*params, dispatch.select(call, backend))
     return results[0], results[1]
 
 
@@ -166,32 +167,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _fake_forward(
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    index_weights: torch.Tensor,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    lse: torch.Tensor | None,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    key_start: torch.Tensor | None,
-    key_end: torch.Tensor | None,
-    softmax_scale: float,
-    index_scale: float,
-    use_relu: bool,
-    deterministic: bool,
-    with_gradient: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_forward(*args: Any) -> IndexerLossResults:
+    params = IndexerLossParams._make(args[: len(IndexerLossParams._fields)])
+    index_q, index_k, index_weights = params.index_q, params.index_k, params.index_weights
     wide = _wide(index_q.dtype)
-    shapes = (index_q.shape, index_k.shape, index_weights.shape) if with_gradient else ((0,), (0,), (0,))
-    return (
-        index_q.new_empty((), dtype=wide),
-        index_q.new_empty((), dtype=torch.int64),
-        index_q.new_empty(shapes[0]),
-        index_k.new_empty(shapes[1], dtype=wide),
-        index_weights.new_empty(shapes[2], dtype=wide),
+    shapes = (index_q.shape, index_k.shape, index_weights.shape) if params.with_gradient else ((0,), (0,), (0,))
+    return IndexerLossResults(
+        loss=index_q.new_empty((), dtype=wide),
+        num_rows=index_q.new_empty((), dtype=torch.int64),
+        d_index_q=index_q.new_empty(shapes[0]),
+        d_index_k=index_k.new_empty(shapes[1], dtype=wide),
+        d_index_weights=index_weights.new_empty(shapes[2], dtype=wide),
     )
 
 
@@ -246,29 +232,13 @@ def _indexer_loss_backward(
     return gradients
 
 
-@register_differentiable_op(OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep)
+@register_differentiable_op(
+    OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep, record=IndexerLossParams
+)
 def _indexer_loss(
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    index_weights: torch.Tensor,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    lse: torch.Tensor | None,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    key_start: torch.Tensor | None,
-    key_end: torch.Tensor | None,
-    softmax_scale: float,
-    index_scale: float,
-    use_relu: bool,
-    deterministic: bool,
-    with_gradient: bool,
-    backend: str,
+    params: IndexerLossParams, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, its number of rows, and the gradients of the loss, which are empty unless ``with_gradient``."""
-    inputs = index_q, index_k, index_weights, q, kv, lse, indices, topk_length, key_start, key_end
-    options = softmax_scale, index_scale, use_relu, deterministic
-    loss, num_rows, *gradients = results = _fake_forward(*inputs, *options, with_gradient, backend)
-    run = dispatch.implementation(OPERATION, backend)
-    run(*inputs, *options, loss, num_rows, *(gradients if with_gradient else (None, None, None)))
+    results = _fake_forward(*params)
+    dispatch.implementation(OPERATION, backend)(params, results)
     return results

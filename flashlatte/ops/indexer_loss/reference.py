@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flashlatte.kernels.softmax import attend
+from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 
 BLOCK_BYTES = 64 * 2**20
 # Below it log t is that of this value, so that t = 0 contributes 0.
@@ -37,57 +38,41 @@ class SeenKeys(NamedTuple):
 
 
 @torch.no_grad()
-def loss_and_gradients(
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    index_weights: torch.Tensor,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    lse: torch.Tensor | None,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    key_start: torch.Tensor | None,
-    key_end: torch.Tensor | None,
-    softmax_scale: float,
-    index_scale: float,
-    use_relu: bool,
-    deterministic: bool,
-    loss: torch.Tensor,
-    num_rows: torch.Tensor,
-    d_index_q: torch.Tensor | None,
-    d_index_k: torch.Tensor | None,
-    d_index_weights: torch.Tensor | None,
-) -> None:
-    """Deterministic either way. The gradients are those of the sum of the loss, all given or none."""
+def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -> None:
+    """Deterministic either way."""
+    index_q, index_k, index_weights, q, kv = params[:5]
+    lse, indices = params.lse, params.indices
+    loss, num_rows, d_index_q, d_index_k, d_index_weights = results
     wide = torch.promote_types(index_q.dtype, torch.float32)
     loss.zero_()
     num_rows.zero_()
-    if d_index_k is not None:
-        d_index_k.zero_()
+    d_index_k.zero_()
     step = _queries_at_once(index_q, q, kv.shape[0] if indices is None else indices.shape[2])
-    for seen in _blocks(index_k, kv, indices, topk_length, key_start, key_end, q.shape[0], step, wide):
+    for seen in _blocks(params, step, wide):
         rows, visible = seen.rows, seen.visible
-        target = _target(q[rows].to(wide), seen, None if lse is None else lse[rows], softmax_scale)  # [rows, keys]
+        target = _target(
+            q[rows].to(wide), seen, None if lse is None else lse[rows], params.softmax_scale
+        )  # [rows, keys]
 
         # index_q and index_weights of a query that sees no key may be NaN.
         has_keys = visible.any(dim=-1)
         index_query = torch.where(has_keys[:, None, None], index_q[rows].to(wide), 0.0)
         weights = torch.where(has_keys[:, None], index_weights[rows].to(wide), 0.0)
-        scores = torch.einsum("shd,snd->shn", index_query, seen.index_keys) * index_scale
+        scores = torch.einsum("shd,snd->shn", index_query, seen.index_keys) * params.index_scale
         scores = torch.where(visible[:, None], scores, 0.0)
-        activations = torch.relu(scores) if use_relu else scores
+        activations = torch.relu(scores) if params.use_relu else scores
         index_logits = torch.einsum("sh,shn->sn", weights, activations)
         prediction, row_lse = attend(index_logits, visible)
         log_prediction = torch.where(visible, index_logits - row_lse.unsqueeze(-1), 0.0)
         loss += (target * (target.clamp_min(SMALLEST_TARGET).log() - log_prediction)).sum()
         num_rows += has_keys.sum()
-        if d_index_q is None or d_index_k is None or d_index_weights is None:
+        if not params.with_gradient:
             continue
 
         d_logits = prediction - target
         d_index_weights[rows] = torch.einsum("sn,shn->sh", d_logits, activations)
-        d_scores = d_logits[:, None] * weights.unsqueeze(-1) * index_scale  # [rows, HI, keys]
-        if use_relu:
+        d_scores = d_logits[:, None] * weights.unsqueeze(-1) * params.index_scale  # [rows, HI, keys]
+        if params.use_relu:
             d_scores = torch.where(scores > 0, d_scores, 0.0)
         d_index_q[rows] = torch.einsum("shn,snd->shd", d_scores, seen.index_keys).to(d_index_q.dtype)
         _add_gradient_of_keys(d_index_k, d_scores, index_query, seen)
@@ -123,17 +108,15 @@ def _queries_at_once(index_q: torch.Tensor, q: torch.Tensor, width: int) -> int:
     return max(1, BLOCK_BYTES // (4 * max(width, 1) * numbers))
 
 
-def _blocks(
-    index_k: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    key_start: torch.Tensor | None,
-    key_end: torch.Tensor | None,
-    s_q: int,
-    step: int,
-    dtype: torch.dtype,
-) -> Iterator[SeenKeys]:
+def _blocks(params: IndexerLossParams, step: int, dtype: torch.dtype) -> Iterator[SeenKeys]:
+    index_k, kv, indices, key_start, key_end = (
+        params.index_k,
+        params.kv,
+        params.indices,
+        params.key_start,
+        params.key_end,
+    )
+    s_q = params.q.shape[0]
     s_kv = kv.shape[0]
     position = torch.arange(s_kv if indices is None else indices.shape[2], device=kv.device)
     for begin in range(0, s_q, step):
@@ -150,8 +133,8 @@ def _blocks(
         else:
             selected = indices[rows, 0].long()
             visible = (selected >= 0) & (selected < s_kv)
-            if topk_length is not None:
-                visible &= position < topk_length[rows, None]
+            if params.topk_length is not None:
+                visible &= position < params.topk_length[rows, None]
             selected = torch.where(visible, selected, 0)
             keys, index_keys = (
                 torch.where(visible.unsqueeze(-1), x[selected].to(dtype), 0.0) for x in (kv[:, 0], index_k)

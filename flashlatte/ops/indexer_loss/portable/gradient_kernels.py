@@ -15,47 +15,31 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.kernels.triton.online_softmax import load_tile
-from flashlatte.ops.indexer_loss.portable.seen_keys import keys_at, slot_range
+from flashlatte.ops.indexer_loss.portable.seen_keys import IndexerRows, SlotRanges, keys_at, query_offset, slot_range
 from flashlatte.runtime.triton_kernel import kernel
 
 
 @kernel
 def index_queries_kernel(
-    index_q,
-    index_q_stride_token: tl.int64,
-    index_q_stride_head: tl.int64,
-    index_k,
-    index_k_stride: tl.int64,
-    index_weights,
-    weights_stride: tl.int64,
-    ranges,
-    indices,
-    indices_stride: tl.int64,
-    s_q: tl.int32,
-    s_kv: tl.int32,
-    width: tl.int32,
-    h_i: tl.int32,
-    index_scale: tl.float32,
+    slots: SlotRanges,
+    indexer: IndexerRows,
     first_token: tl.int64,
     d_logits,
     sees_keys,
     d_index_q,
     d_index_weights,
-    USE_RELU: tl.constexpr,
-    ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Gradients of index_q and index_weights, for a token's block of heads."""
-    head_blocks = tl.cdiv(h_i, STEP.block_h)
+    head_blocks = tl.cdiv(indexer.h_i, STEP.block_h)
     row = (tl.program_id(0) // head_blocks).to(tl.int64)
     token = first_token + row
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
-    in_heads = head < h_i
-    # index_q and index_weights of a token that sees no key may be NaN.
+    in_heads = head < indexer.h_i
+    # index_q and indexer.weights of a token that sees no key may be NaN.
     in_use = in_heads & (tl.load(sees_keys + token) != 0)
-    offset = (token * index_q_stride_token + head * index_q_stride_head) * ALIGN
-    query = load_tile(index_q, offset, in_use, STEP)
-    begin, end = slot_range(ranges, s_q, token)
+    query = load_tile(indexer.q, query_offset(indexer, token, head), in_use, STEP)
+    begin, end = slot_range(slots, token)
 
     BLOCK_H: tl.constexpr = STEP.block_h
     BLOCK_N: tl.constexpr = STEP.block_n
@@ -64,20 +48,20 @@ def index_queries_kernel(
     d_weight = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     for start in tl.range(begin // STEP.block_n * STEP.block_n, end, STEP.block_n, num_stages=STEP.num_stages):
         slot = start + tl.arange(0, STEP.block_n)
-        key, seen = keys_at(slot, begin, end, indices, token * indices_stride, width, s_kv)
-        keys = load_tile(index_k, key * index_k_stride * ALIGN, seen, STEP)
-        d_logit = tl.load(d_logits + row * width + slot, mask=seen, other=0.0)
-        scores = tl.dot(query.latent, tl.trans(keys.latent)) * index_scale  # [block_h, block_n]
+        key, seen = keys_at(slot, begin, end, slots, token)
+        keys = load_tile(indexer.k, key * indexer.k_stride * indexer.align, seen, STEP)
+        d_logit = tl.load(d_logits + row * slots.width + slot, mask=seen, other=0.0)
+        scores = tl.dot(query.latent, tl.trans(keys.latent)) * indexer.index_scale  # [block_h, block_n]
         d_score = tl.broadcast_to(d_logit[None, :], scores.shape)
-        if USE_RELU:
+        if indexer.use_relu:
             d_score = tl.where(scores > 0, d_score, 0.0)
         d_weight += d_score * scores
         d_query = tl.dot(d_score.to(keys.latent.dtype), keys.latent, d_query)
 
-    weight = tl.load(index_weights + token * weights_stride + head, mask=in_use, other=0)
-    d_query *= (to_float32(weight, STEP.interpreted) * index_scale)[:, None]
+    weight = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=in_use, other=0)
+    d_query *= (to_float32(weight, STEP.interpreted) * indexer.index_scale)[:, None]
     cols = tl.arange(0, STEP.latent)
-    row_offset = token * h_i + head
+    row_offset = token * indexer.h_i + head
     pointers = d_index_q + row_offset[:, None] * STEP.head_dim + cols[None, :]
     mask = in_heads[:, None] & (cols < STEP.head_dim)[None, :]
     tl.store(pointers, from_float32(d_query, d_index_q.dtype.element_ty, STEP.interpreted), mask=mask)
@@ -86,65 +70,49 @@ def index_queries_kernel(
 
 @kernel
 def selected_keys_kernel(
-    index_q,
-    index_q_stride_token: tl.int64,
-    index_q_stride_head: tl.int64,
-    index_k,
-    index_k_stride: tl.int64,
-    index_weights,
-    weights_stride: tl.int64,
-    ranges,
-    indices,
-    indices_stride: tl.int64,
-    s_q: tl.int32,
-    s_kv: tl.int32,
-    width: tl.int32,
-    h_i: tl.int32,
-    index_scale: tl.float32,
+    slots: SlotRanges,
+    indexer: IndexerRows,
     first_token: tl.int64,
     d_logits,
     first_row: tl.int64,
     first_slot: tl.int32,
-    slots: tl.int32,
+    num_slots: tl.int32,
     d_index_k,
-    USE_RELU: tl.constexpr,
     ATOMIC: tl.constexpr,
-    ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Gradients of a tile of the index keys at slots first_slot to first_slot + slots of a token's indices.
+    """Gradients of a tile of the index keys at slots first_slot to first_slot + num_slots of a token's indices.
 
     The token is ``first_row`` tokens after ``first_token``, or later. With ATOMIC they are added to rows of
-    ``d_index_k`` [s_kv, d_i], else stored in ``d_index_k`` [tokens, slots, d_i]; float32.
+    ``d_index_k`` [s_kv, d_i], else stored in ``d_index_k`` [tokens, num_slots, d_i]; float32.
     """
-    tiles = tl.cdiv(slots, STEP.block_n)
+    tiles = tl.cdiv(num_slots, STEP.block_n)
     launched = (tl.program_id(0) // tiles).to(tl.int64)
     row = first_row + launched
     token = first_token + row
     launched_slot = (tl.program_id(0) % tiles) * STEP.block_n + tl.arange(0, STEP.block_n)
     slot = first_slot + launched_slot
-    begin, end = slot_range(ranges, s_q, token)
-    end = tl.minimum(end, first_slot + slots)
-    key, seen = keys_at(slot, begin, end, indices, token * indices_stride, width, s_kv)
-    keys = load_tile(index_k, key * index_k_stride * ALIGN, seen, STEP)
-    d_logit = tl.load(d_logits + row * width + slot, mask=seen, other=0.0)
+    begin, end = slot_range(slots, token)
+    end = tl.minimum(end, first_slot + num_slots)
+    key, seen = keys_at(slot, begin, end, slots, token)
+    keys = load_tile(indexer.k, key * indexer.k_stride * indexer.align, seen, STEP)
+    d_logit = tl.load(d_logits + row * slots.width + slot, mask=seen, other=0.0)
 
     BLOCK_N: tl.constexpr = STEP.block_n
     WIDTH: tl.constexpr = STEP.latent
     d_keys = tl.zeros([BLOCK_N, WIDTH], tl.float32)
     # Without a key nothing is stored.
-    heads = tl.where(tl.max(seen.to(tl.int32), axis=0) > 0, h_i, 0)
+    heads = tl.where(tl.max(seen.to(tl.int32), axis=0) > 0, indexer.h_i, 0)
     for start in tl.range(0, heads, STEP.block_h, num_stages=STEP.num_stages):
         head = start + tl.arange(0, STEP.block_h)
-        in_heads = head < h_i
-        offset = (token * index_q_stride_token + head * index_q_stride_head) * ALIGN
-        query = load_tile(index_q, offset, in_heads, STEP)
-        weight = tl.load(index_weights + token * weights_stride + head, mask=in_heads, other=0)
-        d_keys = _add_gradient(d_keys, keys, query, to_float32(weight, STEP.interpreted), d_logit, USE_RELU)
+        in_heads = head < indexer.h_i
+        query = load_tile(indexer.q, query_offset(indexer, token, head), in_heads, STEP)
+        weight = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=in_heads, other=0)
+        d_keys = _add_gradient(d_keys, keys, query, to_float32(weight, STEP.interpreted), d_logit, indexer.use_relu)
 
-    d_keys *= index_scale
+    d_keys *= indexer.index_scale
     cols = tl.arange(0, STEP.latent)
-    to_row = key if ATOMIC else launched * slots + launched_slot
+    to_row = key if ATOMIC else launched * num_slots + launched_slot
     pointers = d_index_k + to_row[:, None] * STEP.head_dim + cols[None, :]
     mask = seen[:, None] & (cols < STEP.head_dim)[None, :]
     if ATOMIC:
@@ -155,42 +123,30 @@ def selected_keys_kernel(
 
 @kernel
 def range_keys_kernel(
-    index_q,
-    index_q_stride_token: tl.int64,
-    index_q_stride_head: tl.int64,
-    index_k,
-    index_k_stride: tl.int64,
-    index_weights,
-    weights_stride: tl.int64,
-    ranges,
-    s_q: tl.int32,
-    s_kv: tl.int32,
-    h_i: tl.int32,
-    index_scale: tl.float32,
+    slots: SlotRanges,
+    indexer: IndexerRows,
     first_token: tl.int64,
     tokens: tl.int32,
     d_logits,
     d_index_k,
-    USE_RELU: tl.constexpr,
     GROUP: tl.constexpr,
-    ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Gradients of a tile of index keys from GROUP of the launch's ``tokens``: ``d_index_k`` [groups, s_kv, d_i]."""
-    tiles = tl.cdiv(s_kv, STEP.block_n)
+    tiles = tl.cdiv(slots.s_kv, STEP.block_n)
     group = tl.program_id(0) // tiles
     key = (tl.program_id(0) % tiles) * STEP.block_n + tl.arange(0, STEP.block_n)
-    in_use = key < s_kv
-    keys = load_tile(index_k, key.to(tl.int64) * index_k_stride * ALIGN, in_use, STEP)
+    in_use = key < slots.s_kv
+    keys = load_tile(indexer.k, key.to(tl.int64) * indexer.k_stride * indexer.align, in_use, STEP)
 
     # Of the group, the tokens from the first to the last that see a key of the tile.
     member = group * GROUP + tl.arange(0, GROUP)
-    begins, ends = slot_range(ranges, s_q, first_token + tl.minimum(member, tokens - 1))
+    begins, ends = slot_range(slots, first_token + tl.minimum(member, tokens - 1))
     first_key = (tl.program_id(0) % tiles) * STEP.block_n
     sees = (member < tokens) & (begins < first_key + STEP.block_n) & (ends > first_key) & (begins < ends)
     first = tl.min(tl.where(sees, member, tokens), axis=0)
     last = tl.max(tl.where(sees, member + 1, 0), axis=0)
-    head_blocks = tl.cdiv(h_i, STEP.block_h)
+    head_blocks = tl.cdiv(indexer.h_i, STEP.block_h)
 
     BLOCK_N: tl.constexpr = STEP.block_n
     WIDTH: tl.constexpr = STEP.latent
@@ -199,20 +155,19 @@ def range_keys_kernel(
     for step in tl.range(first * head_blocks, last * head_blocks, num_stages=STEP.num_stages):
         row = (step // head_blocks).to(tl.int64)
         token = first_token + row
-        begin, end = slot_range(ranges, s_q, token)
+        begin, end = slot_range(slots, token)
         seen = (key >= begin) & (key < end)
-        d_logit = tl.load(d_logits + row * s_kv + key, mask=seen, other=0.0)
+        d_logit = tl.load(d_logits + row * slots.s_kv + key, mask=seen, other=0.0)
         head = (step % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
-        # index_q and index_weights of a token that sees no key may be NaN.
-        in_heads = (head < h_i) & (begin < end)
-        offset = (token * index_q_stride_token + head * index_q_stride_head) * ALIGN
-        query = load_tile(index_q, offset, in_heads, STEP)
-        weight = tl.load(index_weights + token * weights_stride + head, mask=in_heads, other=0)
-        d_keys = _add_gradient(d_keys, keys, query, to_float32(weight, STEP.interpreted), d_logit, USE_RELU)
+        # index_q and indexer.weights of a token that sees no key may be NaN.
+        in_heads = (head < indexer.h_i) & (begin < end)
+        query = load_tile(indexer.q, query_offset(indexer, token, head), in_heads, STEP)
+        weight = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=in_heads, other=0)
+        d_keys = _add_gradient(d_keys, keys, query, to_float32(weight, STEP.interpreted), d_logit, indexer.use_relu)
 
     cols = tl.arange(0, STEP.latent)
-    pointers = d_index_k + (group.to(tl.int64) * s_kv + key)[:, None] * STEP.head_dim + cols[None, :]
-    tl.store(pointers, d_keys * index_scale, mask=in_use[:, None] & (cols < STEP.head_dim)[None, :])
+    pointers = d_index_k + (group.to(tl.int64) * slots.s_kv + key)[:, None] * STEP.head_dim + cols[None, :]
+    tl.store(pointers, d_keys * indexer.index_scale, mask=in_use[:, None] & (cols < STEP.head_dim)[None, :])
 
 
 @triton.jit

@@ -1,10 +1,8 @@
 """The indexer's loss: lse and target of the attention, index logits, and the divergence of their softmax.
 
-``q`` [s_q, h_q, d] and ``kv`` [s_kv, d] belong to the attention; ``index_q`` [s_q, h_i, d_i], ``index_k`` [s_kv, d_i]
-and ``index_weights`` [s_q, h_i] to the indexer. ``seen_keys`` defines ``ranges`` and slots; ``width`` is the number of
-slots. ``target`` and ``logits`` are scratch, float32 [tokens, width], for tokens from ``first_token`` on; kernels write
-and read only the slots of a token that count. STEP is a ``kernels.triton.config.StepConfig``. Strides of q, kv, index_q
-and index_k are in units of ALIGN elements.
+``seen_keys`` has the records. ``target`` and ``logits`` are scratch, float32 [tokens, width], for tokens from
+``first_token`` on; kernels write and read only the slots of a token that count. STEP is a
+``kernels.triton.config.StepConfig``.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -17,7 +15,14 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E, load_tile
-from flashlatte.ops.indexer_loss.portable.seen_keys import keys_at, slot_range
+from flashlatte.ops.indexer_loss.portable.seen_keys import (
+    AttentionRows,
+    IndexerRows,
+    SlotRanges,
+    keys_at,
+    query_offset,
+    slot_range,
+)
 from flashlatte.runtime.triton_kernel import kernel
 
 # Below it log t is that of this value, so that t = 0 contributes 0.
@@ -26,38 +31,26 @@ _SMALLEST_TARGET = tl.constexpr(1e-10)
 
 @kernel
 def lse_kernel(
-    q,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    kv,
-    kv_stride: tl.int64,
-    ranges,
-    indices,
-    indices_stride: tl.int64,
-    s_q: tl.int32,
-    s_kv: tl.int32,
-    width: tl.int32,
-    h_q: tl.int32,
-    softmax_scale: tl.float32,
+    slots: SlotRanges,
+    attention: AttentionRows,
     lse,
-    ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """lse [s_q, h_q] of a token's block of heads, natural logarithm; -inf if the token sees no key."""
-    head_blocks = tl.cdiv(h_q, STEP.block_h)
+    head_blocks = tl.cdiv(attention.h_q, STEP.block_h)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
-    query = load_tile(q, (token * q_stride_token + head * q_stride_head) * ALIGN, head < h_q, STEP)
-    begin, end = slot_range(ranges, s_q, token)
+    query = load_tile(attention.q, query_offset(attention, token, head), head < attention.h_q, STEP)
+    begin, end = slot_range(slots, token)
 
-    scale = softmax_scale * LOG2_E
+    scale = attention.softmax_scale * LOG2_E
     BLOCK_H: tl.constexpr = STEP.block_h
     row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_H], tl.float32)
     for start in tl.range(begin // STEP.block_n * STEP.block_n, end, STEP.block_n, num_stages=STEP.num_stages):
         slot = start + tl.arange(0, STEP.block_n)
-        key, seen = keys_at(slot, begin, end, indices, token * indices_stride, width, s_kv)
-        keys = load_tile(kv, key * kv_stride * ALIGN, seen, STEP)
+        key, seen = keys_at(slot, begin, end, slots, token)
+        keys = load_tile(attention.kv, key * attention.kv_stride * attention.align, seen, STEP)
         scores = tl.dot(query.latent, tl.trans(keys.latent))  # [block_h, block_n]
         if STEP.rope > 0:
             scores = tl.dot(query.rope, tl.trans(keys.rope), scores)
@@ -68,119 +61,91 @@ def lse_kernel(
         row_max = new_max
     is_empty = row_max == float("-inf")
     row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log2(tl.where(is_empty, 1.0, row_sum)))
-    tl.store(lse + token * h_q + head, row_lse * LN_2, mask=head < h_q)
+    tl.store(lse + token * attention.h_q + head, row_lse * LN_2, mask=head < attention.h_q)
 
 
 @kernel
 def target_kernel(
-    q,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
-    kv,
-    kv_stride: tl.int64,
-    ranges,
-    indices,
-    indices_stride: tl.int64,
-    s_q: tl.int32,
-    s_kv: tl.int32,
-    width: tl.int32,
-    h_q: tl.int32,
-    softmax_scale: tl.float32,
+    slots: SlotRanges,
+    attention: AttentionRows,
     lse,
     lse_stride_token: tl.int64,
     lse_stride_head: tl.int64,
     first_token: tl.int64,
     target,
     SPLIT: tl.constexpr,
-    ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """The probabilities of SPLIT of a token's slots, summed over heads; 0 for a key that the token does not see."""
-    splits = tl.cdiv(width, SPLIT)
+    splits = tl.cdiv(slots.width, SPLIT)
     row = (tl.program_id(0) // splits).to(tl.int64)
     token = first_token + row
-    begin, end = slot_range(ranges, s_q, token)
+    begin, end = slot_range(slots, token)
     first, last = _split(tl.program_id(0) % splits, begin, end, SPLIT, STEP)
 
-    scale = softmax_scale * LOG2_E
-    for first_head in tl.range(0, tl.where(first < last, h_q, 0), STEP.block_h):
+    scale = attention.softmax_scale * LOG2_E
+    for first_head in tl.range(0, tl.where(first < last, attention.h_q, 0), STEP.block_h):
         # Sums over the heads before may have been stored by other threads.
         tl.debug_barrier()
         head = first_head + tl.arange(0, STEP.block_h)
-        query = load_tile(q, (token * q_stride_token + head * q_stride_head) * ALIGN, head < h_q, STEP)
-        row_lse = tl.load(lse + token * lse_stride_token + head * lse_stride_head, mask=head < h_q, other=float("inf"))
+        query = load_tile(attention.q, query_offset(attention, token, head), head < attention.h_q, STEP)
+        row_lse = tl.load(
+            lse + token * lse_stride_token + head * lse_stride_head, mask=head < attention.h_q, other=float("inf")
+        )
         for start in tl.range(first, last, STEP.block_n, num_stages=STEP.num_stages):
             slot = start + tl.arange(0, STEP.block_n)
-            key, seen = keys_at(slot, begin, last, indices, token * indices_stride, width, s_kv)
-            keys = load_tile(kv, key * kv_stride * ALIGN, seen, STEP)
+            key, seen = keys_at(slot, begin, last, slots, token)
+            keys = load_tile(attention.kv, key * attention.kv_stride * attention.align, seen, STEP)
             scores = tl.dot(query.latent, tl.trans(keys.latent))  # [block_h, block_n]
             if STEP.rope > 0:
                 scores = tl.dot(query.rope, tl.trans(keys.rope), scores)
             of_heads = tl.sum(tl.exp2(scores * scale - (row_lse * LOG2_E)[:, None]), axis=0)
             in_use = (slot >= begin) & (slot < last)
-            before = tl.load(target + row * width + slot, mask=in_use & (first_head > 0), other=0.0)
-            tl.store(target + row * width + slot, tl.where(seen, before + of_heads, 0.0), mask=in_use)
+            before = tl.load(target + row * slots.width + slot, mask=in_use & (first_head > 0), other=0.0)
+            tl.store(target + row * slots.width + slot, tl.where(seen, before + of_heads, 0.0), mask=in_use)
 
 
 @kernel
 def logits_kernel(
-    index_q,
-    index_q_stride_token: tl.int64,
-    index_q_stride_head: tl.int64,
-    index_k,
-    index_k_stride: tl.int64,
-    index_weights,
-    weights_stride: tl.int64,
-    ranges,
-    indices,
-    indices_stride: tl.int64,
-    s_q: tl.int32,
-    s_kv: tl.int32,
-    width: tl.int32,
-    h_i: tl.int32,
-    index_scale: tl.float32,
+    slots: SlotRanges,
+    indexer: IndexerRows,
     first_token: tl.int64,
     logits,
-    USE_RELU: tl.constexpr,
     SPLIT: tl.constexpr,
-    ALIGN: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """The index logits of SPLIT of a token's slots; -inf for a key that the token does not see."""
-    splits = tl.cdiv(width, SPLIT)
+    splits = tl.cdiv(slots.width, SPLIT)
     row = (tl.program_id(0) // splits).to(tl.int64)
     token = first_token + row
-    begin, end = slot_range(ranges, s_q, token)
+    begin, end = slot_range(slots, token)
     first, last = _split(tl.program_id(0) % splits, begin, end, SPLIT, STEP)
 
-    for first_head in tl.range(0, tl.where(first < last, h_i, 0), STEP.block_h):
+    for first_head in tl.range(0, tl.where(first < last, indexer.h_i, 0), STEP.block_h):
         # Sums over the heads before may have been stored by other threads.
         tl.debug_barrier()
         head = first_head + tl.arange(0, STEP.block_h)
-        offset = (token * index_q_stride_token + head * index_q_stride_head) * ALIGN
-        query = load_tile(index_q, offset, head < h_i, STEP)
-        loaded = tl.load(index_weights + token * weights_stride + head, mask=head < h_i, other=0)
+        query = load_tile(indexer.q, query_offset(indexer, token, head), head < indexer.h_i, STEP)
+        loaded = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=head < indexer.h_i, other=0)
         weight = to_float32(loaded, STEP.interpreted)
         for start in tl.range(first, last, STEP.block_n, num_stages=STEP.num_stages):
             slot = start + tl.arange(0, STEP.block_n)
-            key, seen = keys_at(slot, begin, last, indices, token * indices_stride, width, s_kv)
-            keys = load_tile(index_k, key * index_k_stride * ALIGN, seen, STEP)
-            scores = tl.dot(query.latent, tl.trans(keys.latent)) * index_scale  # [block_h, block_n]
-            if USE_RELU:
+            key, seen = keys_at(slot, begin, last, slots, token)
+            keys = load_tile(indexer.k, key * indexer.k_stride * indexer.align, seen, STEP)
+            scores = tl.dot(query.latent, tl.trans(keys.latent)) * indexer.index_scale  # [block_h, block_n]
+            if indexer.use_relu:
                 scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
             of_heads = tl.sum(weight[:, None] * scores, axis=0)
             in_use = (slot >= begin) & (slot < last)
-            before = tl.load(logits + row * width + slot, mask=in_use & (first_head > 0), other=0.0)
-            tl.store(logits + row * width + slot, tl.where(seen, before + of_heads, float("-inf")), mask=in_use)
+            before = tl.load(logits + row * slots.width + slot, mask=in_use & (first_head > 0), other=0.0)
+            tl.store(logits + row * slots.width + slot, tl.where(seen, before + of_heads, float("-inf")), mask=in_use)
 
 
 @kernel
 def loss_kernel(
+    slots: SlotRanges,
     target,
     logits,
-    ranges,
-    s_q: tl.int32,
-    width: tl.int32,
     first_token: tl.int64,
     losses,
     sees_keys,
@@ -192,11 +157,11 @@ def loss_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
-    begin, end = slot_range(ranges, s_q, token)
+    begin, end = slot_range(slots, token)
     first = begin // BLOCK * BLOCK
     cols = tl.arange(0, BLOCK)
-    target += row * width
-    logits += row * width
+    target += row * slots.width
+    logits += row * slots.width
 
     col_max = tl.full([BLOCK], float("-inf"), tl.float32)
     col_sum = tl.zeros([BLOCK], tl.float32)
