@@ -33,6 +33,7 @@ Constant: TypeAlias = Any
 _SCALARS = {"Int32": "int32", "Int64": "int64", "Float32": "float32"}
 _WITHOUT_TYPE = ("", "Pointer", "ElementPointer", "OptionalInt32")
 _KINDS = (*_WITHOUT_TYPE, *_SCALARS, *_SCALARS.values(), "Constant", "constexpr")
+_TUPLE_ATTRIBUTES = ("type", "values")
 # By which the generated function refers to Triton's types and to the kernel's body.
 _LANGUAGE, _BODY = "tl", "body"
 
@@ -68,7 +69,7 @@ def parameters_of(
     """The parameters of the generated function, or those of a kernel without records. ``same``: as in ``kernel``.
 
     Raises:
-        TypeError: an annotation is neither a record nor a kind of argument.
+        TypeError: an annotation is neither a record nor a kind of argument, or a field has a name of Triton's.
     """
     parameters: list[Parameter] = []
     for name, item in inspect.signature(function).parameters.items():
@@ -141,6 +142,10 @@ def _flatten(name: str, value: Any, record: type[Any]) -> Iterator[tuple[str, An
 def _fields(prefix: str, record: type[Any]) -> Iterator[Parameter]:
     scope = vars(sys.modules[record.__module__])
     for field in record._fields:
+        if field in _TUPLE_ATTRIBUTES:
+            raise TypeError(
+                f"{record.__name__} must have no field {field}: Triton's tuples have an attribute of that name"
+            )
         annotation = record.__annotations__[field]
         inner = _record(annotation, scope)
         if inner is None:

@@ -137,3 +137,14 @@ def test_fields_that_are_the_same_have_one_parameter() -> None:
     different = pair(4)._replace(target=pair(5).target)
     with pytest.raises(ValueError, match="pair_target_size must be pair_source_size, 4, got 5"):
         flat_records({"pair": Pair}, same, [different])
+
+
+def test_refuses_a_field_that_tritons_tuples_have() -> None:
+    class Column(NamedTuple):
+        values: ElementPointer
+
+    def column_kernel(column: Any) -> None: ...
+
+    column_kernel.__annotations__["column"] = Column
+    with pytest.raises(TypeError, match="Column must have no field values"):
+        kernel(column_kernel)
