@@ -12,8 +12,8 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\
 _OPERANDS = re.compile(r",(?![^\[]*\])")
 _REGISTER = re.compile(r"\bUR(\d+)\b")
 # CUDA 13's ptxas keeps uniform registers in others, also such as hold nothing yet.
-_SPILL = re.compile(r"MOV\.SPILL (R\d+), UR(\d+)$")
-_FILL = re.compile(r"R2UR\.FILL UR(\d+), (R\d+)$")
+_SPILL = re.compile(r"MOV(\.SPILL)? (R\d+), UR(\d+)$")
+_FILL = re.compile(r"R2UR(?:\.FILL)? UR(\d+), (R\d+)$")
 _WRITE_UNIFORM = {"R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "CREDUX", "ELECT", "LDCU"}
 # These only read what their operands name.
 _READ_ONLY = re.compile(r"UTMA|UBLK|USETMAXREG|UCGABAR|UPREFETCH|USTGR|UREDGR")
@@ -28,8 +28,10 @@ def read_before_written(sass: str) -> list[str]:
     found = []
     for instruction in _INSTRUCTION.finditer(kernel):
         text = f"{instruction[1]} {instruction[2].strip()}"
-        if spill := _SPILL.match(text):
-            (empty.discard if int(spill[2]) in written else empty.add)(spill[1])
+        spill = _SPILL.match(text)
+        # A plain move is such a copy too, if the register's next use is to bring it back.
+        if spill and (spill[1] or _next_use(kernel, instruction.end(), spill[2]).startswith("R2UR")):
+            (empty.discard if int(spill[3]) in written else empty.add)(spill[2])
             continue
         if (fill := _FILL.match(text)) and fill[2] in empty:
             written.discard(int(fill[1]))
@@ -49,6 +51,13 @@ def read_before_written(sass: str) -> list[str]:
             found.append(instruction[0])
         written |= results if instruction[1].startswith("CALL") else _written(instruction)
     return found
+
+
+def _next_use(kernel: str, start: int, register: str) -> str:
+    """The next instruction that names a register, or nothing."""
+    name = re.compile(rf"\b{register}\b")
+    found = (match for match in _INSTRUCTION.finditer(kernel, start) if name.search(match[2]))
+    return next((match[1] for match in found), "")
 
 
 def _numbers(instruction: re.Match[str], operand: str) -> list[int]:
