@@ -12,6 +12,9 @@ Each buffer has an *empty* barrier (the last reader signals the producer) and a 
 consumers). Copies that fill a buffer complete on an mbarrier.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -10,6 +10,9 @@ allocations (``ptx.clusters``). The halves of both blocks are contiguous, in one
 memory.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -28,6 +28,9 @@ An operation supplies the producer, the mask and the schedule. A step of its con
 and ``peer``: the ``clusters.ClusterAddresses`` of a cluster whose two CTAs share dequantized keys, or None.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportUnboundVariable=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

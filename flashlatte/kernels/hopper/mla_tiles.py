@@ -6,6 +6,9 @@ scores of block 0, the odd one those of block 1. Keys and values are the same by
 255 and 256 to 511 of a row, *rope* columns 512 to 575.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

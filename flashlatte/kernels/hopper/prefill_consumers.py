@@ -4,6 +4,10 @@
 with pages ``absent``, a word per stage of K that marks absent ones.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

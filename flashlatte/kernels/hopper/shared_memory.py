@@ -4,6 +4,9 @@ Gluon does not expose the addresses of its allocations, and they change with eve
 with a 128-byte swizzle to 1,024 bytes, as WGMMA requires: tiles are searched for at these addresses.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -5,6 +5,9 @@ P does not depend on it, and rescaling the output costs as much as the rest of t
 ``row_max`` is in base 2: a score times ``scale`` = softmax_scale · log2(e).
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAssignmentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

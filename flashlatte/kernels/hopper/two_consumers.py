@@ -4,6 +4,9 @@ This module has the barriers, the stages, the window mask and the online softmax
 producer and its schedule.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

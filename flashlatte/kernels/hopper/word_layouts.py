@@ -1,5 +1,8 @@
 """Register layouts of one-byte elements that a producer loads, casts to 16 bits and stores in a tile."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -1,5 +1,8 @@
 """Addresses of tokens in a paged cache, in Triton."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,5 +1,8 @@
 """Page copies in Triton: bytes of any format, in one launch, between memories that the GPU can address."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,8 @@
 """``cache_gather`` in Triton: copies the tokens of several requests to a contiguous latent and dequantises them."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import triton.language as tl
@@ -70,6 +73,7 @@ def cache_gather(params: CacheGatherParams) -> None:
     if tiling is not None:
         gather_tiles_kernel[grid](*records, **variant, TILING=tiling)
     else:
+        assert scaling is not None
         tail = layout.head_dim - scaling.block * scaling.blocks
         gather_blocks_kernel[grid](*records, **variant, SCALING=scaling, TAIL=tail)
 

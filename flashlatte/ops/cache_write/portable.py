@@ -1,5 +1,8 @@
 """``cache_write`` in Triton: quantises new tokens and writes them to their slots."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,8 @@
 """``concat_mla_q`` in Triton: a program copies bytes of both parts of some heads."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,8 @@
 """``gather_records`` in Triton: one launch per plane of a page."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,8 @@
 """``index_quantize`` and ``index_gather`` in Triton."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,8 @@
 """``index_query`` in Triton: one program rotates, transforms and quantises some heads of a token."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -4,6 +4,9 @@ A program processes the whole width, so no reduction over programs is needed. Th
 tensor cores, and float32 would need three 16-bit MMAs.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,5 +1,8 @@
 """``index_workspace`` in Triton: one program per token."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,5 +1,8 @@
 """``inverse_rope_quantize`` in Triton: one program processes a tile of some heads of a token."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,8 @@
 """The merge in Triton: strided states are read in place, each value once."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import math

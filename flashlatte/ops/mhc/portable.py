@@ -1,5 +1,8 @@
 """``mhc_pre`` and ``mhc_post`` in Triton: a program processes all streams of a token, or some of its columns."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

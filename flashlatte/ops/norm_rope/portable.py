@@ -1,5 +1,8 @@
 """Norms, rotation and unquantised cache writes in Triton. Each element is read once and written once."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import torch

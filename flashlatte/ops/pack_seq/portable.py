@@ -1,5 +1,8 @@
 """``pack_seq`` and ``unpack_seq`` in Triton: a program copies bytes of some tokens."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,8 @@
 """``q_kv_norm`` in Triton: the first programs process a token's query latent each, the following ones its key."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import triton.language as tl

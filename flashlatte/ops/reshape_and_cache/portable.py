@@ -1,5 +1,9 @@
 """``reshape_and_cache`` in Triton: a program writes rows (token, head) of keys and of values."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -89,8 +93,9 @@ def _key_value_rows(
 ) -> KeyValueRows:
     cache_strides = [stride_in_use(cache, axis) for axis in range(4)]
     cache_align = alignment_elements(cache, *cache_strides)
-    one = scale is None or scale.numel() == 1
-    scale_strides = [0, 0, 0] if one else [0] * (3 - scale.dim()) + list(scale.stride())
+    scale_strides = [0, 0, 0]
+    if scale is not None and scale.numel() > 1:
+        scale_strides = [0] * (3 - scale.dim()) + list(scale.stride())
     is_bytes = cache.dtype in LARGEST
     return KeyValueRows(
         head_rows(rows),

@@ -1,6 +1,9 @@
 """``rope_cache_write`` in Triton: the first programs process a token's key each, the following ones some of its
 heads."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -4,7 +4,8 @@ A program processes several tiles, of either keys or values: both together would
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The inline PTX of ``shared_scan``, emulated in NumPy one thread at a time."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

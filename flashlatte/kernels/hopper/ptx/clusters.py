@@ -5,6 +5,9 @@ Triton's shared memory, the *tail*, for the mbarriers. The code assumes that the
 the CTA's shared memory, and that both CTAs run the same kernel, so that shared memory has the same layout in both.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

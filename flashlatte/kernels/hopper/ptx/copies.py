@@ -4,6 +4,10 @@ Triton 3.6 to 3.8 have no eviction hint for copies between global and shared mem
 ``global_smem`` is the start of the CTA's shared memory, as in the PTX of Triton 3.6 to 3.9.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

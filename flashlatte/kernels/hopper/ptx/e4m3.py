@@ -6,6 +6,9 @@ once. (A single product with 2^120 · scale would only work for scales below 2^8
 checks for it first, and tokens with NaN get NaN as their scale.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -7,6 +7,9 @@ infinities and NaN are preserved: GPU arithmetic generates a single NaN, 0x7FFFF
 it does not reach the sign bit.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -5,6 +5,9 @@ stored row by row. There, each of the four threads of a row holds two of every e
 16-bit types; the threads exchange columns first, so that each stores 16 bytes.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -1,5 +1,8 @@
 """Arithmetic on the registers of a thread, and values that are opaque to the compiler."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -8,7 +8,8 @@ INTERPRETED: the kernel runs in Triton's interpreter, and ``memory`` is a pointe
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Instructions that each thread executes once: named barriers, shuffles, votes and traps."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -1,5 +1,8 @@
 """The steps after a group's sum: norm, rotation and quantisation of the row; and the write of the tokens' states."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """The sums of completed groups: a softmax over the rows of a group in each channel, and the weighted sum."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -5,7 +5,7 @@ once. The ranges of a request are computed from the lengths, before the attentio
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportCallIssue=false
+# pyright: reportInvalidTypeForm=false, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The epilogue of a consumer: write half of the output as a result or as a partial output."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -85,10 +85,10 @@ def dense_decode(params: DenseDecodeParams) -> None:
         q = q.clone(memory_format=torch.contiguous_format)
     q_strides = strides_in_use(q)
     out_align = row_align(out)
-    q_units = (stride // _ALIGN for stride in q_strides)
+    q_request, q_token, q_head = (stride // _ALIGN for stride in q_strides)
     # The kernel for few rows loads its queries through registers.
-    q_tiles = (None, None) if few_rows else _query_descriptors(q, q_strides, heads)
-    query = DenseDecodeQuery(*q_tiles, q, *q_units, heads, rows)
+    half, rope = (None, None) if few_rows else _query_descriptors(q, q_strides, heads)
+    query = DenseDecodeQuery(half, rope, q, q_request, q_token, q_head, heads, rows)
     descriptors, one_byte_keys = _keys(k_cache, box, few_rows)
     table = DecodeBlockTable(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)

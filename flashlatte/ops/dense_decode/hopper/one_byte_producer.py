@@ -5,6 +5,10 @@ the blocks of the next step are prefetched into L2. The consumers fence the prod
 in flight, and consumers have none. Tiles hold the exact values; their scale is applied to scores and output.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

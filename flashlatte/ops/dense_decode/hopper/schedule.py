@@ -1,5 +1,8 @@
 """The schedule of a CTA: ``split_kv.device`` for dense decode."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

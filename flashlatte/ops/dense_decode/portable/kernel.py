@@ -4,6 +4,9 @@ A cache row is loaded once: the row is the key, its latent part the value. The q
 share a kv head are rows of one matrix, so a key is multiplied by all of them.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

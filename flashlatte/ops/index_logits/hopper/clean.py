@@ -1,5 +1,8 @@
 """Write -inf for keys that are masked. The logits kernels write only visible keys, so the two do not overlap."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import triton

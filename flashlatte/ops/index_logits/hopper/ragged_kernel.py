@@ -1,5 +1,9 @@
 """Logits of many queries with contiguous keys; docs/kernels/index-logits.md explains the schedule."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

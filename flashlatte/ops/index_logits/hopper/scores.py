@@ -4,6 +4,9 @@ The rows of a tile are 64 keys and its columns the heads of a few queries, so th
 a thread. A thread holds a quarter of the columns of two keys.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

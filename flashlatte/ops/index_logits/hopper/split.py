@@ -5,6 +5,9 @@ than a tile, group by group of queries. A program processes a contiguous share o
 group. ``lengths`` is a ``QueryLengths``.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """Tiles in shared memory, register layouts and barriers that both kernels share."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

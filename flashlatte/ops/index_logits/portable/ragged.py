@@ -1,5 +1,8 @@
 """Index logits over contiguous keys: a program keeps a tile of queries and loops over tiles of keys."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -4,6 +4,9 @@ The MMA is keys times queries, [BLOCK_N, queries · heads], so a thread sums ove
 chooses queries and a range of positions, and brings a function that locates the keys at these positions.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

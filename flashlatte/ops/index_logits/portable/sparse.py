@@ -3,6 +3,9 @@
 Contiguous keys are read as a cache of one page, whose size is their number.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

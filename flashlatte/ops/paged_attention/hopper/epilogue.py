@@ -1,5 +1,8 @@
 """The epilogue of a tile: normalize, and write out and lse."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

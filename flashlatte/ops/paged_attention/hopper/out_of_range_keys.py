@@ -1,5 +1,8 @@
 """Zeroing of values that are visible to none of a tile's queries."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

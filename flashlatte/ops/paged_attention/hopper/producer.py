@@ -3,6 +3,10 @@
 It is a single warp, because several warps would synchronize before each copy.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -6,6 +6,9 @@ values of one or two heads are in use at a time and stay in L2), requests, block
 are not in the list. Tokens before the first request and after the last one are listed as requests without keys.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -10,7 +10,8 @@ between. Along the summed axis, each of 4 threads holds every fourth group of 4 
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ multiplied by all of them. ``split_kv.device`` splits the keys of all tiles over
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

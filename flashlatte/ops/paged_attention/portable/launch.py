@@ -318,6 +318,7 @@ def _rows(
     """The keys or values in a cache [pages, page_size, heads, pieces, elements] and in ``new``."""
     page, token, head, piece, element = cache.stride()
     as_bytes = cache.dtype.itemsize == 1 and cache.dtype != torch.int8
+    scale_page, scale_token, scale_head = (0, 0, 0) if scales is None else scales.stride()
     return PagedRows(
         RowCache(
             cache.view(torch.uint8) if as_bytes else cache,
@@ -328,7 +329,7 @@ def _rows(
             element,
         ),
         packed_rows(new),
-        RowScales(scales, *((0, 0, 0) if scales is None else scales.stride()), scale),
+        RowScales(scales, scale_page, scale_token, scale_head, scale),
     )
 
 

@@ -4,6 +4,10 @@ Threads hold all of a block's tokens in registers, and the loads of the next blo
 ``producer``. Data that are copied by cp.async are not shared: each CTA copies them for all 64 tokens.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,9 @@
 """The kernel: compute the CTA's work, then run the producer and the two consumers."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import triton.language as tl

@@ -234,7 +234,7 @@ def _selection(
 @functools.lru_cache(maxsize=4096)
 def _address_of(
     misalignment: int, pages: int, page_size: int, page_bytes: int, token_bytes: int, name: str, tiling: Tiling | None
-) -> tuple[tuple[int, ...], int, bool]:
+) -> tuple[tuple[int, int, int, int, int, int], int, bool]:
     """The address fields of ``CacheSelection``, and the other results of ``_selection``."""
     if tiling is not None:
         token_bytes = tiling.row_bytes

@@ -10,6 +10,10 @@ The producer is the default partition, because that reads kernel arguments from 
 receive them in registers, which the producer lacks.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

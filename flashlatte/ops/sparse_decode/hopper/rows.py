@@ -3,6 +3,9 @@
 Shared by the producers for one CTA and for two CTAs of a cluster.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -4,6 +4,9 @@ A work item is a query token of a request. Its blocks are those of its own list,
 its list into the extra cache.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

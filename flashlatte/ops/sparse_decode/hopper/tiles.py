@@ -1,5 +1,8 @@
 """Tiles and barriers of sparse decode, in addition to those of ``mla_tiles``."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

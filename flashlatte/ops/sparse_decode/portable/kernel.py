@@ -4,6 +4,9 @@ A work item is a query token of a request; its keys are those of its indices, fo
 extra cache. A CTA processes a group of a work item's heads.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -3,6 +3,9 @@
 Tiles are prefetched in the cache's format, two steps ahead, and need no registers. ``tiles`` loads words.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

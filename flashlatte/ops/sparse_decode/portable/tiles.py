@@ -5,6 +5,9 @@ values in ``v32``; these are the whole row in ``v32_no_rope``; the whole row, 44
 ``model1``; 512 e4m3 values in ``v41``; and 512 e2m1 values in ``v41_fp4``. Invalid tokens are zeros.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -11,6 +11,9 @@ product with block 0, which the decode kernels issue behind the scores. Here the
 issuing the product early costs 3% of a step's cycles (docs/notes/sparse-prefill.md).
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """The epilogue of a tile: normalize, and write out, max_logits and lse."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

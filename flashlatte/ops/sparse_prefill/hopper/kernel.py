@@ -1,5 +1,8 @@
 """The kernel: allocate shared memory, and run the three partitions."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl

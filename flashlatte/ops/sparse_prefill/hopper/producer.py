@@ -4,6 +4,9 @@ It refills half of a block as soon as its last reader releases it, in this order
 1's left, block 1's right.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """Scores of a block of selected tokens, computed as the quarters of the block arrive."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

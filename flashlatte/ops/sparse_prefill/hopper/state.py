@@ -1,5 +1,8 @@
 """State shared by the three partitions: tiles in shared memory, barriers, and the selection."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """The launcher: CTAs, threads and list capacity per row, from shapes alone."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

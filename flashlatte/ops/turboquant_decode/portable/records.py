@@ -1,7 +1,8 @@
 """Loading of records by 32-bit words, at any alignment."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Quantisation to codes: nearest centroids for keys, uniform steps for values."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 

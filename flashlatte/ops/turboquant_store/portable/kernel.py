@@ -7,7 +7,8 @@ and records written without shared memory.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Packing and writing of records by the threads that hold the codes."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """The caster: four warps that cast keys from the ring into tiles of float16."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

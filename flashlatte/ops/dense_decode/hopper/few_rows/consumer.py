@@ -1,5 +1,9 @@
 """The consumer: four warps that compute the scores of a block of keys and add its values to the output."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """The loader: one warp that fills the ring by TMA."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

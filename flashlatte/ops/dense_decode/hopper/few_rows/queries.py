@@ -1,5 +1,8 @@
 """Load the queries of a request as float16, each row scaled by a power of two."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

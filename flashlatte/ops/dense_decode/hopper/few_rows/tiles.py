@@ -5,6 +5,9 @@ blocks, whose four halves have a float16 tile each. The bytes of half h, counted
 into slot h % 3 of the ring.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -5,6 +5,9 @@ and only dQ, which sums over the keys of both consumers, needs dS in shared memo
 columns of dQ and writes them to shared memory for the producer.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -5,6 +5,9 @@ permuted: a thread holds columns 2t and 2t + 1 of each eight, and stores its eig
 16 bytes at a time, so that eight threads have no bank conflicts. ``finish_kernel`` undoes the permutation.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -3,6 +3,9 @@
 The stores run after the warpgroups have joined, because they would cost the consumers registers.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,5 +1,8 @@
 """The kernel: allocate shared memory, and run the three warpgroups."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import triton.language as tl

@@ -1,5 +1,8 @@
 """Register layouts of the consumers' tiles."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -6,6 +6,9 @@ place of rows of other requests. Zero rows are harmless (P is 1 or masked, dP an
 request's row would not be.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

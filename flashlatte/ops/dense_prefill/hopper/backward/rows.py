@@ -1,5 +1,8 @@
 """Kernels before and after the main kernel: delta and lse of rows, and the conversion of dQ."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import triton.language as tl

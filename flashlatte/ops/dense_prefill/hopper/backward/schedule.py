@@ -6,6 +6,9 @@ request of a slot. Keys before the first request and after the last one are trea
 gradients are zeros.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

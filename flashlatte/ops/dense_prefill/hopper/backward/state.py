@@ -1,5 +1,8 @@
 """Tiles in shared memory and barriers of the three warpgroups."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """The launcher: everything a call computes on the host, from shapes and strides alone."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import functools

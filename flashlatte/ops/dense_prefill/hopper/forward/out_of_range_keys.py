@@ -1,5 +1,8 @@
 """Zeroing of values that do not belong to the request."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -3,6 +3,9 @@
 It is a single warp, because several warps would synchronize before each copy.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

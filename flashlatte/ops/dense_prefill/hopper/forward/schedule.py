@@ -6,6 +6,9 @@ longest to the shortest), heads of the group. Tokens before the first request an
 requests without keys.
 """
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,5 +1,8 @@
 """Tiles in shared memory, and the barriers that synchronize producer and consumers."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
