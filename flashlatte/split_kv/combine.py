@@ -220,6 +220,8 @@ def launch_combine(
     else:
         tile = tile_for(plan.partial, rows_in_use, results, -(-plan.splits // items))
     overlapped = launches_overlap(scratch.device)
+    # One variant for operations with one query token per work item and with several.
+    outputs = outputs._replace(tokens=1 if outputs.tokens is None else outputs.tokens)
     combine_kernel[(results * tile.ctas(rows_in_use, cols),)](
         outputs,
         plan.grid(first_item),

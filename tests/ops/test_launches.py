@@ -114,4 +114,4 @@ def test_one_loop_whose_products_run_on(launches):
     code = forward.compile()
     assert loop_spills(code.sass) == 0
     # An instruction sums over 16: dims of a key, then keys of a step.
-    assert code.hgmma == (192 + forward.launch.arguments["BLOCK_N"]) // 16, code
+    assert code.hgmma == (192 + forward.launch.arguments["STEP"].block_n) // 16, code

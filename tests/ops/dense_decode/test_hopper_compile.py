@@ -28,6 +28,7 @@ from flashlatte.split_kv import combine, plan  # noqa: E402
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 KERNEL = launch.dense_decode_kernel
+COMBINE = combine.combine_kernel
 
 CALLS: dict[str, dict[str, Any]] = {
     "bf16 576": {},
@@ -299,14 +300,14 @@ def test_descriptors_are_cached():
 @pytest.mark.full
 def test_the_combine_waits_for_the_main_kernel(record, monkeypatch):
     """On Hopper the combine kernel launches while the main kernel runs, and must not read before that has finished."""
-    combiner = Recorder(combine_kernel := combine.combine_kernel.fn)
+    combiner = Recorder(COMBINE)
     monkeypatch.setattr(combine, "combine_kernel", combiner)
     monkeypatch.setattr(combine, "launches_overlap", lambda _: True)
     for call in ({"batch": 1, "heads": 16, "columns": 2048}, {"batch_invariant": True}):
         record(**call)
         launched = combiner.launches.pop()
         assert launched.options["launch_pdl"] is True
-        code = support.compile_launch(combine_kernel, launched, 90)
+        code = support.compile_launch(COMBINE, launched, 90)
         assert code.spills == 0
         first_wide_load = re.search(r"\bLDG\.\S*128\b", code.sass)
         assert first_wide_load is not None

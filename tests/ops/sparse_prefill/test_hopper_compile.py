@@ -89,7 +89,7 @@ def test_out_is_stored_by_tma(recorded):
     stores = re.findall(r"\bUTMASTG\S* (.*?) ;", code)
     assert len(stores) >= 2
     assert all("desc[" in store for store in stores)
-    assert next(iter(launched.arguments)) == "out_desc"
+    assert next(iter(launched.arguments)) == "output_descriptor"
     # Two statistics of 64 rows, at full and partial height.
     assert len(re.findall(r"\bSTG\b", code)) <= 4
 
