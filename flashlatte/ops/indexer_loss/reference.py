@@ -1,7 +1,7 @@
 """The indexer's loss in plain PyTorch, a few query tokens at a time: the specification.
 
-Of a query, over the keys that it sees (a selection, or a range): the target t is the mean over heads, those of all ranks
-of a group, of the attention probabilities, the prediction p the softmax of the index logits
+Of a query, over the keys that it sees (a selection, or a range): the target t is the mean over heads, those of every
+rank of a group, of the attention probabilities, the prediction p the softmax of the index logits
 I[j] = Σ_h w[h] · relu(index_scale · qI[h] · kI[j]), and the loss is KL(t ‖ p) = Σ_j t[j] (log t[j] - log p[j]). Its
 gradient with respect to a logit is p - t.
 """
