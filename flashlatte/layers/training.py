@@ -7,6 +7,7 @@ alone, and the selection has no gradient.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from flashlatte.layers import models
 from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.config import IndexerConfig, MLAConfig
 from flashlatte.layers.indexer import IndexProjections
+from flashlatte.layers.training_ranks import TrainingRanks, attend_blocks
 from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.index_select import index_select
@@ -45,13 +47,15 @@ class TrainingBatch:
             too, so that they attend to each other only.
         max_seqlen: tokens of the longest sequence, or more.
         key_start, key_end: int32 [T], the range of tokens that each token may select: those of its sequence up to its
-            own. Empty for padding, which selects nothing and has no part in the indexer's loss.
+            own. Empty for padding, which selects nothing and has no part in the indexer's loss. Of ``blocks`` only.
+        blocks: the tokens of a rank that has a part of the batch; None for all.
     """
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
     key_start: torch.Tensor
     key_end: torch.Tensor
+    blocks: Sequence[range] | None = None
 
     @staticmethod
     def packed(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int) -> TrainingBatch:
@@ -62,6 +66,19 @@ class TrainingBatch:
         inside = (sequence > 0) & (sequence < cu_seqlens.shape[0])
         start = cu_seqlens[(sequence - 1).clamp_min(0)]
         return TrainingBatch(cu_seqlens, max_seqlen, torch.where(inside, start, 0), torch.where(inside, token + 1, 0))
+
+    @staticmethod
+    def of_ranks(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int, ranks: TrainingRanks | None) -> TrainingBatch:
+        """``packed``, or its part on a rank that has ``tokens`` tokens of the batch."""
+        if ranks is None or ranks.tokens is None or ranks.blocks is None:
+            return TrainingBatch.packed(cu_seqlens, max_seqlen, tokens)
+        if (count := sum(map(len, ranks.blocks))) != tokens:
+            raise ValueError(f"hidden must have the {count} tokens of this rank, got {tokens}")
+        batch = TrainingBatch.packed(cu_seqlens, max_seqlen, ranks.tokens)
+        key_start, key_end = (
+            torch.cat([x[block.start : block.stop] for block in ranks.blocks]) for x in (batch.key_start, batch.key_end)
+        )
+        return dataclasses.replace(batch, key_start=key_start, key_end=key_end, blocks=ranks.blocks)
 
 
 class Rotation(NamedTuple):
@@ -115,6 +132,7 @@ def attend(
     config: IndexerConfig | None = None,
     indices: torch.Tensor | None = None,
     dense: bool = False,
+    ranks: TrainingRanks | None = None,
 ) -> TrainingOutput:
     """Attention of a flat batch [T, hidden_size] through a module with transformers' names of the projections.
 
@@ -126,6 +144,8 @@ def attend(
         config: of the indexer; None for a layer that attends to every token.
         indices: the selection of the layer before, for a layer that shares it.
         dense: attend to every token in spite of a config, as in the warm-up of the indexer, which learns from all keys.
+        ranks: the ranks among which the step is divided. hidden, rotation and the results are then those of this rank's
+            tokens, and indices and key ranges number the tokens of the whole batch.
 
     Raises:
         TypeError, ValueError: a module with other parts than these; a layer that shares a selection without one.
@@ -137,11 +157,15 @@ def attend(
     dtype = _dtype(module, hidden)
     nope, rope, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
     q_latent = None if module.q_lora_rank is None else module.q_a_layernorm(module.q_a_proj(hidden))
-    query = module.q_proj(hidden) if q_latent is None else module.q_b_proj(q_latent)
+    to_heads = torch.nn.Identity() if ranks is None else ranks.to_heads
+    query = module.q_proj(to_heads(hidden)) if q_latent is None else module.q_b_proj(to_heads(q_latent))
     q_nope, q_rope = query.unflatten(-1, (-1, nope + rope)).split((nope, rope), dim=-1)
     latent, k_rope = module.kv_a_proj_with_mqa(hidden).split((rank, rope), dim=-1)
     latent = module.kv_a_layernorm(latent) * getattr(module, "mla_scale_kv_lora", 1.0)
     q_rope, k_rope = rotation(q_rope).to(dtype), rotation(k_rope.unsqueeze(1)).to(dtype)
+    if ranks is not None:
+        rows = ranks.gather(to_heads(torch.cat((latent.to(dtype), k_rope.squeeze(1)), dim=-1)))
+        latent, k_rope = rows[:, :rank], rows[:, None, rank:]
     scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
 
     operands = None
@@ -149,6 +173,8 @@ def attend(
     learns = indexer is not None and _requires_gradient(indexer)
     if indexer is not None and config is not None and q_latent is not None and (learns or not dense):
         operands = index_operands(indexer, config, hidden.detach(), q_latent.detach(), rotation, dtype)
+        if ranks is not None:
+            operands = operands._replace(k=ranks.gather(operands.k))
     seen: dict[str, Any]
     if dense:
         out, lse = _attend_heads(module, q_nope, q_rope, latent, k_rope, batch, scale, dtype)
@@ -165,7 +191,14 @@ def attend(
             folded, rows = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
         deterministic = torch.are_deterministic_algorithms_enabled()
         loss, num_rows = indexer_loss(
-            *operands, folded, rows, **seen, lse=lse.detach(), softmax_scale=scale, deterministic=deterministic
+            *operands,
+            folded,
+            rows,
+            **seen,
+            lse=lse.detach(),
+            softmax_scale=scale,
+            deterministic=deterministic,
+            group=None if ranks is None else ranks.heads_group,
         )
     return TrainingOutput(module.o_proj(out.flatten(1)), loss, num_rows, indices)
 
@@ -209,10 +242,15 @@ def _attend_heads(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention in multi-head form: out [T, h, v] and lse [T, h]."""
+    if batch.blocks is not None:
+        end = max(block.stop for block in batch.blocks)
+        latent, k_rope = latent[:end], k_rope[:end]
     per_head = module.kv_b_proj(latent).unflatten(-1, (-1, module.qk_nope_head_dim + module.v_head_dim)).to(dtype)
     k_nope, values = per_head.split((module.qk_nope_head_dim, module.v_head_dim), dim=-1)
     query = torch.cat((q_nope.to(dtype), q_rope), dim=-1)
     keys = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1)), dim=-1)
+    if batch.blocks is not None:
+        return attend_blocks(query, keys, values, batch.blocks, batch.cu_seqlens, batch.max_seqlen, scale)
     return dense_prefill(
         query,
         keys,

@@ -71,7 +71,8 @@ def enable(
     all tokens.
 
     In training mode (``model.train()``) with gradients, DeepseekV3, DeepseekV32 and GlmMoeDsa attend with
-    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. The
+    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. Without
+    a mask, ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences. The
     output then has ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if
     the indexers' parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils.generic import ModelOutput
 
+from flashlatte.integrations.transformers import packed
 from flashlatte.integrations.transformers.calls import CACHE, tokens_of
 from flashlatte.integrations.transformers.families import Family, cosines_and_sines
 from flashlatte.layers import training
@@ -111,7 +112,7 @@ def plan(
     if reason is None:
         requests, length = tokens.shape[:2]
         mask = call.get("attention_mask")
-        batch = _rectangle(requests, length, tokens.device) if mask is None else _padded(mask.bool())
+        batch = packed.batch(call, requests, length, tokens.device) if mask is None else _padded(mask.bool())
         return TrainingStep(batch, indexer)
     if indexer is not None and _learns(model):
         raise ValueError(
@@ -156,8 +157,8 @@ def _refusal(model: Any, indexer: IndexerConfig | None, tokens: torch.Tensor, ca
         return f"it has an attention_dropout of {config.attention_dropout}"
     if cache is not None:
         return "it has a cache"
-    if call.get("position_ids") is not None or any(name.startswith("cu_seq_lens") for name in call):
-        return "it has position_ids, or packed sequences"
+    if (reason := packed.refusal(call, *tokens.shape[:2])) is not None:
+        return reason
     if call.get("is_causal", getattr(config, "is_causal", True)) is False:
         return "it is not causal"
     if mask is not None and not (
@@ -181,11 +182,6 @@ def _is_padding(mask: torch.Tensor) -> bool:
     """Whether each row of a mask [b, s] shows one run of tokens, or none. Synchronises with the device."""
     begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return bool((begins.sum(dim=1) <= 1).all())
-
-
-def _rectangle(requests: int, length: int, device: torch.device) -> TrainingBatch:
-    boundaries = torch.arange(0, requests * length + 1, length, dtype=torch.int32, device=device)
-    return TrainingBatch.packed(boundaries, length, requests * length)
 
 
 def _padded(mask: torch.Tensor) -> TrainingBatch:
