@@ -1,8 +1,9 @@
-"""The indexer of DeepSeek-V3.2 and GLM-5 in vLLM's models: its key cache and its token selection."""
+"""The indexer of DeepSeek-V3.2, GLM-5 and Hy4 in vLLM's models: its key cache and its token selection."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -318,13 +319,13 @@ def install() -> None:
 
 
 @functools.cache
-def install_for_cpu() -> None:
-    """Replace the indexer in vLLM's generic model, which looks these classes up when it builds its layers."""
-    deepseek_v2.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
-    deepseek_v2.DeepseekV32IndexerCache = ours_where_selected(
-        FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache
-    )
-    deepseek_v2.per_token_group_quant_fp8 = quantize_queries
+def install_in(module: str) -> None:
+    """Replace the indexer in a module of layers that look these classes up when they are built."""
+    layers = importlib.import_module(module)
+    layers.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, layers.SparseAttnIndexer)
+    layers.DeepseekV32IndexerCache = ours_where_selected(FlashLatteIndexerCache, layers.DeepseekV32IndexerCache)
+    if current_platform.is_cpu():
+        layers.per_token_group_quant_fp8 = quantize_queries
 
 
 def ours_where_selected(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Sparse MLA: attention over the tokens that an indexer selected (DeepSeek-V3.2, GLM-5)."""
+"""Sparse MLA: attention over the tokens that an indexer selected (DeepSeek-V3.2, GLM-5, Hy4)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
 from flashlatte.layers.cache import LatentCache
 from flashlatte.ops.cache_write import cache_write
-from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.index_convert import index_convert
 
 
@@ -51,6 +50,10 @@ class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
 
     @classmethod
     def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
         return True
 
     @classmethod
@@ -121,11 +124,11 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         kv_b_proj: Any,
         indexer: object | None = None,
         topk_indices_buffer: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
         **_: Any,
     ) -> None:
         support.check_layer(
             kv_cache_dtype,
-            qk_rope_head_dim,
             support.SPARSE_CACHES,
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
@@ -148,6 +151,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             kv_b_proj,
         )
         self.supports_quant_query_input = False
+        self.sinks = sinks
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
@@ -170,7 +174,8 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
             return
         cache = self._cache(kv_cache)
-        cache_write(cache.pages, slot_mapping.flatten(), kv_c_normed, rope=k_pe.squeeze(1), cache_format=cache.layout)
+        rope = common.as_wide(k_pe.squeeze(1), cache.layout.head_dim - self.kv_lora_rank)
+        cache_write(cache.pages, slot_mapping.flatten(), kv_c_normed, rope=rope, cache_format=cache.layout)
 
     def forward_mqa(
         self,
@@ -178,10 +183,10 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: SparseMLACommonMetadata,
         layer: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Attention of every token over its selected tokens: [T, h, latent]."""
-        query = concat_mla_q(*q) if isinstance(q, tuple) else q
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of every token over its selected tokens: [T, h, latent], and lse [T, h] if ranks share contexts."""
         cache = self._cache(kv_c_and_k_pe_cache)
+        query = common.as_wide(common.join_query(q), cache.layout.head_dim)
         tokens, decoding = query.shape[0], min(attn_metadata.num_decode_tokens, query.shape[0])
         slots = index_convert(
             self.topk_indices_buffer[:tokens],
@@ -192,13 +197,14 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         if decoding == tokens or common.BATCH_INVARIANT:
             # Sparse prefill sums in another order than sparse decode, and the last token of a prompt may be alone in
             # its chunk, and so a decode token, or not.
-            return attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT), None
+            out = attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT, self.sinks)
+            return out, None
         out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
         # Tokens of a prompt select from the same rows: sparse prefill reads a plain contiguous cache in place.
         rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
         for phase, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
             if phase.start != phase.stop and query[phase].shape[0]:
-                out[phase] = attend_selected_rows(query[phase], cache, keys, slots[phase], self.scale, None)
+                out[phase] = attend_selected_rows(query[phase], cache, keys, slots[phase], self.scale, None, self.sinks)
         return out, None
 
     def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
