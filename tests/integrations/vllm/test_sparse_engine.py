@@ -132,6 +132,7 @@ def test_custom_is_by_the_model(cuda):
         for cache in ("auto", "bfloat16", "fp8_ds_mla"):
             assert cuda(architecture, cache=cache) == plugin.SPARSE
         assert cuda(architecture, use_batch_invariant=True) == plugin.SPARSE
+        assert cuda(architecture, use_dcp=True) == plugin.SPARSE
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,6 @@ def test_custom_is_by_the_model(cuda):
     [
         ({"architecture": V32, "dtype": torch.float32}, "it takes bfloat16, float16, not float32"),
         ({"architecture": V32, "cache": "fp8_e5m2"}, "kv_cache_dtype not supported"),
-        ({"architecture": V32, "use_dcp": True}, "DCP not supported"),
         ({"architecture": V32, "use_pcp": True}, "PCP not supported"),
         ({"architecture": V32, "use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
     ],

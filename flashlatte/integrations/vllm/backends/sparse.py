@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_dcp_group
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SharedTopkIndicesBuffer,
@@ -24,6 +25,7 @@ from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
 from flashlatte.layers.cache import LatentCache
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.index_convert import index_convert
+from flashlatte.ops.sparse_decode import sparse_decode
 
 
 class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
@@ -101,7 +103,8 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
     supports_dense_mha_prefill = False
     masked_mha_available = False
     supports_pcp = False
-    dcp_world_size = 1
+    supports_dcp = True
+    can_return_lse_for_decode = True
 
     def __init__(
         self,
@@ -152,6 +155,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         )
         self.supports_quant_query_input = False
         self.sinks = sinks
+        self.group_sinks = None
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
@@ -187,6 +191,8 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         """Attention of every token over its selected tokens: [T, h, latent], and lse [T, h] if ranks share contexts."""
         cache = self._cache(kv_c_and_k_pe_cache)
         query = common.as_wide(common.join_query(q), cache.layout.head_dim)
+        if self.need_to_return_lse_for_decode:
+            return self._attend_shard(query, cache, attn_metadata)
         tokens, decoding = query.shape[0], min(attn_metadata.num_decode_tokens, query.shape[0])
         slots = index_convert(
             self.topk_indices_buffer[:tokens],
@@ -206,6 +212,40 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             if phase.start != phase.stop and query[phase].shape[0]:
                 out[phase] = attend_selected_rows(query[phase], cache, keys, slots[phase], self.scale, None, self.sinks)
         return out, None
+
+    def _attend_shard(
+        self, query: torch.Tensor, cache: LatentCache, attn_metadata: SparseMLACommonMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the selected tokens that are on this rank, for the heads of all ranks; vLLM merges by lse."""
+        tokens = query.shape[0]
+        slots, counts = index_convert(
+            self.topk_indices_buffer[:tokens],
+            attn_metadata.block_table,
+            cache.page_size,
+            request_ids=attn_metadata.req_id_per_token[:tokens],
+            sharding=(self.dcp_rank, self.dcp_world_size, attn_metadata.cp_kv_cache_interleave_size),
+            compact=True,
+            return_counts=True,
+        )
+        out, lse = sparse_decode(
+            query[:, None],
+            cache.pages,
+            slots[:, None],
+            cache_format=cache.layout,
+            topk_length=counts[:, None],
+            attn_sink=self.group_sinks,
+            softmax_scale=self.scale,
+            head_dim_v=self.kv_lora_rank,
+            batch_invariant=common.BATCH_INVARIANT,
+        )
+        lse = lse.squeeze(-1)
+        return out.squeeze(1), lse if self.group_sinks is None else torch.logaddexp(lse, self.group_sinks)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Collect the sinks of all ranks' heads on the first rank: a sink counts once in the merged denominator."""
+        if self.sinks is not None and self.need_to_return_lse_for_decode:
+            sinks = get_dcp_group().all_gather(self.sinks.detach(), dim=0)
+            self.group_sinks = sinks if self.dcp_rank == 0 else None
 
     def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
         """vLLM's cache: plain values [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
