@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.distributed import get_dcp_group
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
@@ -17,8 +17,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import support
-from flashlatte.integrations.vllm.backends import common
+from flashlatte.integrations.vllm.backends import common, sparse_host
 from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
+from flashlatte.integrations.vllm.backends.sparse_host import SelectedRows
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
@@ -127,6 +128,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         kv_b_proj: Any,
         indexer: object | None = None,
         topk_indices_buffer: torch.Tensor | None = None,
+        index_group_builder: Any = None,
         sinks: torch.Tensor | None = None,
         **_: Any,
     ) -> None:
@@ -138,7 +140,6 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             logits_soft_cap=logits_soft_cap,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            hisparse_config=getattr(get_current_vllm_config().attention_config, "hisparse_config", None),
         )
         super().__init__(
             num_heads,
@@ -157,12 +158,21 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         self.sinks = sinks
         self.group_sinks = None
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        self.host = sparse_host.register(
+            self.topk_indices_buffer, index_group_builder, indexer is not None, head_size, kv_cache_dtype
+        )
+        # Only with a prefill backend does vLLM plan the copies of a prompt's context. Attention does not run there.
+        self.supports_dense_mha_prefill = self.host is not None
 
     def record_logical_topk_ready(self) -> None:
-        """No effect. vLLM's own backends prefetch the selected tokens here."""
+        """Note that an indexer has selected, for contexts on the host."""
+        if self.host is not None:
+            self.host.group.set_logical_topk_ready(self.host.index)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """No effect. vLLM's own backends convert indices for several layers here."""
+        """Prepare copies of a batch's rows, for contexts on the host."""
+        if self.host is not None:
+            self.host.group.prepare_for_batch(self.host.index, attn_metadata)
 
     def do_kv_cache_update(
         self,
@@ -193,25 +203,34 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         query = common.as_wide(common.join_query(q), cache.layout.head_dim)
         if self.need_to_return_lse_for_decode:
             return self._attend_shard(query, cache, attn_metadata)
-        tokens, decoding = query.shape[0], min(attn_metadata.num_decode_tokens, query.shape[0])
-        slots = index_convert(
-            self.topk_indices_buffer[:tokens],
-            attn_metadata.block_table,
-            cache.page_size,
-            request_ids=attn_metadata.req_id_per_token[:tokens],
-        )
-        if decoding == tokens or common.BATCH_INVARIANT:
-            # Sparse prefill sums in another order than sparse decode, and the last token of a prompt may be alone in
-            # its chunk, and so a decode token, or not.
-            out = attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT, self.sinks)
-            return out, None
-        out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
+        tokens = query.shape[0]
+        topk = self.topk_indices_buffer[:tokens]
+        if self.host is not None:
+            parts = sparse_host.selected_rows(self.host, topk, kv_c_and_k_pe_cache, attn_metadata)
+        else:
+            request_ids = attn_metadata.req_id_per_token[:tokens]
+            slots = index_convert(topk, attn_metadata.block_table, cache.page_size, request_ids=request_ids)
+            parts = _by_phase(kv_c_and_k_pe_cache, slots, attn_metadata.num_decode_tokens)
+        out = None
+        for part in parts:
+            attended = self._attend_rows(query[part.tokens], self._cache(part.pages), part.slots, part.in_prompt)
+            if attended.shape[0] == tokens:
+                return attended, None
+            out = query.new_empty(tokens, *attended.shape[1:]) if out is None else out
+            out[part.tokens] = attended
+        assert out is not None
+        return out, None
+
+    def _attend_rows(
+        self, query: torch.Tensor, cache: LatentCache, slots: torch.Tensor, in_prompt: bool
+    ) -> torch.Tensor:
+        # Batch invariance: sparse prefill sums in another order than sparse decode, and the last token of a prompt may
+        # be alone in its chunk, and so a decode token, or not.
+        if not in_prompt or common.BATCH_INVARIANT:
+            return attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT, self.sinks)
         # Tokens of a prompt select from the same rows: sparse prefill reads a plain contiguous cache in place.
         rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
-        for phase, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
-            if phase.start != phase.stop and query[phase].shape[0]:
-                out[phase] = attend_selected_rows(query[phase], cache, keys, slots[phase], self.scale, None, self.sinks)
-        return out, None
+        return attend_selected_rows(query, cache, rows, slots, self.scale, None, self.sinks)
 
     def _attend_shard(
         self, query: torch.Tensor, cache: LatentCache, attn_metadata: SparseMLACommonMetadata
@@ -252,3 +271,12 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         ds_mla = self.kv_cache_dtype == DS_MLA
         layout = as_format(DS_MLA_FORMAT) if ds_mla else plain_format(kv_cache.dtype, kv_cache.shape[-1])
         return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank)
+
+
+def _by_phase(pages: torch.Tensor, slots: torch.Tensor, num_decode_tokens: int) -> Iterator[SelectedRows]:
+    """The tokens of decode requests, then those of prompts; with batch invariance all together."""
+    tokens = slots.shape[0]
+    decoding = tokens if common.BATCH_INVARIANT else min(num_decode_tokens, tokens)
+    for phase, in_prompt in ((slice(decoding), False), (slice(decoding, tokens), True)):
+        if slots[phase].shape[0] or not tokens:
+            yield SelectedRows(phase, pages, slots[phase], in_prompt)
