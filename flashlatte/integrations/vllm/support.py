@@ -41,6 +41,8 @@ V41_UNSUPPORTED = (
 V4_NEEDS_CUDA = "DeepSeek-V4 is supported on CUDA only: elsewhere its attention layers take no attention backend"
 # The parts of V4 that FlashLatte replaces.
 V4_PARTS = "its attention and the indexer's choice; the compressor and what writes and gathers its caches stay vLLM's"
+WINDOW_UNSUPPORTED = "its backends for MLA take no sliding windows"
+SINKS_UNSUPPORTED = "its backends for MLA take no attention sinks; vLLM runs such layers with its own FlashMLA backend"
 SUPPORTED_INDEXERS = "of models with an indexer, it supports DeepSeek-V3.2 and GLM-5"
 # By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
 WITHOUT_MLA = {
