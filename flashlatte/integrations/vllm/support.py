@@ -47,6 +47,7 @@ DOTS3_UNSUPPORTED = (
     "its sliding-window layers have rows of 1,088 elements, and FlashLatte's kernels read at most 1,024"
 )
 NEEDS_CUSTOM = "models with an indexer need --attention-backend CUSTOM"
+WINDOW_UNSUPPORTED = "its backends for MLA take no sliding windows"
 # By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
 WITHOUT_MLA = {
     "minicpm3": "vLLM runs MiniCPM3 as attention of many heads, whose keys and values it caches",
