@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
+from flashlatte.engine.linear_attention import HybridMetadata, LinearAttention, token_groups
 from flashlatte.engine.loading import load
 from flashlatte.engine.model_types import MODEL_TYPES
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of
-from flashlatte.engine.residuals import residual_of
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of, is_linear
+from flashlatte.engine.residuals import Block, residual_of
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
@@ -29,16 +32,16 @@ from flashlatte.layers.parts import check_weights, hidden_projections
 class Model(PagedModel):
     """An MLA model that computes the logits of a flat batch over paged caches.
 
-    It shares the weights of the transformers model. ``attention`` holds the attention of each layer. With several
-    ranks, each has some of the heads and some of the intermediate columns of every MLP (copied from a transformers
-    model), and all other weights.
+    It shares the weights of the transformers model. ``attention`` holds the MLA layers, and ``linear`` those of linear
+    attention by their index. With several ranks, each has some of the heads and some of the intermediate columns of
+    every MLP (copied from a transformers model), and all other weights.
 
     Args:
         model: a transformers model of one of ``MODEL_TYPES``, or the directory of its checkpoint.
         dtype, device: for a checkpoint's weights; default: the stored dtype, and the rank's GPU if there is one.
         backend: backend of the decode operation; None chooses.
         batch_invariant: whether an engine's results must be bitwise independent of other requests, as far as PyTorch's
-            products of one shape are (see the guide); not with an indexer or several ranks.
+            products of one shape are (see the guide); not with an indexer, linear attention or several ranks.
         ranks: ranks that compute it together; None: this process.
 
     Raises:
@@ -87,13 +90,17 @@ class Model(PagedModel):
                 f"rank, got {ranks.kv_ranks}"
             )
         self.batch_invariant = batch_invariant
+        layers = dict(enumerate(model.model.layers))
+        self.linear = {n: LinearAttention(layers.pop(n).self_attn) for n in list(layers) if is_linear(model.config, n)}
+        self.has_states = len(self.linear) > 0
+        self._check_linear(config.model_type, ranks)
         if ranks is None:
-            fuse_weights_on_gpu(hidden_projections(layer.self_attn) for layer in model.model.layers)
-        self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in enumerate(model.model.layers)]
+            fuse_weights_on_gpu(hidden_projections(layer.self_attn) for layer in layers.values())
+        self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in layers.items()]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
             # It replaces parameters.
-            for attention, layer in zip(self.attention, model.model.layers, strict=True):
+            for attention, layer in zip(self.attention, layers.values(), strict=True):
                 _share_parameters(attention, layer.self_attn)
         elif ranks is not None:
             # Every process may have made the model on the first GPU.
@@ -109,7 +116,7 @@ class Model(PagedModel):
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[kv_cache.CacheFormat, int]]:
         """Every layer's latents, then index keys of each layer with an indexer."""
-        caches = [latent_format(config, cache_format) for config in self.layers]
+        caches = [latent_format(layer.config, cache_format) for layer in self.attention]
         for layer, layout in zip(self.attention, tuple(caches), strict=True):
             if layer.indexer is not None:
                 caches.append(kv_cache.get_format(index_format_beside(layout), layer.indexer.config.head_dim))
@@ -131,28 +138,35 @@ class Model(PagedModel):
             windows=sorted({config.window for config in self.layers if config.window is not None}),
         )
 
-        def plan(batch: StepBatch, pad_to: int | None) -> MLAMetadata:
+        def plan(batch: StepBatch, pad_to: int | None) -> MLAMetadata | HybridMetadata:
             starts = [0, *itertools.accumulate(batch.counts)]
-            return builder.build(starts, batch.lengths, batch.page_table(), pad_requests_to=pad_to)
+            metadata = builder.build(starts, batch.lengths, batch.page_table(), pad_requests_to=pad_to)
+            return HybridMetadata(metadata, token_groups(batch, self.device)) if self.linear else metadata
 
         return plan
 
+    def allocate_states(self, num_slots: int, *, on_host: bool = False) -> list[torch.Tensor]:
+        device = torch.device("cpu") if on_host else self.device
+        try:
+            states = [layer.allocate_states(num_slots, self.dtype, device) for layer in self.linear.values()]
+            pairs = itertools.chain.from_iterable(states)
+            return [state.pin_memory() for state in pairs] if device != self.device and num_slots else [*pairs]
+        except RuntimeError as error:
+            memory = "the host's" if device.type == "cpu" else "the GPU's"
+            raise ValueError(
+                f"max_num_seqs must fit {memory} free memory, got states of linear attention for {num_slots} slots"
+            ) from error
+
     @torch.inference_mode()
     def __call__(
-        self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: MLAMetadata, rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        caches: list[torch.Tensor],
+        metadata: MLAMetadata | HybridMetadata,
+        rows: torch.Tensor,
     ) -> torch.Tensor:
         streams = self._residual.begin(self._body.embed_tokens(tokens))
-        index_caches = iter(caches[len(self.attention) :])
-        for layer, attention, cache in zip(self._body.layers, self.attention, caches, strict=False):
-            index_cache = None if attention.indexer is None else next(index_caches)
-
-            def attend(
-                hidden: torch.Tensor,
-                attention: MLAAttention = attention,
-                cache: torch.Tensor = cache,
-                index_cache: torch.Tensor | None = index_cache,
-            ) -> torch.Tensor:
-                return self.ranks.sum(attention(hidden, cache, metadata, index_cache=index_cache))
+        for layer, attend in zip(self._body.layers, self._attention_blocks(caches, metadata), strict=True):
 
             def feed(hidden: torch.Tensor, mlp: Any = layer.mlp) -> torch.Tensor:
                 # Mixtures of experts take [batch, tokens, hidden].
@@ -163,6 +177,48 @@ class Model(PagedModel):
         hidden = self._residual.end(self._body, streams[rows])
         # Hy4's head is float32 in a bf16 model.
         return self._head(hidden.float() if self._has_float32_head else hidden)
+
+    def _attention_blocks(self, caches: list[torch.Tensor], metadata: MLAMetadata | HybridMetadata) -> Iterator[Block]:
+        """The attention of each layer, bound to a step."""
+        mla, groups = (metadata.attention, metadata.groups) if isinstance(metadata, HybridMetadata) else (metadata, [])
+        num_latents = len(self.attention)
+        num_paged = num_latents + sum(layer.indexer is not None for layer in self.attention)
+        latents, index_caches = iter(caches[:num_latents]), iter(caches[num_latents:num_paged])
+        layers, states = iter(self.attention), iter(caches[num_paged:])
+        for number in range(len(self._body.layers)):
+            if number in self.linear:
+                yield functools.partial(self.linear[number], conv=next(states), recurrent=next(states), groups=groups)
+                continue
+            attention, cache = next(layers), next(latents)
+            index_cache = None if attention.indexer is None else next(index_caches)
+            yield functools.partial(self._attend, attention, cache=cache, metadata=mla, index_cache=index_cache)
+
+    def _attend(
+        self,
+        attention: MLAAttention,
+        hidden: torch.Tensor,
+        *,
+        cache: torch.Tensor,
+        metadata: MLAMetadata,
+        index_cache: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.ranks.sum(attention(hidden, cache, metadata, index_cache=index_cache))
+
+    def _check_linear(self, name: str, ranks: Ranks | None) -> None:
+        """Raise ValueError for what a model with linear attention does not support."""
+        if not self.linear:
+            return
+        if len(self.linear) == len(self.layers):
+            raise ValueError(f"layer_types of a {name} must have a layer of MLA, got linear_attention only")
+        if self.batch_invariant:
+            raise ValueError(
+                f"batch_invariant must be False for a {name}: PyTorch computes its layers of linear attention"
+            )
+        if ranks is not None:
+            raise ValueError(
+                f"tensor_parallel must be 1 for a {name}, whose layers of linear attention are not divided, "
+                f"got {ranks.size}"
+            )
 
     def _adopt(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> MLAAttention:
         """An attention layer that shares the weights of a decoder layer's module, or this rank's part of them."""

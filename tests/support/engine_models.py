@@ -47,6 +47,13 @@ MISTRAL = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+# Layers of MLA between layers of linear attention, whose heads have another dim.
+HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_local_experts": 4,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "Mistral4": {"rope_parameters": MISTRAL},
     "SarvamMLA": {"q_lora_rank": None},
@@ -71,7 +78,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 14,
     },
     "GlmMoeDsa": INDEXED | FOUR_LAYERS,
+    "KimiLinear": HYBRID | {"q_lora_rank": None, "linear_head_dim": 20, "linear_num_heads": 3},
+    "BailingHybrid": HYBRID | {"head_dim": 20},
 }
+# Fields of other families, which these ones refuse.
+ABSENT = {"BailingHybrid": ("n_routed_experts",)}
 # Whose model is of another family than its config.
 CLASSES = {"SarvamMLA": "DeepseekV3"}
 # Groups of 4 tokens, of which an indexer selects, and of 8, beside a window of 6.
@@ -130,6 +141,9 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     sizes = (V4_SIZES if family == "DeepseekV4" else SIZES | OPTIONS.get(family, {})) | changes
+    absent = ABSENT.get(family, ())
+    # Arguments are tuples, which can be cached.
+    sizes = {name: [*size] if isinstance(size, tuple) else size for name, size in sizes.items() if name not in absent}
     config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
     made = getattr(transformers, f"{CLASSES.get(family, family)}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(1)
