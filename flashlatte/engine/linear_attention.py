@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flashlatte.engine.batch import StepBatch
+from flashlatte.engine.pooled_indexer import PooledStep
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.runtime.transfer import to_device
 
@@ -38,15 +39,17 @@ class TokenGroup:
 
 @dataclass(frozen=True)
 class HybridMetadata:
-    """Metadata of a step of a model with layers of linear attention.
+    """Metadata of a step of a model with layers of linear attention, or with an indexer of pools.
 
     Attributes:
         attention: for the MLA layers.
-        groups: for the others, in the order in which they are computed.
+        groups: for layers of linear attention, in the order in which they are computed.
+        pools: for indexers of pools; None: the model has none.
     """
 
     attention: MLAMetadata
-    groups: list[TokenGroup]
+    groups: Sequence[TokenGroup] = ()
+    pools: PooledStep | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -46,7 +46,7 @@ class PagedModel:
             tokens need state of theirs that is not in pages.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
         has_states: whether some layers have states of linear attention, which cannot go back to an earlier token.
-            Steps of such a model run without CUDA graphs.
+        has_graphs: whether steps of equally many tokens can be captured as CUDA graphs.
     """
 
     config: Any
@@ -54,6 +54,7 @@ class PagedModel:
     prefix_overlap = 0
     batch_invariant = False
     has_states = False
+    has_graphs = True
 
     def __init__(self, model: Any, device: torch.device, ranks: SingleProcess | None = None) -> None:
         self.ranks, self.device = ranks or SingleProcess(), device
@@ -213,7 +214,7 @@ def check_parts(model: Any) -> None:
             f"{type(model).__name__}"
         )
     for number, layer in enumerate(model.model.layers):
-        called = {"mlp", "self_attn"} if is_linear(model.config, number) else {"mlp"}
+        called = {"mlp", "mlps", "self_attn"} if is_linear(model.config, number) else {"mlp", "mlps"}
         for name, part in layer.named_modules():
             if name.split(".")[0] in called:
                 continue

@@ -100,7 +100,7 @@ class Runner:
         self._sizes = [size for size in smaller if size < max_num_seqs] + [max_num_seqs]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._buffers_of_graphs: object = None
-        self._use_graphs = cuda_graphs and model.device.type == "cuda" and not model.has_states
+        self._use_graphs = cuda_graphs and model.device.type == "cuda" and model.has_graphs
         with torch.inference_mode(False), torch.device(model.device):
             self._tokens = torch.zeros(max(limits.max_num_batched_tokens, max_num_seqs), dtype=torch.int64)
             # Graphs read this tensor, so it keeps its address.
