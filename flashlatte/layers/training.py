@@ -7,8 +7,9 @@ alone, and the selection has no gradient.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,6 +35,16 @@ _FIELDS = {
     # Training computes in the dtype of the layer: index keys are not quantised.
     IndexerConfig: {"num_heads", "head_dim", "topk", "rope_layout", "hadamard", "scale_rounding", "shared_layers"},
 }
+
+
+class KeyRanges(Protocol):
+    """int32 [T], the range of keys that each token may select."""
+
+    @property
+    def key_start(self) -> torch.Tensor: ...
+
+    @property
+    def key_end(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -72,11 +83,14 @@ class Rotation(NamedTuple):
     interleaved: bool
 
     def __call__(self, x: torch.Tensor, interleaved: bool | None = None) -> torch.Tensor:
-        """Rotate x [T, h, rope] in float32. The first dims of all pairs come first: products depend on no order."""
-        wide = x.float()
+        """Rotate x [T, h, rope] in float32, or float64 for float64.
+
+        The first dims of all pairs come first: products depend on no order.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         interleaved = self.interleaved if interleaved is None else interleaved
         first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
-        cosines, sines = self.cosines.float()[:, None], self.sines.float()[:, None]
+        cosines, sines = (values.to(wide.dtype)[:, None] for values in (self.cosines, self.sines))
         return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(x.dtype)
 
 
@@ -130,11 +144,11 @@ def attend(
     Raises:
         TypeError, ValueError: a module with other parts than these; a layer that shares a selection without one.
     """
-    _check_parts(module)
+    check_names(module, _PARTS)
     dense = dense or config is None or batch.max_seqlen <= config.topk
     if not dense and indexer is None and indices is None:
         raise ValueError("indices must be those of the layer before for a layer that shares a selection, got None")
-    dtype = _dtype(module, hidden)
+    dtype = product_dtype(module.kv_a_proj_with_mqa.weight)
     nope, rope, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
     q_latent = None if module.q_lora_rank is None else module.q_a_layernorm(module.q_a_proj(hidden))
     query = module.q_proj(hidden) if q_latent is None else module.q_b_proj(q_latent)
@@ -146,7 +160,7 @@ def attend(
 
     operands = None
     # Also where none is recorded, as in the first pass of a reentrant checkpoint, which must have the same results.
-    learns = indexer is not None and _requires_gradient(indexer)
+    learns = indexer is not None and requires_gradient(indexer)
     if indexer is not None and config is not None and q_latent is not None and (learns or not dense):
         operands = index_operands(indexer, config, hidden.detach(), q_latent.detach(), rotation, dtype)
     seen: dict[str, Any]
@@ -189,13 +203,13 @@ def index_operands(
 
 
 @torch.no_grad()
-def select(operands: IndexOperands, batch: TrainingBatch, topk: int) -> torch.Tensor:
-    """int32 [T, 1, topk]: the tokens that each token selects, ascending, then -1."""
+def select(operands: IndexOperands, ranges: KeyRanges, topk: int) -> torch.Tensor:
+    """int32 [T, 1, topk]: the keys that each token selects, ascending, then -1."""
     dtype = torch.bfloat16 if operands.q.dtype == torch.bfloat16 else torch.float32
     q, k = (x.detach().to(dtype) for x in (operands.q, operands.k))
     weights = operands.weights.detach() * q.shape[-1] ** -0.5
-    positions = index_select(q, k, weights, batch.key_start, batch.key_end, topk)
-    return torch.where(positions >= 0, positions + batch.key_start[:, None], -1).unsqueeze(1)
+    positions = index_select(q, k, weights, ranges.key_start, ranges.key_end, topk)
+    return torch.where(positions >= 0, positions + ranges.key_start[:, None], -1).unsqueeze(1)
 
 
 def _attend_heads(
@@ -267,30 +281,33 @@ def _up_projections(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     return up_projections(weight, module.qk_nope_head_dim, module.v_head_dim)
 
 
-def _dtype(module: Any, hidden: torch.Tensor) -> torch.dtype:
-    """The dtype of products and attention."""
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return module.kv_a_proj_with_mqa.weight.dtype
+def product_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The dtype of products and attention in a layer with this weight: autocast's, or the weight's."""
+    device_type = weight.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
 
-def _requires_gradient(indexer: Any) -> bool:
+def requires_gradient(indexer: Any) -> bool:
     return any(parameter.requires_grad for parameter in indexer.parameters())
 
 
-def _check_parts(module: Any) -> None:
-    others = [name for name, _ in module.named_children() if name not in _PARTS]
-    others += [name for name, _ in module.named_parameters(recurse=False)]
-    if others:
-        raise ValueError(f"module must have the parts of DeepSeek-V3's attention only, got {', '.join(others)}")
+def check_names(module: Any, parts: Collection[str]) -> None:
+    """Raise ValueError if a module has submodules or parameters other than ``parts``."""
+    names = [name for name, _ in module.named_children()] + [name for name, _ in module.named_parameters(recurse=False)]
+    if others := [name for name in names if name not in parts]:
+        raise ValueError(f"module must have no parts but those that train, got {', '.join(others)}")
+
+
+def check_fields(config: Any, trained: Collection[str]) -> None:
+    """Raise ValueError if a config's field that is not among ``trained`` has another value than its default."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in trained and value != field.default:
+            raise ValueError(f"{field.name} must be {field.default!r} in a layer that trains, got {value!r}")
 
 
 def check_config(config: MLAConfig | IndexerConfig) -> None:
     """Raise ValueError for a config with a field that has no gradient here, unless it has its default value."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in _FIELDS[type(config)] and value != field.default:
-            raise ValueError(f"{field.name} must be {field.default!r} in a layer that trains, got {value!r}")
+    check_fields(config, _FIELDS[type(config)])
     if isinstance(config, MLAConfig) and config.rope.layout not in (models.INTERLEAVED, models.HALF):
         raise ValueError(f"rope.layout must be interleaved or half in a layer that trains, got {config.rope.layout!r}")
