@@ -17,6 +17,16 @@ from flashlatte.layers import models
 from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.config import IndexerConfig, MLAConfig
 from flashlatte.layers.indexer import IndexProjections
+from flashlatte.layers.parts import (
+    QueryLatent,
+    has_query_latent,
+    key_rope_norm,
+    latent_factor,
+    project_output,
+    project_query,
+    sinks,
+    softmax_scale,
+)
 from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.index_select import index_select
@@ -25,15 +35,19 @@ from flashlatte.ops.sparse_attention import sparse_attention
 
 # The modules of the layers whose gradients are computed. Others would be left out without an error.
 _PARTS = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"}
-_PARTS |= {"o_proj", "indexer"}
+_PARTS |= {"o_proj", "indexer", "g_proj", "gate_proj", "q_gate_proj", "sinks", "k_rope_only_layernorm"}
 # The fields of configs that it reads, or that no gradient depends on.
 _FIELDS = {
     MLAConfig: {
         *("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
         *("v_head_dim", "rope", "norm_eps", "attention_bias", "query_factor", "latent_factor", "indexer"),
+        *("output_gate", "attn_sink", "key_rope_norm", "query_scaling", "window"),
     },
     # Training computes in the dtype of the layer: index keys are not quantised.
-    IndexerConfig: {"num_heads", "head_dim", "topk", "rope_layout", "hadamard", "scale_rounding", "shared_layers"},
+    IndexerConfig: {
+        *("num_heads", "head_dim", "topk", "rope_layout", "rope_last", "norm_eps", "hadamard", "scale_rounding"),
+        "shared_layers",
+    },
 }
 
 
@@ -82,6 +96,13 @@ class Rotation(NamedTuple):
     sines: torch.Tensor
     interleaved: bool
 
+    @staticmethod
+    def at(table: torch.Tensor, positions: torch.Tensor, layout: str) -> Rotation | None:
+        """The rotation of tokens at ``positions`` by a table [max_position, rope]; None if nothing is rotated."""
+        if layout == models.UNROTATED:
+            return None
+        return Rotation(*table[positions].chunk(2, dim=-1), layout == models.INTERLEAVED)
+
     def __call__(self, x: torch.Tensor, interleaved: bool | None = None) -> torch.Tensor:
         """Rotate x [T, h, rope] in float32, or float64 for float64.
 
@@ -123,12 +144,14 @@ def attend(
     module: Any,
     hidden: torch.Tensor,
     batch: TrainingBatch,
-    rotation: Rotation,
+    rotation: Rotation | None,
     *,
     indexer: IndexProjections | None = None,
     config: IndexerConfig | None = None,
     indices: torch.Tensor | None = None,
     dense: bool = False,
+    query_factors: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> TrainingOutput:
     """Attention of a flat batch [T, hidden_size] through a module with transformers' names of the projections.
 
@@ -136,10 +159,13 @@ def attend(
     into queries and outputs. Under autocast products and attention are in autocast's dtype.
 
     Args:
+        rotation: of queries and keys; None: they are not rotated.
         indexer: the module's indexer; None if it has none, or shares the selection of the layer before.
         config: of the indexer; None for a layer that attends to every token.
         indices: the selection of the layer before, for a layer that shares it.
         dense: attend to every token in spite of a config, as in the warm-up of the indexer, which learns from all keys.
+        query_factors: [T] or [T, h], factors of queries; None: none.
+        window: tokens that a layer without an indexer attends to, the query's own included; None: all up to it.
 
     Raises:
         TypeError, ValueError: a module with other parts than these; a layer that shares a selection without one.
@@ -149,39 +175,51 @@ def attend(
     if not dense and indexer is None and indices is None:
         raise ValueError("indices must be those of the layer before for a layer that shares a selection, got None")
     dtype = product_dtype(module.kv_a_proj_with_mqa.weight)
-    nope, rope, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
-    q_latent = None if module.q_lora_rank is None else module.q_a_layernorm(module.q_a_proj(hidden))
-    query = module.q_proj(hidden) if q_latent is None else module.q_b_proj(q_latent)
-    q_nope, q_rope = query.unflatten(-1, (-1, nope + rope)).split((nope, rope), dim=-1)
+    rope, rank = module.qk_rope_head_dim, module.kv_lora_rank
+    q_latent = None
+    if has_query_latent(module):
+        projected = module.q_a_proj(hidden)
+        q_latent = QueryLatent(projected, module.q_a_layernorm(projected))
+    query, gate = project_query(module, hidden, q_latent, query_factors)
+    q_nope, q_rope = query.split((module.qk_nope_head_dim, rope), dim=-1)
     latent, k_rope = module.kv_a_proj_with_mqa(hidden).split((rank, rope), dim=-1)
-    latent = module.kv_a_layernorm(latent) * getattr(module, "mla_scale_kv_lora", 1.0)
-    q_rope, k_rope = rotation(q_rope).to(dtype), rotation(k_rope.unsqueeze(1)).to(dtype)
-    scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
+    latent = module.kv_a_layernorm(latent) * latent_factor(module)
+    if key_rope_norm(module) is not None:
+        k_rope = module.k_rope_only_layernorm(k_rope)
+    k_rope = k_rope.unsqueeze(1)
+    if rotation is not None:
+        q_rope, k_rope = rotation(q_rope), rotation(k_rope)
+    q_rope, k_rope = q_rope.to(dtype), k_rope.to(dtype)
+    scale = softmax_scale(module)
+    sink = sinks(module)
 
     operands = None
     # Also where none is recorded, as in the first pass of a reentrant checkpoint, which must have the same results.
     learns = indexer is not None and requires_gradient(indexer)
     if indexer is not None and config is not None and q_latent is not None and (learns or not dense):
-        operands = index_operands(indexer, config, hidden.detach(), q_latent.detach(), rotation, dtype)
+        normalised = q_latent.normalised.detach()
+        operands = index_operands(indexer, config, hidden.detach(), normalised, rotation, dtype)
     seen: dict[str, Any]
     if dense:
-        out, lse = _attend_heads(module, q_nope, q_rope, latent, k_rope, batch, scale, dtype)
+        out, lse = _attend_heads(module, q_nope, q_rope, latent, k_rope, batch, scale, dtype, window, sink)
         seen, indices = {"key_start": batch.key_start, "key_end": batch.key_end}, None
     else:
         if operands is not None and config is not None:
             indices = select(operands, batch, config.topk)
         assert indices is not None
-        out, lse = _attend_selected(module, q_nope, q_rope, latent, k_rope, indices, scale, dtype)
+        out, lse = _attend_selected(module, q_nope, q_rope, latent, k_rope, indices, scale, dtype, sink)
         seen = {"indices": indices}
     loss = num_rows = None
     if learns and operands is not None:
         with torch.no_grad():
             folded, rows = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
+            # The target is the attention, of which a sink takes a part.
+            total = lse if sink is None else torch.logaddexp(lse, sink)
         deterministic = torch.are_deterministic_algorithms_enabled()
         loss, num_rows = indexer_loss(
-            *operands, folded, rows, **seen, lse=lse.detach(), softmax_scale=scale, deterministic=deterministic
+            *operands, folded, rows, **seen, lse=total.detach(), softmax_scale=scale, deterministic=deterministic
         )
-    return TrainingOutput(module.o_proj(out.flatten(1)), loss, num_rows, indices)
+    return TrainingOutput(project_output(module, out, gate), loss, num_rows, indices)
 
 
 def index_operands(
@@ -189,17 +227,25 @@ def index_operands(
     config: IndexerConfig,
     hidden: torch.Tensor,
     q_latent: torch.Tensor,
-    rotation: Rotation,
+    rotation: Rotation | None,
     dtype: torch.dtype,
 ) -> IndexOperands:
     """Operands of index logits in ``dtype``, unquantised, for hidden states [T, hidden_size] and queries' latents."""
-    rope = 2 * rotation.cosines.shape[-1]
     q = indexer.wq_b(q_latent).unflatten(-1, (-1, config.head_dim))
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(1)
-    interleaved = config.rope_layout == models.INTERLEAVED
-    q, k = (torch.cat((rotation(x[..., :rope], interleaved), x[..., rope:]), dim=-1).to(dtype) for x in (q, k))
+    if rotation is not None:
+        q, k = (_rotate_index(x, rotation, config) for x in (q, k))
+    q, k = q.to(dtype), k.to(dtype)
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
     return IndexOperands(q, k.squeeze(1), weights * config.num_heads**-0.5)
+
+
+def _rotate_index(x: torch.Tensor, rotation: Rotation, config: IndexerConfig) -> torch.Tensor:
+    """Rotate the first dims of x [T, h, d_i], or the last ones; the result begins with the rotated dims."""
+    rope = 2 * rotation.cosines.shape[-1]
+    widths = (x.shape[-1] - rope, rope) if config.rope_last else (rope, x.shape[-1] - rope)
+    rotated, others = x.split(widths, dim=-1)[:: -1 if config.rope_last else 1]
+    return torch.cat((rotation(rotated, config.rope_layout == models.INTERLEAVED), others), dim=-1)
 
 
 @torch.no_grad()
@@ -221,13 +267,15 @@ def _attend_heads(
     batch: TrainingBatch,
     scale: float,
     dtype: torch.dtype,
+    window: int | None,
+    sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention in multi-head form: out [T, h, v] and lse [T, h]."""
+    """Causal attention in multi-head form: out [T, h, v] and lse [T, h] over keys, without the sink."""
     per_head = module.kv_b_proj(latent).unflatten(-1, (-1, module.qk_nope_head_dim + module.v_head_dim)).to(dtype)
     k_nope, values = per_head.split((module.qk_nope_head_dim, module.v_head_dim), dim=-1)
     query = torch.cat((q_nope.to(dtype), q_rope), dim=-1)
     keys = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1)), dim=-1)
-    return dense_prefill(
+    out, lse = dense_prefill(
         query,
         keys,
         values,
@@ -237,8 +285,10 @@ def _attend_heads(
         batch.max_seqlen,
         softmax_scale=scale,
         causal=True,
+        window=window,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    return out if sink is None else out * torch.sigmoid(lse - sink).unsqueeze(-1).to(dtype), lse
 
 
 def _attend_selected(
@@ -250,12 +300,18 @@ def _attend_selected(
     indices: torch.Tensor,
     scale: float,
     dtype: torch.dtype,
+    sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the selected tokens in absorbed form: out [T, h, v] and lse [T, h]."""
+    """Attention to the selected tokens in absorbed form: out [T, h, v] and lse [T, h] over keys, without the sink."""
     query, rows = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
-    deterministic = torch.are_deterministic_algorithms_enabled()
     out, lse = sparse_attention(
-        query, rows, indices, softmax_scale=scale, d_v=module.kv_lora_rank, deterministic=deterministic
+        query,
+        rows,
+        indices,
+        attn_sink=sink,
+        softmax_scale=scale,
+        d_v=module.kv_lora_rank,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     _, w_uv = _up_projections(module, dtype)
     return torch.einsum("thl,hvl->thv", out, w_uv), lse
@@ -309,5 +365,3 @@ def check_fields(config: Any, trained: Collection[str]) -> None:
 def check_config(config: MLAConfig | IndexerConfig) -> None:
     """Raise ValueError for a config with a field that has no gradient here, unless it has its default value."""
     check_fields(config, _FIELDS[type(config)])
-    if isinstance(config, MLAConfig) and config.rope.layout not in (models.INTERLEAVED, models.HALF):
-        raise ValueError(f"rope.layout must be interleaved or half in a layer that trains, got {config.rope.layout!r}")
