@@ -71,12 +71,14 @@ class TrainingBatch:
         max_seqlen: tokens of the longest sequence, or more.
         key_start, key_end: int32 [T], the range of tokens that each token may select: those of its sequence up to its
             own. Empty for padding, which selects nothing and has no part in the indexer's loss.
+        has_padding: whether there is padding within the boundaries. The output of its attention is 0.
     """
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
     key_start: torch.Tensor
     key_end: torch.Tensor
+    has_padding: bool = False
 
     @staticmethod
     def packed(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int) -> TrainingBatch:
@@ -288,7 +290,11 @@ def _attend_heads(
         window=window,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return out if sink is None else out * torch.sigmoid(lse - sink).unsqueeze(-1).to(dtype), lse
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink).unsqueeze(-1).to(dtype)
+    if batch.has_padding:
+        out = torch.where((batch.key_end > batch.key_start)[:, None, None], out, 0.0)
+    return out, lse
 
 
 def _attend_selected(

@@ -46,14 +46,9 @@ def _fresh_compiler():
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("v4", "attention"),
-        *(pytest.param(name, "attention", marks=full) for name in ("v3", "v32", "glm5")),
-        *(pytest.param(name, part, marks=full) for name in NAMES for part in ("layer", "model")),
-    ],
-)
+@full
+@pytest.mark.parametrize("part", ["attention", "layer", "model"])
+@pytest.mark.parametrize("name", NAMES)
 def test_compiled_without_a_graph_break(name, part):
     """Also when other lengths follow. "aot_eager" traces forward and backward passes, and generates no code."""
     model = enable(make(name))

@@ -60,9 +60,7 @@ def test_gradients_are_stock_attention_s(attended, hidden):
     assert_close(outputs.logits[shown], expected.logits[shown], "logits")
     found, wanted = gradients(model), gradients(stock)
     for key, gradient in wanted.items():
-        # A bias of one stream's weight: its gradient is a small difference of large numbers.
-        error = (found[key] - gradient).abs().max() / gradient.abs().max()
-        assert error < (1e-3 if "hc_head" in key else 1e-4), key
+        assert_close(found[key], gradient, key)
     of_indexers = {key for key, _ in model.named_parameters() if ".indexer." in key}
     assert len(of_indexers) == 6
     assert found.keys() == wanted.keys() | of_indexers

@@ -13,10 +13,14 @@ from flashlatte.integrations.transformers.families import Family, cosines_and_si
 from flashlatte.integrations.transformers.indexer_losses import IndexerLosses
 from flashlatte.layers import training
 from flashlatte.layers.config import IndexerConfig
+from flashlatte.layers.parts import part
 from flashlatte.layers.training import Rotation, TrainingBatch, TrainingOutput
 
-# Families whose attention has the parts of ``layers.training``, and no others.
-TRAINED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+# Families whose attention has parts that ``layers.training`` does not compute, and which ones.
+NOT_TRAINED = {
+    "glm5_next": "its indexer selects pools of tokens",
+    "mistral_large4": "its layers share latents, and factors of queries are learned",
+}
 # The argument by which a decoder passes the step to its layers.
 STEP = "flashlatte_step"
 
@@ -48,10 +52,12 @@ def plan(
         ValueError: an indexer would learn, and only stock attention, which does not train it, can compute the call.
     """
     tokens = tokens_of(call)
-    if not is_training(model) or family.model_type not in TRAINED or tokens is None:
+    if not is_training(model) or tokens is None:
         return None
     indexer, mask = find_indexer(), call.get("attention_mask")
-    reason = refusal(model, tokens, call, family.default_implementation, has_indexer=indexer is not None)
+    reason = NOT_TRAINED.get(family.model_type) or refusal(
+        model, tokens, call, family.default_implementation, has_indexer=indexer is not None
+    )
     if reason is None and mask is not None and not _is_padding(mask.bool()):
         reason = "its attention_mask does more than hide padding on the left or on the right"
     if is_refused(model, reason):
@@ -85,18 +91,26 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of [b, s, hidden_size], and the selection for the next layer."""
     requests, length = hidden_states.shape[:2]
-    cosines, sines = (
-        x.expand(requests, -1, -1).flatten(0, 1) for x in cosines_and_sines(kwargs["position_embeddings"])
-    )
-    rotation = Rotation(cosines, sines, family.interleaved(module.config))
+    rotation = None
+    if family.rotates(module):
+        cosines, sines = (
+            x.expand(requests, -1, -1).flatten(0, 1) for x in cosines_and_sines(kwargs["position_embeddings"])
+        )
+        rotation = Rotation(cosines, sines, family.interleaved(module.config))
+    factors, scaling = None, family.query_scaling(module.config)
+    if scaling is not None:
+        factors = scaling.factors(torch.arange(length, device=hidden_states.device)).repeat(requests)
+    window = part(module, "sliding_window")
     output = training.attend(
         module,
         hidden_states.flatten(0, 1),
         step.batch,
         rotation,
         indexer=getattr(module, "indexer", None),
-        config=step.indexer,
+        config=step.indexer if window is None else None,
         indices=kwargs.get("prev_topk_indices"),
+        query_factors=factors,
+        window=window,
     )
     return with_loss(output, step.losses).view(requests, length, -1), output.indices
 
@@ -165,4 +179,4 @@ def _padded(mask: torch.Tensor) -> TrainingBatch:
     batch = TrainingBatch.packed(torch.cat((torch.stack(columns, dim=1).flatten(), last)), length, mask.numel())
     # Padding selects nothing.
     key_start, key_end = (torch.where(mask.flatten(), x, 0) for x in (batch.key_start, batch.key_end))
-    return TrainingBatch(batch.cu_seqlens, length, key_start, key_end)
+    return TrainingBatch(batch.cu_seqlens, length, key_start, key_end, has_padding=True)
