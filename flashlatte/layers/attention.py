@@ -11,7 +11,7 @@ from torch import nn
 
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.kv_cache.codec import as_cache
-from flashlatte.layers import checkpoint, models
+from flashlatte.layers import checkpoint
 from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
@@ -315,10 +315,12 @@ class MLAAttention(nn.Module):
             checks.tensor("indices", indices, (tokens, 1, "topk"), checks.INDEX_DTYPES, weight.device)
         batch = TrainingBatch.of_ranks(cu_seqlens, max_seqlen, tokens, ranks)
         positions = (batch.key_end - 1 - batch.key_start).clamp_(0, config.rope.max_position - 1)
-        cosines, sines = rotary_table(self._rope_table_id, weight.device)[positions].chunk(2, dim=-1)
-        rotation = Rotation(cosines, sines, config.rope.layout == models.INTERLEAVED)
-        options = {"indexer": self.indexer, "config": config.indexer, "indices": indices}
-        return attend(self, hidden, batch, rotation, **options, dense=checks.flag("dense", dense), ranks=ranks)
+        rotation = Rotation.at(rotary_table(self._rope_table_id, weight.device), positions, config.rope.layout)
+        scaling = config.query_scaling
+        factors = None if scaling is None else scaling.factors(positions)
+        options = {"indexer": self.indexer, "config": config.indexer, "indices": indices, "window": config.window}
+        options |= {"query_factors": factors, "dense": checks.flag("dense", dense), "ranks": ranks}
+        return attend(self, hidden, batch, rotation, **options)
 
     def _step_indexer(
         self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary

@@ -53,6 +53,8 @@ def attend_blocks(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     softmax_scale: float,
+    *,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of some blocks of a packed batch's tokens over all of its tokens.
 
@@ -60,6 +62,7 @@ def attend_blocks(
         query: [n, h, d], of the tokens of ``blocks``.
         keys, values: [T, h, d] and [T, h, d_v], of the batch's first T tokens; no block ends after them.
         cu_seqlens: int32 [m + 1], boundaries of the sequences of the batch.
+        window: tokens that each query attends to, its own included; None: all up to it.
 
     Returns:
         out [n, h, d_v] and lse [n, h].
@@ -79,6 +82,7 @@ def attend_blocks(
                 max_seqlen,
                 softmax_scale=softmax_scale,
                 causal=True,
+                window=window,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES
+from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES, SUPPORTED, _stock
 
 from flashlatte.integrations.transformers import disable, enable
 from flashlatte.integrations.transformers.calls import CACHE
@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", INDEXED),
     "glm5": ("GlmMoeDsa", GLM5),
 }
+REFUSED = ["glm5-next", "large4"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -29,7 +30,17 @@ def name(request) -> str:
     return request.param
 
 
+@pytest.fixture(params=[*FAMILIES, "v4"])
+def any_name(request) -> str:
+    return request.param
+
+
 def make(name: str, **options: Any) -> Any:
+    if name == "v4":
+        pytest.importorskip("transformers.models.deepseek_v4")
+        from support.transformers_v4 import model_of
+
+        return model_of(**options).requires_grad_(True).train()
     family, of_family = FAMILIES[name]
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
@@ -60,7 +71,8 @@ def checkpointing(model: Any, use_reentrant: bool) -> None:
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
     error = ((result - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-    assert error < 1e-4, f"{what} differs by {error:.2e} of its largest element"
+    # Gradients of the weights of residual streams are small differences of large sums.
+    assert error < (1e-3 if "hc_head" in what else 1e-4), f"{what} differs by {error:.2e} of its largest element"
 
 
 @pytest.fixture
@@ -101,6 +113,38 @@ def test_gradients_are_stock_attention_s(name, prompts, attended, side):
     assert all(found[key].abs().sum() > 0 for key in of_indexers)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in REFUSED])
+def test_gradients_of_every_family(name, side, attended):
+    """With padding whose embedding is not 0; the token after padding on the left is predicted from padding."""
+    stock = copy.deepcopy(_stock(name)).requires_grad_(True).train()
+    model = enable(copy.deepcopy(stock))
+    ids = torch.randint(1, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, slice(0, 5) if side == "left" else slice(-5, None)] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected, outputs = step(stock, inputs, use_cache=False), step(model, inputs, use_cache=False)
+    assert attended
+    assert any(attended) == (outputs.get("indexer_loss") is not None)
+    assert_close(outputs.loss - outputs.get("indexer_loss", 0), expected.loss, "loss")
+    found, wanted = gradients(model), gradients(stock)
+    assert {key for key in found if ".indexer." not in key} == wanted.keys()
+    for key, gradient in wanted.items():
+        assert_close(found[key], gradient, key)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_do_not_train_are_refused(name, prompts, attended):
+    inputs = prompts((0, 0), length=LENGTH)
+    model = enable(copy.deepcopy(_stock(name)).requires_grad_(True).train())
+    with pytest.raises(ValueError, match=r"compute this training step: its (indexer selects pools|layers share)"):
+        step(model, inputs)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." not in key)
+    step(model, inputs)
+    assert not attended
+
+
 def test_short_sequences_attend_to_every_token(prompts, attended):
     inputs = prompts((0, 3), length=6)
     stock = make("v32")
@@ -114,36 +158,72 @@ def test_short_sequences_attend_to_every_token(prompts, attended):
         assert_close(found[key], gradient, key)
 
 
-def test_checkpointing_changes_nothing(name, prompts):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing(any_name, prompts, use_reentrant):
+    """A reentrant checkpoint records no graph in its first pass; indexers learn in spite of it."""
     inputs = prompts((0, 4), length=LENGTH)
-    model = enable(make(name))
+    model = enable(make(any_name))
     outputs = step(model, inputs)
     wanted = gradients(model)
     model.zero_grad()
-    checkpointing(model, use_reentrant=False)
+    checkpointing(model, use_reentrant)
     again = step(model, inputs)
     assert again.loss.equal(outputs.loss)
-    assert all(gradient.equal(wanted[key]) for key, gradient in gradients(model).items())
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    assert all(gradient.equal(wanted[key]) for key, gradient in found.items())
 
 
-def test_reentrant_checkpointing_is_refused_where_an_indexer_learns(prompts):
+@pytest.mark.parametrize("name", ["v32", "v4"])
+def test_indexers_alone_learn(name, prompts):
+    """As in the warm-up."""
     inputs = prompts((0, 4), length=LENGTH)
-    model = enable(make("v32"))
-    model.enable_input_require_grads()
-    checkpointing(model, use_reentrant=True)
-    with pytest.raises(ValueError, match=r"^gradient checkpointing must not be reentrant"):
+    model = enable(make(name))
+    step(model, inputs)
+    wanted = {key: gradient for key, gradient in gradients(model).items() if ".indexer." in key}
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." in key)
+    for use_reentrant in (None, False, True):
+        model.zero_grad()
+        if use_reentrant is not None:
+            # transformers then makes embeddings require a gradient too.
+            model.disable_input_require_grads()
+            checkpointing(model, use_reentrant)
+        step(model, inputs)
+        found = gradients(model)
+        assert found.keys() == wanted.keys()
+        assert all(gradient.equal(wanted[key]) for key, gradient in found.items())
+    model.disable_input_require_grads()
+    with pytest.raises(ValueError, match=r"^a reentrant checkpoint around an indexer that learns must have"):
         step(model, inputs)
 
 
-def test_autocast(name, prompts):
+def test_gradients_of_each_loss(prompts):
+    """The indexers' gradients are those of their loss, with any factor, and absent without it."""
     inputs = prompts((0, 4), length=LENGTH)
-    stock = make(name)
+    model = enable(make("v32"))
+    outputs = model(**inputs)
+    outputs.indexer_loss.backward(retain_graph=True)
+    once = gradients(model)
+    assert all(".indexer." in key for key in once)
+    model.zero_grad()
+    (3 * outputs.indexer_loss + outputs.logits.sum()).backward(retain_graph=True)
+    for key, gradient in once.items():
+        assert_close(gradients(model)[key], 3 * gradient, key)
+    model.zero_grad()
+    outputs.logits.sum().backward()
+    assert all(gradients(model)[key].abs().sum() == 0 for key in once)
+
+
+def test_autocast(any_name, prompts):
+    inputs = prompts((0, 4), length=LENGTH)
+    stock = make(any_name)
     model = enable(copy.deepcopy(stock))
     with torch.autocast("cpu", torch.bfloat16):
         expected, outputs = stock(**inputs), model(**inputs, labels=inputs["input_ids"])
     outputs.loss.backward()
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
-    if name == "v3":
+    if any_name == "v3":
         # The indexers' selections differ where scores are close.
         shown = inputs["attention_mask"].bool()
         error = (outputs.logits.float() - expected.logits.float())[shown].abs().max() / expected.logits.abs().max()
