@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flashlatte.layers import models
+from flashlatte.layers.rope_config import Rope
 from flashlatte.layers.v4.config import V4Config, common_fields, layer_ropes
 from flashlatte.runtime import checks
 
@@ -70,6 +71,10 @@ class V41Config(V4Config):
                 raise ValueError(f"{name} must be None in a layer with ratio 0, got {source!r}")
             if self.ratio and checks.positive_int(name, source, or_zero=True) > self.layer:
                 raise ValueError(f"{name} must be at most layer {self.layer}, got {source}")
+        if self.rope.yarn is not None and self.rope.yarn.rotation_scale != 1:
+            raise ValueError(
+                f"rope.yarn must not scale the rotation (attention_factor 1.0), got {self.rope.yarn.rotation_scale}"
+            )
         if self.ratio and self.indexer is None:
             raise ValueError("indexer must be given in a layer with groups, got None")
         if self.candidates is None:
@@ -126,7 +131,8 @@ class V41Config(V4Config):
             raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {fields.get('model_type')!r}")
         fields |= models.sub_config(fields, "text_config")
         shared, indexer = common_fields(fields, MODEL_TYPE)
-        ratios, ropes = _ratios(fields), layer_ropes(fields)
+        ratios = _ratios(fields)
+        ropes = {name: _unscaled(rope) for name, rope in layer_ropes(fields).items()}
         kv_sources = _sources(fields, "kv_source_layer_ids", len(ratios))
         index_sources = _sources(fields, "index_source_layer_ids", len(ratios))
         candidates = _candidates(fields)
@@ -187,6 +193,13 @@ def check_layers(layers: Sequence[V41Config]) -> None:
             raise ValueError(
                 f"layers[{number}].kv_source must have an indexer, whose index keys are read, got {config.kv_source}"
             )
+
+
+def _unscaled(rope: Rope) -> Rope:
+    """DeepSeek-V4.1's YaRN scales neither cosines nor the softmax, whatever a config says."""
+    if rope.yarn is None:
+        return rope
+    return replace(rope, yarn=replace(rope.yarn, mscale=0.0, mscale_all_dim=0.0, attention_factor=1.0))
 
 
 def _ratios(fields: Mapping[str, Any]) -> list[int]:

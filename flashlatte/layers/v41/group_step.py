@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from flashlatte.layers.rope import unrotated_table
 from flashlatte.layers.v4.group_step import GroupStep, SelectedGroups
 from flashlatte.layers.v41.config import V41Config
 from flashlatte.layers.v41.selection import IndexQueries, SharedSelections
@@ -72,7 +71,8 @@ class V41GroupStep(GroupStep):
         kv, gate = self._projected.group_kv, self._projected.group_gate
         latents = kv.new_empty(1, kv.shape[0], 1, config.head_dim)
         weight = norm_weight(self._compressor, "kv_norm")
-        unrotated = unrotated_table(config.rope_dim, kv.device)
+        # Row 0 rotates by nothing, and positions beyond a table are clamped to it.
+        unrotated = self._table[:1]
         slots = torch.arange(kv.shape[0], device=kv.device)
         if config.ratio == 1:
             self._normalise(kv, weight, unrotated, step.positions, latents, slots)

@@ -93,9 +93,11 @@ class Model:
     Rows that nobody wrote hold NaN, in caches that can.
     """
 
-    def __init__(self, fields, weights, requests, tokens, **formats):
+    def __init__(
+        self, fields, weights, requests, tokens, cache_format="fp32", group_format=None, dtype=None, backend=None
+    ):
         self.configs = V41Config.layers(fields)
-        self.layers = [V41Attention(config) for config in self.configs]
+        self.layers = [V41Attention(config, dtype=dtype, backend=backend) for config in self.configs]
         for layer, tensors in zip(self.layers, weights, strict=True):
             layer.load_weights(tensors)
         columns = -(-tokens // PAGE_SIZE)
@@ -107,7 +109,8 @@ class Model:
             PAGE_SIZE,
             state_pages=requests * 3,
             state_page_size=STATE_PAGE_SIZE,
-            **({"cache_format": "fp32"} | formats),
+            cache_format=cache_format,
+            group_format=group_format,
         )
         for cache in self.caches:
             for pages in (cache.window, cache.groups, cache.states, cache.index_keys):
@@ -131,7 +134,8 @@ class Model:
         for layer, cache, states in zip(self.layers, self.caches, hidden, strict=True):
             rows = [h[begin:end] for h, (begin, end) in zip(states, spans, strict=True)]
             counts = [len(part) for part in rows]
-            out = layer(torch.cat([*rows, torch.randn(padding, rows[0].shape[1])]), step, cache, selections)
+            padded = torch.cat([*rows, torch.randn(padding, rows[0].shape[1])])
+            out = layer(padded.to(layer.q_a_proj.weight.dtype), step, cache, selections)
             found.append(out[: sum(counts)].split(counts))
         return found
 

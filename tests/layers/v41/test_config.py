@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flashlatte.layers.rope_config import Rope, Yarn
 from flashlatte.layers.v4 import V4Attention, V4Config, V4IndexerConfig
 from flashlatte.layers.v41 import CandidateConfig, V41Attention, V41Config, allocate_caches
 
@@ -113,6 +114,16 @@ def test_configs_that_are_refused(change, message):
         V41Config.layers(of_text(**change))
 
 
+def test_yarn_never_scales():
+    """As in vLLM, for nested parameters too, where transformers' default is another."""
+    yarn = CHECKPOINT["text_config"]["rope_scaling"] | {"rope_type": "yarn"}
+    parameters = {"main": {"rope_type": "default", "rope_theta": 10000}, "compress": yarn | {"rope_theta": 170000}}
+    layers = V41Config.layers(of_text(rope_scaling=None, rope_parameters=parameters))
+    assert layers == V41Config.layers(CHECKPOINT)
+    scaled = V41Config.layers(of_text(rope_scaling=yarn | {"mscale": 1.0, "mscale_all_dim": 2.0}))
+    assert scaled == layers
+
+
 def test_another_model():
     with pytest.raises(ValueError, match=r"^model_type must be 'deepseek_v41', got 'deepseek_v4'$"):
         V41Config.layers(CHECKPOINT["text_config"] | {"model_type": "deepseek_v4"})
@@ -124,6 +135,10 @@ def test_another_model():
         ({"ratio": 4}, "^ratio must be 0, 1 or 2, got 4$"),
         ({"ratio": 0, "indexer": None}, "^kv_source must be None in a layer with ratio 0, got 0$"),
         ({"kv_source": 1}, "^kv_source must be at most layer 0, got 1$"),
+        (
+            {"rope": Rope(theta=160000.0, yarn=Yarn(4.0, 64))},
+            r"^rope.yarn must not scale the rotation \(attention_factor 1.0\), got 1.13",
+        ),
         ({"indexer": None}, "^indexer must be given in a layer with groups, got None$"),
         (
             {"candidates": CandidateConfig(1, 64, 32)},
