@@ -21,10 +21,12 @@ from flashlatte.distributed import diagnostics as ranks
 from flashlatte.integrations.sglang import diagnostics as sglang
 from flashlatte.integrations.vllm import diagnostics as vllm
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
-from flashlatte.layers import MLAConfig, V4Config
+from flashlatte.kv_cache.v41 import V41Format, V41Fp4Format
+from flashlatte.layers import MLAConfig, V4Config, V41Config
 from flashlatte.layers.models import text_config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
+from flashlatte.layers.v41.config import MODEL_TYPE as V41_MODEL_TYPE
 from flashlatte.runtime import dispatch, machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -32,8 +34,6 @@ PACKAGES = ("triton", "transformers")
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)
-V41_MODEL = "model: DeepSeek-V4.1. It has no layer in flashlatte.layers; the operations are those over its caches."
-V41_HEADS = 64
 H100 = machine.GPU((9, 0), 132)
 # Width of the column of operation names.
 NAME_COLUMN_WIDTH = 72
@@ -52,15 +52,16 @@ def diagnose(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, 
     ops.load()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     fields = None if model is None else read_fields(model)
-    # V4.1's model_type is deepseek_v41, which only vLLM supports.
-    v4 = fields is not None and str(fields.get("model_type")).startswith(V4_MODEL_TYPE)
+    model_type = _model_type(fields)
+    v4 = model_type in (V4_MODEL_TYPE, V41_MODEL_TYPE)
     config = None if fields is None or v4 else MLAConfig.from_transformers(fields)
-    layers = V4Config.layers(fields) if fields is not None and fields.get("model_type") == V4_MODEL_TYPE else ()
     description = None if config is None else _describe_model(config)
-    if layers:
+    if model_type == V4_MODEL_TYPE:
+        layers = V4Config.layers(fields)
         description, calls = _describe_v4(layers), v4_calls(device, DTYPES[dtype], layers)
-    elif v4:
-        description, calls = V41_MODEL, v41_calls(device, DTYPES[dtype])
+    elif model_type == V41_MODEL_TYPE:
+        layers = V41Config.layers(fields)
+        description, calls = _describe_v4(layers), v41_calls(device, DTYPES[dtype], layers)
     else:
         calls = typical_calls(device, DTYPES[dtype], config)
     return {
@@ -77,7 +78,7 @@ def diagnose(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, 
         "model": description,
         "operations": [_choices(call) for call in calls],
         "on_an_h100": _supported_on_hopper(calls) if device.type == "cpu" else None,
-        "vllm": vllm.diagnose(DTYPES[dtype], config, v4=v4, model_type=_model_type(fields)),
+        "vllm": vllm.diagnose(DTYPES[dtype], config, v4=v4, model_type=model_type),
         "sglang": sglang.diagnose(config, v4=v4),
         "compiled": _compiled(model, dtype) if model and torch.cuda.is_available() and dtype != "fp32" else None,
     }
@@ -85,7 +86,10 @@ def diagnose(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, 
 
 def _model_type(fields: Mapping[str, Any] | None) -> str | None:
     """The model_type of the language model."""
-    return None if fields is None else text_config(fields).get("model_type")
+    if fields is None:
+        return None
+    # V4.1's language model has a name of its own.
+    return V41_MODEL_TYPE if fields.get("model_type") == V41_MODEL_TYPE else text_config(fields).get("model_type")
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
@@ -198,21 +202,21 @@ def v4_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V4Config
     return calls
 
 
-def v41_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.CallSpec]:
-    """One call of every operation that reads or writes DeepSeek-V4.1's caches."""
-    width = sum(V4_ROW)
-    formats = [name for name in _formats_of(*V4_ROW) if get_format(name).block_scaling is not None]
-    attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": V41_HEADS, "h_kv": 1}
-    calls = [dispatch.CallSpec("sparse_decode", device, dtype, name, 64, **attention) for name in formats]
-    for name in formats:
-        extra = get_format(name).second_format(get_format(formats[-1]).record_width).name
-        if extra != name:
-            calls.append(
-                dispatch.CallSpec("sparse_decode", device, dtype, name, 64, **attention, extra_cache_format=extra)
-            )
-    for operation in ("cache_write", "cache_gather"):
-        calls += [dispatch.CallSpec(operation, device, dtype, name, page_size=64, head_dim=width) for name in formats]
-    calls.append(dispatch.CallSpec("sparse_index_logits", device, torch.bfloat16, "index_mxfp4", 64, head_dim=128))
+def v41_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V41Config]) -> list[dispatch.CallSpec]:
+    """One call of every operation of DeepSeek-V4.1's layers and every cache format."""
+    calls, config = v4_calls(device, dtype, layers), layers[0]
+    width = config.head_dim
+    attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": config.num_attention_heads, "h_kv": 1}
+    formats = [call.cache_format for call in calls if call.operation == "cache_gather"]
+    if V41Format.name in formats:
+        attention["extra_cache_format"] = V41Fp4Format.name
+        calls.append(dispatch.CallSpec("sparse_decode", device, dtype, V41Format.name, 64, **attention))
+    calls += [dispatch.CallSpec("cache_write", device, dtype, name, 64, head_dim=width) for name in formats]
+    indexer = next((layer.indexer for layer in layers if layer.candidates is not None), None)
+    if indexer is not None:
+        index: dict[str, Any] = {"head_dim": indexer.head_dim, "h_q": indexer.num_heads}
+        for name, query in (("index_fp8", torch.float8_e4m3fn), ("index_bf16", torch.bfloat16)):
+            calls.append(dispatch.CallSpec("sparse_index_logits", device, query, name, 64, **index))
     return calls
 
 

@@ -22,6 +22,7 @@ MODEL_TYPES = (
 _LINEAR = "most of its layers are linear attention, and the engine has no pool of their states"
 REFUSED = {
     "bailing_hybrid": _LINEAR,
+    "deepseek_v41": "transformers has no such model, and Engram, which adds embeddings of n-grams, has no module here",
     "dots3_note": "it has vision and audio, and the engine takes tokens",
     "glm5_next": _LINEAR,
     "hy_v4_vl": "it is a vision model, and the engine takes tokens",

@@ -1,7 +1,7 @@
 """Encode a float32 row in a cache format and store it in a slot of a paged cache."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -128,10 +128,10 @@ class Model:
             torch.tensor(ids), torch.tensor(positions), self.table, groups, window=window, page_size=PAGE_SIZE
         )
 
-    def run(self, hidden, spans, limits=None, padding=0):
+    def run(self, hidden, spans, limits=None, padding=0, step=None, caches=None):
         """Outputs of each layer for new tokens of requests with hidden states [layers][requests][n, hidden_size]."""
-        step, selections, found = self.step(spans, limits, padding), SharedSelections(), []
-        for layer, cache, states in zip(self.layers, self.caches, hidden, strict=True):
+        step, selections, found = step or self.step(spans, limits, padding), SharedSelections(), []
+        for layer, cache, states in zip(self.layers, caches or self.caches, hidden, strict=True):
             rows = [h[begin:end] for h, (begin, end) in zip(states, spans, strict=True)]
             counts = [len(part) for part in rows]
             padded = torch.cat([*rows, torch.randn(padding, rows[0].shape[1])])

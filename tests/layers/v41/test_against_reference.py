@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from layers.v41.model import FIELDS, PAGE_SIZE, SIZES, Model, hidden_states, steps_of
 from support import v41_reference
 
 from flashlatte.layers.v4 import WorkspaceLimits
+from flashlatte.layers.v4.builder import V4Builder
 from flashlatte.testing import byte_oracles
 
 
@@ -79,6 +82,41 @@ def test_a_prefix_whose_pages_are_cached(shared):
     found = model.run(hidden, [(32, 32), (shared, 40)])
     expected = wanted(FIELDS, weights, hidden)
     assert_close([[of[1]] for of in found], [[of[1][shared:]] for of in expected])
+
+
+def test_steps_of_the_builder():
+    """Prefill, and decode in padded steps, with one block table for tokens and groups and states by request."""
+    weights, lengths = v41_reference.random_weights(FIELDS, 0), [15, 9]
+    hidden = hidden_states(FIELDS, lengths, 0)
+    model = Model(FIELDS, weights, len(lengths), max(lengths))
+    builder = V4Builder(model.configs, PAGE_SIZE, 4, model.table.shape[1], torch.device("cpu"))
+
+    def run(spans, **options):
+        metadata = builder.build(spans, model.table, [2, 0], **options)
+        caches = [
+            _with_small_pages(cache, config, states)
+            for cache, config, (states, _) in zip(model.caches, model.configs, metadata.states, strict=True)
+        ]
+        return model.run(
+            hidden, spans, step=metadata.step(), caches=caches, padding=metadata.num_tokens - tokens(spans)
+        )
+
+    def tokens(spans):
+        return sum(end - begin for begin, end in spans)
+
+    parts = [run([(0, 9), (0, 3)])]
+    parts += [run([(9 + i, 10 + i), (3 + i, 4 + i)], pad_requests_to=4) for i in range(6)]
+    found = [[torch.cat([part[layer][r] for part in parts]) for r in range(2)] for layer in range(len(hidden))]
+    assert_close(found, wanted(FIELDS, weights, hidden))
+
+
+def _with_small_pages(cache, config, states):
+    """The cache with as many groups in a page as tokens of a page form."""
+    if config.ratio == 0:
+        return cache
+    groups, keys = cache.groups[:, : PAGE_SIZE // config.ratio], cache.index_keys
+    keys = None if keys is None else keys[:, : PAGE_SIZE // config.ratio]
+    return replace(cache, groups=groups, index_keys=keys, states=states)
 
 
 @pytest.mark.parametrize("group_format", ["v41", "v41_fp4"])
