@@ -105,8 +105,9 @@ class IndexQueries:
             # Blocks ascend, so that visible keys are the first columns and columns ascend with positions.
             columns_in_use = num_keys.sum(dim=1, dtype=torch.int32)
             columns = topk(logits, self.topk, end=columns_in_use, backend=self.backend)
-            part, offset = columns.clamp_min(0) // size, columns % size
-            positions = first.gather(1, part.long()) + offset
+            # When kernels are only collected for a GPU, columns are not computed.
+            part = (columns // size).clamp(0, first.shape[1] - 1)
+            positions = first.gather(1, part.long()) + columns % size
             indices[rows] = positions.where(columns >= 0, -1)
             counts[rows] = columns_in_use.clamp_max(self.topk)
         return self._selected(indices, counts)

@@ -9,6 +9,7 @@ import pytest
 from flashlatte.layers.rope_config import Rope, Yarn
 from flashlatte.layers.v4 import V4Attention, V4Config, V4IndexerConfig
 from flashlatte.layers.v41 import CandidateConfig, V41Attention, V41Config, allocate_caches
+from flashlatte.layers.v41.warmup import different_layers
 
 CHECKPOINT = {
     "model_type": "deepseek_v41",
@@ -164,3 +165,25 @@ def test_a_layer_and_its_config():
         V4Attention(config)
     with pytest.raises(TypeError, match=r"^config must be of type V41Config, got V4Config$"):
         V41Attention(V4Config(**small))
+
+
+def test_warmup_runs_a_layer_of_each_kind():
+    """With the layers that it reads, numbered anew."""
+    found = different_layers(V41Config.layers(CHECKPOINT))
+    assert [(one.layer, one.ratio, one.kv_source, one.index_source) for one in found] == [
+        (0, 0, None, None),
+        (1, 2, 1, 1),
+        (2, 2, 1, 1),
+        (3, 1, 3, 3),
+        (4, 1, 3, 3),
+        (5, 1, 3, 5),
+    ]
+    many = [0, *[2] * 4, *[1] * 6]
+    sources = {"kv_source_layer_ids": [1, 5], "index_source_layer_ids": [1, 5, 7, 9], "candidate_source_layer_id": 5}
+    found = different_layers(V41Config.layers(of_text(num_hidden_layers=11, compress_ratios=many, **sources)))
+    assert [(one.layer, one.ratio, one.kv_source, one.index_source) for one in found[3:]] == [
+        (3, 1, 3, 3),
+        (4, 1, 3, 3),
+        (5, 1, 3, 5),
+    ]
+    assert [one.candidates for one in found[3:]] == [CandidateConfig(3, 64, 32), None, CandidateConfig(3, 64, 32)]
