@@ -33,13 +33,16 @@ class V41GroupStep(GroupStep):
     def __init__(self, *arguments: Any, selections: SharedSelections) -> None:
         super().__init__(*arguments)
         self._selections = selections
+        self._has_work = self._config.stores_groups or self._config.selects_groups
 
     def start(self) -> None:
-        if self._config.stores_groups or self._config.selects_groups:
+        if self._has_work:
             self._side.run(self._store_and_select)
 
     def finish(self) -> SelectedGroups | None:
-        self._side.join()
+        # A capture must not wait for a stream that it has given no work.
+        if self._has_work:
+            self._side.join()
         return None if self._config.index_source is None else self._selections.groups[self._config.index_source]
 
     def _store_and_select(self) -> None:
