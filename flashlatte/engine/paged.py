@@ -148,7 +148,8 @@ def config_of(model: Any) -> Any:
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        OSError, ValueError: the directory, or its config.json, is missing or cannot be read.
+        OSError, ValueError: the directory, or its config.json, is missing or cannot be read; or the model is one that
+            neither transformers nor the engine has.
         TypeError: neither a model nor a path.
     """
     if not isinstance(model, (str, Path)):
@@ -156,7 +157,7 @@ def config_of(model: Any) -> Any:
             raise TypeError(f"model must be of transformers, or the directory of a checkpoint, got {model!r}")
         return model.config
     try:
-        from transformers import AutoConfig, DeepseekV3Config
+        from transformers import CONFIG_MAPPING, AutoConfig, DeepseekV3Config
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
     if not Path(model).is_dir():
@@ -166,6 +167,9 @@ def config_of(model: Any) -> Any:
     fields, _ = DeepseekV3Config.get_config_dict(model, local_files_only=True)
     if fields.get("model_type") == _OF_KIMI_K2:
         return DeepseekV3Config.from_dict(fields | {"model_type": DeepseekV3Config.model_type})
+    reason = refusal(str(fields.get("model_type")))
+    if fields.get("model_type") not in CONFIG_MAPPING and reason is not None:
+        raise ValueError(f"model must be of a type that the engine supports, got {fields['model_type']!r}: {reason}")
     return AutoConfig.from_pretrained(model, local_files_only=True)
 
 

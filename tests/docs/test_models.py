@@ -22,7 +22,7 @@ def test_the_page_has_the_generated_table():
 
 def test_every_family_has_one_row_and_one_answer_for_each_interface():
     names = [row.model_type for row in models_table.rows()]
-    assert sorted(names) == sorted({*models.SUPPORTED, *models.REFUSED, "deepseek_v4"})
+    assert sorted(names) == sorted({*models.SUPPORTED, *models.REFUSED, "deepseek_v4", "deepseek_v41"})
     assert not set(MODEL_TYPES) & set(REFUSED)
     for row in models_table.rows():
         assert all((row.names, row.layer, row.enable, row.engine)), row

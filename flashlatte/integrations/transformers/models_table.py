@@ -15,6 +15,7 @@ from flashlatte.engine.text_part import MULTIMODAL
 from flashlatte.integrations.transformers.families import FAMILIES
 from flashlatte.layers import models
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
+from flashlatte.layers.v41.config import MODEL_TYPE as V41_MODEL_TYPE
 
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 _YES = "yes"
@@ -53,6 +54,10 @@ def rows() -> Iterator[FamilyRow]:
         yield FamilyRow(traits.names, name, _attention(traits, linear=linear), layer, _YES, engine)
     attention = "512 numbers a token; window and compressed tokens in one softmax, sinks"
     yield FamilyRow("DeepSeek-V4", V4_MODEL_TYPE, attention, "`V4Attention`", _YES, _YES)
+    attention = "as DeepSeek-V4; layers share groups and selections, and an indexer of two levels selects"
+    reason = model_types.REFUSED[V41_MODEL_TYPE]
+    no_model = "transformers has no such model"
+    yield FamilyRow("DeepSeek-V4.1-Flash", V41_MODEL_TYPE, attention, "`V41Attention`", no_model, reason)
     for name, reason in models.REFUSED.items():
         yield FamilyRow(name, name, "", reason, reason, reason)
 

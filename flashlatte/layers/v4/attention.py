@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -62,6 +63,8 @@ class V4Attention(nn.Module):
         TypeError, ValueError: a config that is no ``V4Config``, an unknown backend or device.
     """
 
+    config_type: ClassVar[type[V4Config]] = V4Config
+
     def __init__(
         self,
         config: V4Config,
@@ -71,7 +74,9 @@ class V4Attention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        checks.instance("config", config, V4Config)
+        if type(config) is not self.config_type:
+            checks.instance("config", config, self.config_type)
+            raise TypeError(f"config must be of type {self.config_type.__name__}, got {type(config).__name__}")
         if backend is not None:
             checks.choice("backend", backend, dispatch.backends())
         device = checks.device("device", device)
@@ -87,9 +92,12 @@ class V4Attention(nn.Module):
         self.o_a_proj = linear(width // groups, groups * rank, dtype, device)
         self.o_b_proj = linear(groups * rank, config.hidden_size, dtype, device)
         self.sinks = nn.Parameter(torch.empty(config.num_attention_heads, dtype=torch.float32, device=device))
-        self.compressor = None if config.ratio == 0 else LayerCompressor(config, dtype, device)
+        self.compressor = None if config.ratio == 0 else self._make_compressor(dtype, device)
         self.requires_grad_(False)
         fuse_weights(*hidden_projections(self, config))
+
+    def _make_compressor(self, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Module:
+        return LayerCompressor(self.config, dtype, device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> V4Attention:
         # Moving or casting gives each parameter its own storage.
@@ -108,6 +116,11 @@ class V4Attention(nn.Module):
         Raises:
             TypeError, ValueError: arguments that do not fit the layer or each other.
         """
+        return self._attend(hidden, step, cache, GroupStep)
+
+    def _attend(
+        self, hidden: torch.Tensor, step: V4Step, cache: V4Cache, group_step: Callable[..., GroupStep]
+    ) -> torch.Tensor:
         weight = self.q_a_proj.weight
         if isinstance(hidden, torch.Tensor):
             if hidden.dtype != weight.dtype and weight.dtype in checks.FLOAT_DTYPES:
@@ -115,7 +128,8 @@ class V4Attention(nn.Module):
                 raise TypeError(f"hidden must be {expected} like the layer, got {got}")
             gradients.warn_if_layer_drops("V4Attention", self, hidden)
         with torch.no_grad():
-            return attend(self, self.config, hidden, step, cache, self.backend, self._rope_table_id)
+            table_id = self._rope_table_id
+            return attend(self, self.config, hidden, step, cache, self.backend, table_id, group_step)
 
     def forward_training(
         self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *, dense: bool = False
@@ -181,8 +195,14 @@ def attend(
     cache: V4Cache,
     backend: str | None = None,
     rope_table_id: int | None = None,
+    group_step: Callable[..., GroupStep] = GroupStep,
 ) -> torch.Tensor:
-    """``V4Attention.forward`` with the projections of ``module``; ``rope_table_id`` is looked up if None."""
+    """``V4Attention.forward`` with the projections of ``module``.
+
+    Args:
+        rope_table_id: looked up if None.
+        group_step: makes the object that stores and selects groups, from the arguments of ``GroupStep``.
+    """
     checks.tensor("hidden", hidden, (step.positions.shape[0], config.hidden_size), checks.FLOAT_DTYPES)
     _check_step(config, step, cache)
     heads, head_dim = config.num_attention_heads, config.head_dim
@@ -200,8 +220,8 @@ def attend(
         backend=backend,
     )
     _check_dtype(q_latent, cache)
-    group_step = GroupStep(module.compressor, config, projected, q_latent, step, cache, table, backend)
-    group_step.start()
+    groups = group_step(module.compressor, config, projected, q_latent, step, cache, table, backend)
+    groups.start()
     q = module.q_b_proj(q_latent).view(-1, heads, head_dim)
     q = rotate_and_cache(
         q,
@@ -210,11 +230,12 @@ def attend(
         step.rotary_positions,
         cache.window,
         step.slots,
-        q_eps=config.rms_norm_eps,
+        q_eps=config.rms_norm_eps if config.normalises_heads else None,
         out=q,
+        cache_format=cache.cache_format,
         backend=backend,
     )
-    out = attend_cache(q, config, step, cache, group_step.finish(), module.sinks.float(), backend)
+    out = attend_cache(q, config, step, cache, groups.finish(), module.sinks.float(), backend)
     # Values are rotated keys. The output is rotated back by the query's position, so that its rotation is relative.
     tail = out[..., head_dim - config.rope_dim :]
     inverse = Rotary(rope.inverse_table(rope_table_id, hidden.device), step.rotary_positions, interleaved=True)
@@ -249,12 +270,12 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
             f"step must have rotary positions below the config's rope.max_position {config.rope.max_position}, got "
             f"{step.max_length - 1}"
         )
-    grouped, indexes = config.ratio > 0, config.indexer is not None
+    grouped = config.ratio > 0
     for name, needed in (
         ("groups", grouped),
-        ("states", grouped),
-        ("index_keys", indexes),
-        ("index_states", indexes),
+        ("states", config.state_dim > 0),
+        ("index_keys", config.selects_groups),
+        ("index_states", config.index_state_dim > 0),
     ):
         if needed != (getattr(cache, name) is not None):
             raise ValueError(f"cache.{name} must be {'a tensor' if needed else 'None'} in this layer")
@@ -274,7 +295,7 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
     # When kernels are only collected for a GPU (``runtime.precompile``), slots are not computed.
     if machine.device_type(step.slots.device) == "cpu" and not torch.compiler.is_compiling():
         _check_slots("window", step.slots, cache.window)
-        if cache.groups is not None:
+        if cache.groups is not None and config.stores_groups:
             ends = (step.positions + 1) % config.ratio == 0
             _check_slots("groups", step.groups[config.ratio].slots.where(ends, -1), cache.groups)
 

@@ -65,8 +65,8 @@ def rotate_and_cache(
         kv: [T, head_dim], already normalised, in q's dtype.
         cos_sin: float32 [n, rope_dim], the cosines, then the sines of each frequency.
         positions: int32 or int64 [T], the table's row of each token. Positions outside the table are clamped.
-        cache: [pages, page_size, 1, width] (or without the 1) for rows of head_dim elements: ``model1``, ``bf16``,
-            ``fp16`` or ``fp32``.
+        cache: [pages, page_size, 1, width] (or without the 1) for rows of head_dim elements: ``model1``, ``v41``,
+            ``v41_fp4``, ``bf16``, ``fp16`` or ``fp32``.
         slot_mapping: int32 or int64 [T], page · page_size + offset of each token; tokens whose slot is outside the
             cache are skipped.
         q_eps: epsilon of the norm; None omits the norm.
