@@ -20,6 +20,7 @@ from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import CacheScale, encode_elements, load_scale
 from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales
 from flashlatte.kernels.triton.fp8 import cast, converts_e4m3, e4m3_to_float, float_to_e4m3, to_float32
+from flashlatte.kernels.triton.row_scales import quantize_tiles
 from flashlatte.kernels.triton.rows import (
     CacheRows,
     TokenRows,
@@ -29,7 +30,6 @@ from flashlatte.kernels.triton.rows import (
     token_row,
     token_rows,
 )
-from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
