@@ -88,7 +88,7 @@ def _ranges_in_use(num_ranges, total, MIN_COST: tl.constexpr):
 @triton.jit
 def _quotient(a, b):
     """⌊a / b⌋ of non-negative 32-bit integers: a signed division takes twice as many instructions."""
-    return (tl.to_tensor(a).to(tl.uint32) // tl.to_tensor(b).to(tl.uint32)).to(tl.int32)
+    return (tl.cast(a, tl.uint32) // tl.cast(b, tl.uint32)).to(tl.int32)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def find_range(
     for start in range(N, key_lengths.num_items, N):
         total += tl.sum(_item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, GRANULARITY), 0)
     if uniform is None:
-        free = tl.to_tensor(0)
+        free = tl.cast(0, tl.int32)
         in_use = _ranges_in_use(num_ranges, total, OVERHEAD + GRANULARITY)
     else:
         are_uniform = _are_uniform(cost_of_first, total, key_lengths)
@@ -140,11 +140,11 @@ def find_range(
     begin = _cut(total, tl.maximum(number - first_in_use, 0), in_use, GRANULARITY)
     end = _cut(total, tl.maximum(number + 1 - first_in_use, 0), in_use, GRANULARITY)
 
-    scanned = tl.to_tensor(0)
+    scanned = tl.cast(0, tl.int32)
     if KEEPS_FIRST:
         first, stop, first_cost = _count(items, 0, costs, free, key_lengths, begin, end)
     else:
-        first, stop, first_cost = tl.to_tensor(0), tl.to_tensor(0), tl.to_tensor(0)
+        first, stop, first_cost = tl.cast(0, tl.int32), tl.cast(0, tl.int32), tl.cast(0, tl.int32)
         costs = tl.zeros_like(costs)
     for start in range(N if KEEPS_FIRST else 0, key_lengths.num_items, N):
         scanned += tl.sum(costs, 0)
@@ -182,9 +182,9 @@ def ranges_with_item(item, uniform, items, key_lengths, BLOCK_N: tl.constexpr, O
     64-bit division takes as long as everything else.
     """
     N: tl.constexpr = items.shape[0]
-    total = tl.to_tensor(0)
-    before = tl.to_tensor(0)
-    cost_of_first = tl.to_tensor(0)
+    total = tl.cast(0, tl.int32)
+    before = tl.cast(0, tl.int32)
+    cost_of_first = tl.cast(0, tl.int32)
     for start in range(0, key_lengths.num_items, N):
         costs = _item_costs(start + items, key_lengths, BLOCK_N, OVERHEAD, 1)
         total += tl.sum(costs, 0)

@@ -38,6 +38,10 @@ class Arithmetic:
         return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int32)
 
     @staticmethod
+    def cast(value: Any, dtype: torch.dtype) -> torch.Tensor:
+        return Arithmetic.to_tensor(value).to(dtype)
+
+    @staticmethod
     def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
         return torch.where(torch.as_tensor(condition), Arithmetic.to_tensor(a), Arithmetic.to_tensor(b))
 
