@@ -13,9 +13,8 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import block_scale_byte, store_words, tile_scale_row
 from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales, to_mxfp4
 from flashlatte.kernels.triton.fp8 import cast, e4m3_to_float, float_to_e4m3, from_float32, to_float32
-from flashlatte.kernels.triton.row_scales import scale_rows
+from flashlatte.kernels.triton.row_scales import quantize_tiles, scale_rows
 from flashlatte.kernels.triton.rows import page_pointers
-from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.kv_cache.formats import BlockScaling, CacheFormat, Tiling
 from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
 from flashlatte.runtime.kernel_records import Float32, Pointer

@@ -19,6 +19,7 @@ from flashlatte.kernels.triton.cache_address import (
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import CacheScale, encode_blocks, encode_elements, load_scale
 from flashlatte.kernels.triton.fp8 import cast, converts_e4m3, float_to_e4m3, to_float32
+from flashlatte.kernels.triton.row_scales import quantize_tiles
 from flashlatte.kernels.triton.rows import (
     CacheRows,
     TokenRows,
@@ -28,7 +29,6 @@ from flashlatte.kernels.triton.rows import (
     token_row,
     token_rows,
 )
-from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel

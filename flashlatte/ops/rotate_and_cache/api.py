@@ -7,6 +7,7 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
+from flashlatte.ops.rotate_and_cache import reference
 from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -25,16 +26,10 @@ def _load_portable() -> dispatch.Function:
     return rotate_and_cache
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.rotate_and_cache.reference import rotate_and_cache
-
-    return rotate_and_cache
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.rotate_and_cache),
 )
 
 
