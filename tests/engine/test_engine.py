@@ -473,3 +473,14 @@ def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
     with pytest.raises(ValueError, match=r"batch_invariant must be False for a glm5_next_text: PyTorch .* indexer$"):
         Model(dense, batch_invariant=True)
     assert not Model(dense).has_graphs
+
+
+def test_drafts_over_pools_of_tokens():
+    """Without linear attention the engine can verify drafts; states of rejected ones are overwritten."""
+    dense, repeated = model("Glm5Next", layer_types=("indexed_attention",) * 4), prompt(4) * 6
+    speculating = engine(dense, num_speculative_tokens=3)
+    (output,) = speculating.generate([repeated], greedy(16))
+    ids = torch.tensor([repeated])
+    expected = dense.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    assert output.outputs[0].token_ids == expected[0, len(repeated) :].tolist()
+    assert speculating.statistics()["draft_tokens"] > 0
