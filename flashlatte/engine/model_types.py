@@ -27,7 +27,6 @@ MODEL_TYPES = (
 )
 
 REFUSED = {
-    "dots3_note": "it has vision and audio, and the engine takes tokens",
     "mistral_large4": "its layers share latents, and the frequencies of its rotation are learned",
 }
 

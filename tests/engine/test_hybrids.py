@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.model.test_checkpoint import ranks
 from support.engine_models import chosen_logprobs, greedy, model, prompt
 from support.marks import mostly_full
 
@@ -205,6 +206,20 @@ def test_what_states_rule_out_is_refused_by_name():
     only = {"num_hidden_layers": 1, "layer_types": ("linear_attention",), "mlp_layer_types": ("dense",)}
     with pytest.raises(ValueError, match="layer_types of a kimi_linear must have a layer of MLA"):
         engine(model("KimiLinear", **only))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("KimiLinear", "kimi_linear, whose layers of linear attention are not divided"),
+        ("Glm5Next", "glm5_next_text, whose layers of linear attention are not divided"),
+        ("HYV4VL", "hy_v4_vl_text, which is a part of another model"),
+        ("LongcatFlash", "longcat_flash, whose decoder layers have two attentions"),
+    ],
+)
+def test_several_ranks_are_refused_by_name(family, reason):
+    with pytest.raises(ValueError, match=f"^tensor_parallel must be 1 for a {reason}, got 2$"):
+        Model(model(family), ranks=ranks(0, 2))
 
 
 def test_tokens_that_are_computed_together():
