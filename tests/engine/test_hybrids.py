@@ -138,6 +138,29 @@ def test_without_a_prefix_cache_no_snapshot_is_taken():
     assert check(served, "kimi-linear", [prompt(43)] * 2)[1].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("family", ["KimiLinear", "BailingHybrid", "Glm5Next"])
+def test_a_model_in_bf16(family):
+    """Its log-probabilities are as close to those of float32 as the log-probabilities of transformers in bf16."""
+    stock = copy.deepcopy(model(family)).bfloat16()
+    exact = copy.deepcopy(stock).float()
+    served = engine(stock, max_num_batched_tokens=16)
+    (output,) = served.generate([prompt(26)], greedy(6, logprobs=0))
+    tokens = output.outputs[0].token_ids
+
+    def logprobs(of: Any) -> torch.Tensor:
+        with torch.no_grad():
+            logits = of(torch.tensor([[*prompt(26), *tokens]])).logits[0, 25:-1].float()
+        return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+
+    expected = logprobs(exact)
+    error, error_of_stock = (
+        (found - expected).abs().max() for found in (torch.tensor(chosen_logprobs(output)), logprobs(stock))
+    )
+    assert error <= 2 * error_of_stock
+    states = [state.dtype for state in served.runner.states]
+    assert set(states) == {torch.bfloat16, torch.float32}
+
+
 def test_forks_and_aborts_free_their_slots():
     served = engine(max_num_batched_tokens=16)
     forked = served.add(prompt(20), greedy(6, n=3, temperature=1.0, top_k=1))
