@@ -28,7 +28,6 @@ MODEL_TYPES = (
 
 REFUSED = {
     "deepseek_v41": "transformers has no such model, and Engram, which adds embeddings of n-grams, has no module here",
-    "dots3_note": "it has vision and audio, and the engine takes tokens",
     "mistral_large4": "its layers share latents, and the frequencies of its rotation are learned",
 }
 

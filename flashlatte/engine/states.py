@@ -126,11 +126,12 @@ class StateSlots(NoStates):
             self._free_snapshots.append(slot)
             return
         self._snapshots[key] = slot
-        if border > states.last_known_border and states.generated is not None:
-            self._drop(states.generated)
-            states.keys.remove(states.generated)
-        states.generated = key if border > states.last_known_border else states.generated
         states.keys.append(key)
+        if border > states.last_known_border:
+            if states.generated is not None:
+                self._drop(states.generated)
+                states.keys.remove(states.generated)
+            states.generated = key
 
     def unregister(self, request: Request) -> None:
         for key in request.states.keys:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import VOCABULARY, chosen_logprobs, generated_by_transformers, greedy, model, prompt
+import transformers
+from support.engine_models import VISION, VOCABULARY, chosen_logprobs, generated_by_transformers, greedy, model, prompt
 from support.marks import mostly_full
 
 from flashlatte.engine import Engine, Model
@@ -356,8 +357,8 @@ def test_a_model_with_other_layers_is_refused_by_name():
     other: Any = type("Other", (), {"config": type("Config", (), {"model_type": "llama"})})
     with pytest.raises(ValueError, match=r"deepseek_v3.*got 'llama'$"):
         Engine(other)
-    other.config.model_type = "dots3_note"
-    with pytest.raises(ValueError, match=r"got 'dots3_note': it has vision and audio, and the engine takes tokens$"):
+    other.config.model_type = "mistral_large4"
+    with pytest.raises(ValueError, match=r"got 'mistral_large4': its layers share latents, .* rotation are learned$"):
         Engine(other)
     with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
         Engine(None)
@@ -464,6 +465,20 @@ def test_a_checkpoint_with_other_layers_or_another_model_around(family, tmp_path
     assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
 
 
+def test_dots3_note_with_vision_and_audio_is_served_for_tokens(tmp_path):
+    inner = model("Dots3Note")
+    vision = VISION | {"adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]}
+    audio = VISION | {"adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 8, "feature_size": 16}
+    parts = {"text_config": inner.config.to_dict(), "vision_config": vision, "audio_config": audio}
+    whole = transformers.Dots3NoteForConditionalGeneration(transformers.Dots3NoteConfig(**parts)).eval()
+    whole.model.language_model.load_state_dict(inner.model.state_dict())
+    whole.lm_head.load_state_dict(inner.lm_head.state_dict())
+    check(engine(whole), "Dots3Note", 5)
+    whole.save_pretrained(tmp_path)
+    (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers("Dots3Note", prompt(5), 3)
+
+
 def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
     with pytest.raises(
         ValueError, match=r"^cache_format must be bf16, fp16 or fp32 for rows of 32 \+ 0 and an indexer"
@@ -473,3 +488,14 @@ def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
     with pytest.raises(ValueError, match=r"batch_invariant must be False for a glm5_next_text: PyTorch .* indexer$"):
         Model(dense, batch_invariant=True)
     assert not Model(dense).has_graphs
+
+
+def test_drafts_over_pools_of_tokens():
+    """Without linear attention the engine can verify drafts; states of rejected ones are overwritten."""
+    dense, repeated = model("Glm5Next", layer_types=("indexed_attention",) * 4), prompt(4) * 6
+    speculating = engine(dense, num_speculative_tokens=3)
+    (output,) = speculating.generate([repeated], greedy(16))
+    ids = torch.tensor([repeated])
+    expected = dense.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    assert output.outputs[0].token_ids == expected[0, len(repeated) :].tolist()
+    assert speculating.statistics()["draft_tokens"] > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.model.test_checkpoint import ranks
 from support.engine_models import chosen_logprobs, greedy, model, prompt
 from support.marks import mostly_full
 
@@ -137,6 +138,29 @@ def test_without_a_prefix_cache_no_snapshot_is_taken():
     assert check(served, "kimi-linear", [prompt(43)] * 2)[1].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("family", ["KimiLinear", "BailingHybrid", "Glm5Next"])
+def test_a_model_in_bf16(family):
+    """Its log-probabilities are as close to those of float32 as the log-probabilities of transformers in bf16."""
+    stock = copy.deepcopy(model(family)).bfloat16()
+    exact = copy.deepcopy(stock).float()
+    served = engine(stock, max_num_batched_tokens=16)
+    (output,) = served.generate([prompt(26)], greedy(6, logprobs=0))
+    tokens = output.outputs[0].token_ids
+
+    def logprobs(of: Any) -> torch.Tensor:
+        with torch.no_grad():
+            logits = of(torch.tensor([[*prompt(26), *tokens]])).logits[0, 25:-1].float()
+        return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+
+    expected = logprobs(exact)
+    error, error_of_stock = (
+        (found - expected).abs().max() for found in (torch.tensor(chosen_logprobs(output)), logprobs(stock))
+    )
+    assert error <= 2 * error_of_stock
+    states = [state.dtype for state in served.runner.states]
+    assert set(states) == {torch.bfloat16, torch.float32}
+
+
 def test_forks_and_aborts_free_their_slots():
     served = engine(max_num_batched_tokens=16)
     forked = served.add(prompt(20), greedy(6, n=3, temperature=1.0, top_k=1))
@@ -205,6 +229,20 @@ def test_what_states_rule_out_is_refused_by_name():
     only = {"num_hidden_layers": 1, "layer_types": ("linear_attention",), "mlp_layer_types": ("dense",)}
     with pytest.raises(ValueError, match="layer_types of a kimi_linear must have a layer of MLA"):
         engine(model("KimiLinear", **only))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("KimiLinear", "kimi_linear, whose layers of linear attention are not divided"),
+        ("Glm5Next", "glm5_next_text, whose layers of linear attention are not divided"),
+        ("HYV4VL", "hy_v4_vl_text, which is a part of another model"),
+        ("LongcatFlash", "longcat_flash, whose decoder layers have two attentions"),
+    ],
+)
+def test_several_ranks_are_refused_by_name(family, reason):
+    with pytest.raises(ValueError, match=f"^tensor_parallel must be 1 for a {reason}, got 2$"):
+        Model(model(family), ranks=ranks(0, 2))
 
 
 def test_tokens_that_are_computed_together():

@@ -197,6 +197,7 @@ def test_generated_tokens_keep_their_last_snapshot():
     machine = Machine(40, 4, 0, num_snapshots=8)
     prompt = [1, 2, 3, 4, 5]
     serve_one(machine, "first", prompt, new=12)
+    assert isinstance(machine.scheduler.states, StateSlots)
     assert len(machine.scheduler.states._snapshots) == 2
     answered = [*prompt, *generated_alone(prompt, 12)]
     assert serve_one(machine, "continued", [*answered, 9]) == 16

@@ -46,9 +46,10 @@ def rows() -> Iterator[FamilyRow]:
     for name, traits in models.SUPPORTED.items():
         if (traits.runs_as or name) not in enabled:
             raise ValueError(f"enable must support every family that the layer supports, got {name}")
-        engine = _YES if name in model_types.MODEL_TYPES else model_types.REFUSED.get(name, "")
-        if f"{name}_text" in model_types.MODEL_TYPES:
-            engine = "yes, of tokens only" if name in MULTIMODAL else f"yes, as `{name}_text`"
+        if name in MULTIMODAL:
+            engine = "yes, of tokens only"
+        else:
+            engine = _YES if name in model_types.MODEL_TYPES else model_types.REFUSED[name]
         linear = any(family.linear for family in FAMILIES if family.model_type == name)
         layer = traits.layer_refusal or _YES
         yield FamilyRow(traits.names, name, _attention(traits, linear=linear), layer, _YES, engine)
