@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from flashlatte.integrations.vllm import support
-from flashlatte.integrations.vllm.backends import common
+from flashlatte.integrations.vllm.backends import common, fused_rows
 from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.kv_cache.index_formats import quantize_rows
 from flashlatte.layers.selection import LOGIT_BYTES, SelectionChunk, plan_selection
@@ -315,6 +315,7 @@ def install() -> None:
     layer.indexer_cache_cls = staticmethod(ours_where_selected(FlashLatteIndexerCache, layer.indexer_cache_cls))
     attention.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
     attention.sparse_attn_indexer = select_tokens_or(attention.sparse_attn_indexer)
+    fused_rows.install(attention, lambda metadata: isinstance(metadata, IndexerMetadata))
 
 
 @functools.cache
