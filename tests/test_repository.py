@@ -100,7 +100,7 @@ def test_an_issue_template_is_a_form(path):
 
 
 def test_there_is_a_template_for_each_kind_of_issue():
-    assert [path.stem for path in TEMPLATES] == ["1-wrong-result", "2-slow", "3-crash", "4-feature"]
+    assert [path.stem for path in TEMPLATES] == ["1-wrong-result", "2-slow", "3-crash", "4-feature", "5-gpu-report"]
 
 
 def test_pre_commit_runs_the_pinned_ruff():

@@ -258,6 +258,11 @@ def cast_loop_spills(sass: str) -> int:
     return _spills(min((body for count, body in bodies if count == most), key=len))
 
 
+def spills_in_loops(sass: str) -> int:
+    """Spill instructions in the loop that has most of them."""
+    return max((_spills(body) for body in loops(sass)), default=0)
+
+
 def _spills(body: list[str]) -> int:
     return sum(bool(re.search(r"\b(?:STL|LDL)\b", one)) for one in body)
 

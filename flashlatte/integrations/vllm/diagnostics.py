@@ -96,7 +96,9 @@ def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | No
 def _v4_refusal(model_type: str | None) -> str | None:
     if model_type == "deepseek_v41":
         return support.V41_UNSUPPORTED
-    return compat.v4_refusal() or (None if torch.cuda.is_available() else support.V4_NEEDS_CUDA)
+    if (reason := compat.v4_refusal()) or not torch.cuda.is_available():
+        return reason or support.V4_NEEDS_CUDA
+    return None if torch.cuda.get_device_capability() >= compat.E4M3_CAPABILITY else support.V4_NEEDS_E4M3
 
 
 def _chosen(dtype: torch.dtype, model: MLAConfig) -> str:

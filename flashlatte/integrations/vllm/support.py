@@ -40,6 +40,10 @@ V41_UNSUPPORTED = (
     "as if none had been named"
 )
 V4_NEEDS_CUDA = "DeepSeek-V4 is supported on CUDA only: elsewhere its attention layers take no attention backend"
+V4_NEEDS_E4M3 = (
+    "DeepSeek-V4 is supported from compute capability 8.9 on: its compressor and its cache writes are vLLM's Triton "
+    "kernels, which convert to e4m3"
+)
 # The parts of V4 that FlashLatte replaces.
 V4_PARTS = "its attention and the indexer's choice; the compressor and what writes and gathers its caches stay vLLM's"
 DOTS3_UNSUPPORTED = (

@@ -112,6 +112,9 @@ def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
 
     assert lines() == [f"    not supported by FlashLatte: {support.V4_NEEDS_CUDA}"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert lines() == [f"    not supported by FlashLatte: {support.V4_NEEDS_E4M3}"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert lines() == [f"    FlashLatte supports this model with --attention-backend CUSTOM: {support.V4_PARTS}"]
     monkeypatch.setattr(compat, "version", lambda: "0.26.0")
     assert lines() == [

@@ -123,6 +123,7 @@ def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
     table, done = configurations
     monkeypatch.setattr(compat, "v4_refusal", lambda: None)
     monkeypatch.setattr(compat, "on_cuda", lambda: True)
+    monkeypatch.setattr(compat, "converts_e4m3", lambda: True)
     compat.configure_models(support.V4_MODELS, before=vllm.configure_v4_model)
     made = "flashlatte.integrations.vllm.backends.models_v4:{}"
     for name, overrides in (("CUSTOM", True), (None, False), ("FLASHMLA_SPARSE", False)):
@@ -134,6 +135,11 @@ def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
             assert config.model_config.model_class_overrides == expected
     assert done.count("OfV4") == 3
 
+    monkeypatch.setattr(compat, "converts_e4m3", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"CUSTOM is FlashLatte: DeepSeek-V4 is supported from compute capability 8\.9"
+    ):
+        table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
     monkeypatch.setattr(compat, "on_cuda", lambda: False)
     with pytest.raises(ValueError, match="CUSTOM is FlashLatte: DeepSeek-V4 is supported on CUDA only"):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))

@@ -17,7 +17,8 @@ from flashlatte.integrations.vllm import compat
 
 PLUGIN = Path(__file__).parents[3] / "flashlatte" / "integrations" / "vllm"
 # Not imported with vLLM 0.20: models with an indexer, V4 and the CPU platform need 0.32, prefill backends 0.22.
-LATER = {"cpu.py", "indexer.py", "models.py", "models_v4.py", "prefill.py", "sparse.py", "v4.py", "v4_indexer.py"}
+LATER = {"cpu.py", "fused_rows.py", "indexer.py", "models.py", "models_v4.py", "prefill.py", "sparse.py"}
+LATER |= {"v4.py", "v4_indexer.py"}
 # Imported if vLLM has it.
 OPTIONAL = {"vllm.v1.attention.backends.mla.prefill.registry"}
 
@@ -150,6 +151,25 @@ def test_overridden_methods_take_vllms_arguments(source: Path) -> None:
     # vLLM constructs attention with keywords: the order of its constructors' arguments differs.
     wrong = {name: refused(theirs, ours, in_order="__init__" not in name) for name, theirs, ours in found}
     assert {name: arguments for name, arguments in wrong.items() if arguments} == {}
+
+
+def calls(tree: ast.Module, name: str) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", None) == name]
+
+
+@pytest.mark.parametrize("name", ["fused_norm_rope", "fused_q"])
+def test_functions_of_the_indexers_layer_take_vllms_arguments(name: str) -> None:
+    layer = folders("vllm")[-1] / "vllm" / "models" / "deepseek_v32" / "attention.py"
+    (call,) = calls(parsed(layer), name)
+    (ours,) = (
+        node.args
+        for node in parsed(PLUGIN / "backends" / "fused_rows.py").body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    assert len(call.args) == len(ours.args)
+    given, taken = {one.arg for one in call.keywords}, {one.arg for one in ours.kwonlyargs}
+    assert taken <= given
+    assert given == taken or ours.kwarg is not None
 
 
 def test_a_new_argument_is_found() -> None:

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from flashlatte.distributed.topk import global_topk
 from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm.backends import fused_rows
 from flashlatte.integrations.vllm.backends.indexer_metadata import FlashLatteIndexerBackend, IndexerMetadata
 from flashlatte.kv_cache.index_formats import quantize_rows
 from flashlatte.kv_cache.sharding import Sharding
@@ -245,6 +246,7 @@ def install() -> None:
     layer.indexer_cache_cls = staticmethod(ours_where_selected(FlashLatteIndexerCache, layer.indexer_cache_cls))
     attention.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, attention.SparseAttnIndexer)
     attention.sparse_attn_indexer = select_tokens_or(attention.sparse_attn_indexer)
+    fused_rows.install(attention, lambda metadata: isinstance(metadata, IndexerMetadata))
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4 import attention
 
+from flashlatte.integrations.vllm import compat
 from flashlatte.integrations.vllm.backends.indexer import (
     FlashLatteSparseAttnIndexer,
     ours_where_selected,
@@ -71,11 +72,16 @@ def _decode_rows(batch: Any, compress_ratio: int) -> tuple[torch.Tensor, torch.T
 
 @functools.cache
 def install() -> None:
-    """Replace V4's indexer where FlashLatte is selected. Indexers with fp4 keys stay vLLM's."""
+    """Replace V4's indexer where FlashLatte is selected.
+
+    Indexers with fp4 keys stay vLLM's, and those whose keys have scales in a format of DeepGEMM's.
+    """
     stock = attention.SparseAttnIndexer
     ours = ours_where_selected(FlashLatteV4SparseAttnIndexer, stock)
 
     def make(*args: Any, use_fp4_cache: bool = False, **others: Any) -> Any:
-        return (stock if use_fp4_cache else ours)(*args, use_fp4_cache=use_fp4_cache, **others)
+        return (stock if use_fp4_cache or compat.packs_index_scales() else ours)(
+            *args, use_fp4_cache=use_fp4_cache, **others
+        )
 
     attention.SparseAttnIndexer = make
