@@ -34,6 +34,7 @@ SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
 V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
 V41_MODELS = ("DeepseekV41ForCausalLM",)
 DOTS3_MODELS = ("Dots3NoteForCausalLM",)
+KIMI_MODELS = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 # Why FlashLatte does not support a kind of model inside vLLM.
 V41_UNSUPPORTED = (
     "DeepSeek-V4.1 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
@@ -47,6 +48,9 @@ V4_PARTS = "its attention and the indexer's choice; the compressor and what writ
 DOTS3_UNSUPPORTED = (
     "dots3's layers name vLLM's own attention classes, so that another backend would run as if it had not been named; "
     "its sliding-window layers have rows of 1,088 elements, and FlashLatte's kernels read at most 1,024"
+)
+KIMI_FP8_UNSUPPORTED = (
+    "Kimi's layers quantise the queries of a prefill over an fp8 cache, and FlashLatte's prefill takes 16 bits"
 )
 NEEDS_CUSTOM = "models with an indexer need --attention-backend CUSTOM"
 # By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
