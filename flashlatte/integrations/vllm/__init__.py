@@ -60,6 +60,7 @@ def register() -> None:
         (support.DOTS3_MODELS, support.DOTS3_UNSUPPORTED),
     ):
         compat.configure_models(models, before=lambda config, _, reason=reason: support.refuse(config, reason))
+    compat.configure_models(support.KIMI_MODELS, before=check_kimi_model)
     on_cpu = os.environ.get(ON_CPU) == "1" and compat.cpu_refusal() is None
     if compat.indexer_refusal() is None:
         models = support.CPU_INDEXER_MODELS if on_cpu else support.INDEXER_MODELS
@@ -84,6 +85,16 @@ def configure_indexer_model(vllm_config: Any, architecture: str) -> None:
     cache = vllm_config.cache_config
     if cache.cache_dtype in ("fp8", "fp8_e4m3"):
         cache.cache_dtype = "fp8_ds_mla"
+
+
+def check_kimi_model(vllm_config: Any, architecture: str) -> None:
+    """Refuse an fp8 cache of Kimi-Linear and Kimi-K3 if the configuration selects FlashLatte.
+
+    Raises:
+        ValueError: the configuration selects FlashLatte and an fp8 cache.
+    """
+    is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
+    support.refuse(vllm_config, support.KIMI_FP8_UNSUPPORTED if is_fp8 else None)
 
 
 def configure_v4_model(vllm_config: Any, architecture: str) -> None:

@@ -11,7 +11,7 @@ from flashlatte.kv_cache.registry import plain_format
 from flashlatte.kv_cache.v32 import V32Format
 from flashlatte.ops import dense_decode as _dense_decode  # noqa: F401  (registers the operation's implementations)
 from flashlatte.ops import sparse_decode as _sparse_decode  # noqa: F401
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import checks, dispatch
 from flashlatte.runtime.checks import dtype_names
 
 # The preferred page size: one copy for each tile of keys. Hopper's dense-decode kernels read pages of any multiple of 8
@@ -34,11 +34,14 @@ SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
 V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
 V41_MODELS = ("DeepseekV41ForCausalLM",)
 DOTS3_MODELS = ("Dots3NoteForCausalLM",)
+KIMI_MODELS = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 # Why FlashLatte does not support a kind of model inside vLLM.
 V41_UNSUPPORTED = (
     "DeepSeek-V4.1 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
     "as if none had been named"
 )
+# The compression ratio of V4's layers with an indexer.
+V4_INDEXER_RATIO = 4
 V4_NEEDS_CUDA = "DeepSeek-V4 is supported on CUDA only: elsewhere its attention layers take no attention backend"
 V4_NEEDS_E4M3 = (
     "DeepSeek-V4 is supported from compute capability 8.9 on: its compressor and its cache writes are vLLM's Triton "
@@ -49,6 +52,9 @@ V4_PARTS = "its attention and the indexer's choice; the compressor and what writ
 DOTS3_UNSUPPORTED = (
     "dots3's layers name vLLM's own attention classes, so that another backend would run as if it had not been named; "
     "its sliding-window layers have rows of 1,088 elements, and FlashLatte's kernels read at most 1,024"
+)
+KIMI_FP8_UNSUPPORTED = (
+    "Kimi's layers quantise the queries of a prefill over an fp8 cache, and FlashLatte's prefill takes 16 bits"
 )
 NEEDS_CUSTOM = "models with an indexer need --attention-backend CUSTOM"
 WINDOW_UNSUPPORTED = "its backends for MLA take no sliding windows"
@@ -167,6 +173,33 @@ def check_layer(kv_cache_dtype: str, caches: Sequence[str] = ("auto", *CACHE_DTY
     for name, value in unsupported.items():
         if value:
             raise NotImplementedError(f"FlashLatte supports MLA without {name}, got {value!r}")
+
+
+def v4_shared_layers(config: Any) -> set[int]:
+    """DeepSeek-V4's layers that reuse the selection of the layer with an indexer before them (IndexCache).
+
+    ``index_topk_pattern`` has a letter for each layer of the model, "S" for those that reuse. With
+    ``index_topk_freq``, the first one of the layers with an indexer and every freq-th after it select
+    (arXiv:2603.12201).
+
+    Args:
+        config: the text model's configuration, with ``compress_ratios``.
+
+    Raises:
+        ValueError: ``index_topk_freq`` below 1, or the first layer with an indexer is to reuse a selection.
+    """
+    ratios = list(config.compress_ratios)[: config.num_hidden_layers]
+    selecting = [layer for layer, ratio in enumerate(ratios) if ratio == V4_INDEXER_RATIO]
+    pattern, frequency = getattr(config, "index_topk_pattern", None), getattr(config, "index_topk_freq", None)
+    if pattern is None:
+        frequency = checks.positive_int("index_topk_freq", 1 if frequency is None else frequency)
+        return {layer for order, layer in enumerate(selecting) if order % frequency}
+    shared = {layer for layer in selecting if pattern[layer : layer + 1] == "S"}
+    if selecting and selecting[0] in shared:
+        raise ValueError(
+            f"index_topk_pattern must not be S for layer {selecting[0]}, the first one with an indexer, got {pattern!r}"
+        )
+    return shared
 
 
 def check_indexer(*, compress_ratio: int = 1, **unsupported: Any) -> None:

@@ -110,3 +110,29 @@ def test_a_cpu_refuses_a_cache_before_weights_load(dtype, cache, sparse, refused
             FlashLatteCpuPlatform.get_attn_backend_cls(None, wanted)
     else:
         assert FlashLatteCpuPlatform.get_attn_backend_cls(None, wanted) == (vllm.SPARSE if sparse else vllm.DENSE)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_lengths_of_index_keys_are_vllms_buffers(shared):
+    """A CUDA graph reads the addresses that it was captured with."""
+    from flashlatte.integrations.vllm.backends.indexer_metadata import FlashLatteIndexerMetadataBuilder, Sharded
+    from flashlatte.kv_cache.sharding import Sharding
+
+    builder = object.__new__(FlashLatteIndexerMetadataBuilder)
+    builder.reorder_batch_threshold = 1
+    builder.sharded = Sharded(Sharding(1, 2, 1), None) if shared else None
+    batch = SimpleNamespace(
+        max_query_len=1,
+        num_reqs=3,
+        num_actual_tokens=3,
+        query_start_loc_cpu=torch.arange(4),
+        slot_mapping=torch.arange(3),
+        block_table_tensor=torch.zeros(3, 2, dtype=torch.int32),
+        seq_lens=torch.tensor([5, 8, 1]),
+        dcp_local_seq_lens=torch.tensor([2, 4, 0]),
+        max_logits_per_req=None,
+    )
+    lengths = builder.build(0, batch).seq_lens
+    buffer = batch.dcp_local_seq_lens if shared else batch.seq_lens
+    assert lengths.tolist() == buffer.tolist()
+    assert lengths.data_ptr() == buffer.data_ptr()

@@ -346,3 +346,33 @@ def test_indexers_that_are_refused(options, message):
     support.check_indexer(compress_ratio=1, use_fp4_cache=False, candidate_blocks=None, candidate_block_size=0)
     with pytest.raises(NotImplementedError, match=message):
         support.check_indexer(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({}, set()),
+        ({"index_topk_freq": 1}, set()),
+        ({"index_topk_freq": 2}, {4}),
+        ({"index_topk_freq": 3}, {4, 5}),
+        # Layers without an indexer do not count.
+        ({"index_topk_pattern": "SFSFSS"}, {4, 5}),
+        ({"index_topk_pattern": "FFFF", "index_topk_freq": 2}, set()),
+    ],
+)
+def test_v4_layers_that_share_a_selection(options, shared):
+    config = SimpleNamespace(compress_ratios=[0, 4, 128, 128, 4, 4, 4], num_hidden_layers=6, **options)
+    assert support.v4_shared_layers(config) == shared
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"index_topk_pattern": "FSF"}, "must not be S for layer 1"),
+        ({"index_topk_freq": 0}, "index_topk_freq"),
+    ],
+)
+def test_v4_layers_without_a_selection_to_share(options, message):
+    config = SimpleNamespace(compress_ratios=[0, 4, 4], num_hidden_layers=3, **options)
+    with pytest.raises(ValueError, match=message):
+        support.v4_shared_layers(config)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from vllm.distributed import get_dcp_group
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
@@ -82,7 +82,8 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
             num_decode_tokens=decode_tokens,
             slot_mapping=batch.slot_mapping,
             block_table=batch.block_table_tensor[:decodes],
-            seq_lens=self._local_lengths(batch.seq_lens[:decodes]),
+            # Views of vLLM's buffers, which a CUDA graph reads. Ranks that share contexts decode one token at a time.
+            seq_lens=(batch.seq_lens if self.sharded is None else batch.dcp_local_seq_lens)[:decodes],
             chunks=self._chunks(batch, batch.num_reqs - prefills) if prefills else (),
             sharded=self.sharded,
         )
@@ -93,19 +94,16 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
         requests = torch.repeat_interleave(counts)
         following = batch.query_start_loc_cpu[1:][requests] - 1 - torch.arange(batch.num_actual_tokens)
         requests, following = (x.to(self.device, non_blocking=True) for x in (requests, following))
+        seq_lens = (batch.seq_lens[requests] - following).to(torch.int32)
         return IndexerMetadata(
             num_tokens=batch.num_actual_tokens,
             num_decode_tokens=batch.num_actual_tokens,
             slot_mapping=batch.slot_mapping,
             block_table=batch.block_table_tensor[requests],
-            seq_lens=self._local_lengths((batch.seq_lens[requests] - following).to(torch.int32)),
+            seq_lens=seq_lens if self.sharded is None else self.sharded.sharding.local_lengths(seq_lens),
             chunks=(),
             sharded=self.sharded,
         )
-
-    def _local_lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """The number of keys on this rank. With shared contexts, vLLM decodes one token of a request at a time."""
-        return seq_lens if self.sharded is None else self.sharded.sharding.local_lengths(seq_lens)
 
     def _chunks(self, batch: Any, first: int) -> tuple[SelectionChunk, ...]:
         query_lens = batch.query_start_loc_cpu.diff()[first : batch.num_reqs]
