@@ -108,11 +108,14 @@ def plan(
     if not (model.training and torch.is_grad_enabled()) or family.model_type not in TRAINED or tokens is None:
         return None
     indexer = find_indexer()
-    reason = _refusal(model, indexer, tokens, call)
+    reason = packed.refusal(call, tokens) or _refusal(model, indexer, tokens, packed.rest(call))
     if reason is None:
         requests, length = tokens.shape[:2]
         mask = call.get("attention_mask")
-        batch = packed.batch(call, requests, length, tokens.device) if mask is None else _padded(mask.bool())
+        if mask is None:
+            batch = packed.batch(call, tokens) or _rectangle(requests, length, tokens.device)
+        else:
+            batch = _padded(mask.bool())
         return TrainingStep(batch, indexer)
     if indexer is not None and _learns(model):
         raise ValueError(
@@ -157,8 +160,8 @@ def _refusal(model: Any, indexer: IndexerConfig | None, tokens: torch.Tensor, ca
         return f"it has an attention_dropout of {config.attention_dropout}"
     if cache is not None:
         return "it has a cache"
-    if (reason := packed.refusal(call, *tokens.shape[:2])) is not None:
-        return reason
+    if call.get("position_ids") is not None or any(name.startswith("cu_seq_lens") for name in call):
+        return "it has position_ids, or packed sequences"
     if call.get("is_causal", getattr(config, "is_causal", True)) is False:
         return "it is not causal"
     if mask is not None and not (
@@ -182,6 +185,11 @@ def _is_padding(mask: torch.Tensor) -> bool:
     """Whether each row of a mask [b, s] shows one run of tokens, or none. Synchronises with the device."""
     begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return bool((begins.sum(dim=1) <= 1).all())
+
+
+def _rectangle(requests: int, length: int, device: torch.device) -> TrainingBatch:
+    boundaries = torch.arange(0, requests * length + 1, length, dtype=torch.int32, device=device)
+    return TrainingBatch.packed(boundaries, length, requests * length)
 
 
 def _padded(mask: torch.Tensor) -> TrainingBatch:
