@@ -30,19 +30,19 @@ def test_blocks_of_ranks_are_the_batch(before, lengths, after, size, zigzag):
     q, k, v = (torch.randn(tokens, 2, 5, generator=generator, dtype=torch.float64) for _ in range(3))
     owned = torch.zeros(tokens, dtype=torch.bool)
     owned[before : int(boundaries[-1])] = True
-    inputs = [torch.where(owned[:, None, None], x, torch.nan).requires_grad_() for x in (q, k, v)]
+    q, k, v = inputs = [torch.where(owned[:, None, None], x, torch.nan).requires_grad_() for x in (q, k, v)]
     longest = max(lengths)
 
     def gradients(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
         return torch.autograd.grad((out * weights).sum(), inputs)
 
-    whole = dense_prefill(*inputs, boundaries, boundaries, longest, longest, softmax_scale=0.4, causal=True)
+    whole = dense_prefill(q, k, v, boundaries, boundaries, longest, longest, softmax_scale=0.4, causal=True)
     rows, outs, lses = [], [], []
     for rank in range(size):
         blocks = _blocks(tokens, rank, size, zigzag)
         mine = torch.cat([torch.arange(block.start, block.stop) for block in blocks])
-        out, lse = attend_blocks(inputs[0][mine], *inputs[1:], blocks, boundaries, longest, 0.4)
+        out, lse = attend_blocks(q[mine], k, v, blocks, boundaries, longest, 0.4)
         rows, outs, lses = [*rows, mine], [*outs, out], [*lses, lse]
     order = torch.cat(rows).argsort()
     out, lse = torch.cat(outs)[order], torch.cat(lses)[order]
