@@ -31,6 +31,18 @@ def test_tokens_over_ranks(ranks, kind, zigzag):
     ranks.run(rank_training_jobs.tokens_over_ranks, kind, zigzag)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_checkpoints_of_ranks(ranks):
+    ranks.run(rank_training_jobs.tokens_over_ranks, "sparse", True, checkpointed=True)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("kind", ["warm-up", "dense"])
+def test_autocast_of_ranks(ranks, kind):
+    ranks.run(rank_training_jobs.tokens_in_autocast, kind)
+
+
 @two_or_three
 @pytest.mark.parametrize("kind", ["sparse", "warm-up", "dense", "without q_lora"])
 def test_heads_over_ranks(ranks, kind):

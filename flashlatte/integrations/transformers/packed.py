@@ -11,11 +11,18 @@ from flashlatte.runtime import checks
 
 # The boundaries of sequences, as transformers' collators pass them for FlashAttention.
 _QUERIES, _KEYS = "cu_seq_lens_q", "cu_seq_lens_k"
+_ARGUMENTS = ("position_ids", _QUERIES, _KEYS)
 
 
-def refusal(call: dict[str, Any], requests: int, length: int) -> str | None:
-    """Why the sequences of a call with tokens [b, s] are not those of its position_ids or cu_seq_lens_q; None if they
-    are. Synchronises with the device if there are boundaries."""
+def rest(call: dict[str, Any]) -> dict[str, Any]:
+    """A call without the arguments that separate sequences."""
+    return {name: value for name, value in call.items() if name not in _ARGUMENTS}
+
+
+def refusal(call: dict[str, Any], tokens: torch.Tensor) -> str | None:
+    """Why position_ids or cu_seq_lens_q do not separate the tokens [b, s] of a call into sequences; None if they do, or
+    are not given. Synchronises with the device if there are boundaries."""
+    requests, length = tokens.shape[:2]
     positions, boundaries = call.get("position_ids"), call.get(_QUERIES)
     if positions is not None and (positions.dim() != 2 or positions.shape[0] not in (1, requests)):
         return f"its position_ids have shape {list(positions.shape)}"
@@ -34,22 +41,21 @@ def refusal(call: dict[str, Any], requests: int, length: int) -> str | None:
     return None
 
 
-def batch(call: dict[str, Any], requests: int, length: int, device: torch.device) -> TrainingBatch:
-    """The sequences of a call with tokens [b, s] and no mask that ``refusal`` accepts.
+def batch(call: dict[str, Any], tokens: torch.Tensor) -> TrainingBatch | None:
+    """The sequences of the tokens [b, s] of a call without a mask that ``refusal`` accepts; None for one in each row.
 
     They are those of cu_seq_lens_q. Without it, a row's sequence ends where its position_ids do not go on by 1, as
     transformers' masks without a cache have it, or with the row.
     """
-    tokens = requests * length
+    requests, length = tokens.shape[:2]
+    count = requests * length
     boundaries, positions = call.get(_QUERIES), call.get("position_ids")
-    if boundaries is None and positions is None:
-        rows = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
-        return TrainingBatch.packed(rows, length, tokens)
     if boundaries is None:
-        assert positions is not None
+        if positions is None:
+            return None
         begins = positions.diff(dim=1, prepend=positions[:, :1]) != 1
         begins[:, 0] = True
         starts = begins.expand(requests, -1).flatten().nonzero().flatten()
-        boundaries = torch.nn.functional.pad(starts, (0, 1), value=tokens)
-    boundaries = boundaries.to(device)
-    return TrainingBatch.packed(boundaries, int(boundaries.diff().max()), tokens)
+        boundaries = torch.nn.functional.pad(starts, (0, 1), value=count)
+    boundaries = boundaries.to(tokens.device)
+    return TrainingBatch.packed(boundaries, int(boundaries.diff().max()), count)

@@ -58,15 +58,18 @@ def plan(
     indexer, mask = find_indexer(), call.get("attention_mask")
     reason = (
         NOT_TRAINED.get(family.model_type)
-        or refusal(model, tokens, call, family.default_implementation, has_indexer=indexer is not None)
-        or packed.refusal(call, *tokens.shape[:2])
+        or packed.refusal(call, tokens)
+        or refusal(model, tokens, packed.rest(call), family.default_implementation, has_indexer=indexer is not None)
     )
     if reason is None and mask is not None and not _is_padding(mask.bool()):
         reason = "its attention_mask does more than hide padding on the left or on the right"
     if is_refused(model, reason):
         return None
     requests, length = tokens.shape[:2]
-    batch = packed.batch(call, requests, length, tokens.device) if mask is None else _padded(mask.bool())
+    if mask is None:
+        batch = packed.batch(call, tokens) or rectangle(requests, length, tokens.device)
+    else:
+        batch = _padded(mask.bool())
     return TrainingStep(batch, indexer, IndexerLosses(tokens.device))
 
 
@@ -145,6 +148,8 @@ def refusal(
         return f"it has an attention_dropout of {config.attention_dropout}"
     if cache is not None:
         return "it has a cache"
+    if call.get("position_ids") is not None or any(name.startswith("cu_seq_lens") for name in call):
+        return "it has position_ids, or packed sequences"
     if call.get("is_causal", getattr(config, "is_causal", True)) is False:
         return "it is not causal"
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):

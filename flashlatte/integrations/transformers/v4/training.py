@@ -47,10 +47,7 @@ def plan(model: Any, call: dict[str, Any]) -> V4TrainingStep | None:
         return None
     configs = V4Config.layers(model.config)
     has_indexer = any(config.indexer is not None for config in configs)
-    reason = refusal(model, tokens, call, "eager", has_indexer=has_indexer)
-    if call.get("position_ids") is not None or any(name.startswith("cu_seq_lens") for name in call):
-        reason = reason or "it has position_ids, or packed sequences"
-    if is_refused(model, reason):
+    if is_refused(model, refusal(model, tokens, call, "eager", has_indexer=has_indexer)):
         return None
     mask = call.get("attention_mask")
     shown = None if mask is None else mask.bool().flatten()
