@@ -25,7 +25,7 @@ def test_every_family_has_one_row_and_one_answer_for_each_interface():
     assert sorted(names) == sorted({*models.SUPPORTED, *models.REFUSED, "deepseek_v4"})
     assert not set(MODEL_TYPES) & set(REFUSED)
     for row in models_table.rows():
-        assert all((row.names, row.layer, row.enable, row.engine)), row
+        assert all((row.names, row.layer, row.enable, row.train, row.engine)), row
 
 
 def test_a_page_without_markers_is_refused():
