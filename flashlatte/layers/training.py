@@ -103,7 +103,8 @@ class Rotation(NamedTuple):
         """The rotation of tokens at ``positions`` by a table [max_position, rope]; None if nothing is rotated."""
         if layout == models.UNROTATED:
             return None
-        return Rotation(*table[positions].chunk(2, dim=-1), layout == models.INTERLEAVED)
+        cosines, sines = table[positions].chunk(2, dim=-1)
+        return Rotation(cosines, sines, layout == models.INTERLEAVED)
 
     def __call__(self, x: torch.Tensor, interleaved: bool | None = None) -> torch.Tensor:
         """Rotate x [T, h, rope] in float32, or float64 for float64.
