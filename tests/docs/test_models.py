@@ -27,7 +27,7 @@ def test_every_family_has_one_row_and_one_answer_for_each_interface():
     assert not set(MODEL_TYPES) & set(REFUSED)
     assert {f"{name}_text" for name in MULTIMODAL} <= set(MODEL_TYPES)
     for row in models_table.rows():
-        assert all((row.names, row.layer, row.enable, row.engine)), row
+        assert all((row.names, row.layer, row.enable, row.train, row.engine)), row
 
 
 def test_a_page_without_markers_is_refused():

@@ -70,11 +70,11 @@ def enable(
     transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
     all tokens.
 
-    In training mode (``model.train()``) with gradients, DeepseekV3, DeepseekV32, DeepseekV4 and GlmMoeDsa attend with
-    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. Without
-    a mask, ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences (not in DeepseekV4). The
-    output then has ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if
-    the indexers' parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
+    In training mode (``model.train()``) with gradients, all families except Glm5Next and MistralLarge4 attend with
+    ``dense_prefill``, or with ``sparse_attention`` over what the indexer selects, without a cache. Without a mask,
+    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences (not in DeepseekV4). The output then has
+    ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if the indexers'
+    parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
 
     Stock attention computes other passes in training mode, passes that record gradients, passes with
     ``output_attentions=True``, without a cache, under autocast to another dtype than the model's, and passes that

@@ -122,7 +122,8 @@ class LossHooks:
             return
         _check_output(output)
         output["last_hidden_state"], self._pending = step.losses.collect(output["last_hidden_state"])
-        output[LOSS] = self._pending
+        # An attribute, not an item: a model around the decoder may build its own output from the items.
+        setattr(output, LOSS, self._pending)
 
     def end_model(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         loss, self._pending = self._pending, None

@@ -15,13 +15,8 @@ from flashlatte.integrations.transformers.indexer_losses import IndexerLosses
 from flashlatte.layers import training
 from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.parts import part
-from flashlatte.layers.training import Rotation, TrainingBatch, TrainingOutput
+from flashlatte.layers.training import Rotation, TrainingBatch, TrainingOutput, product_dtype
 
-# Families whose attention has parts that ``layers.training`` does not compute, and which ones.
-NOT_TRAINED = {
-    "glm5_next": "its indexer selects pools of tokens",
-    "mistral_large4": "its layers share latents, and factors of queries are learned",
-}
 # The argument by which a decoder passes the step to its layers.
 STEP = "flashlatte_step"
 
@@ -57,9 +52,9 @@ def plan(
         return None
     indexer, mask = find_indexer(), call.get("attention_mask")
     reason = (
-        NOT_TRAINED.get(family.model_type)
+        family.training_refusal
         or packed.refusal(call, tokens)
-        or refusal(model, tokens, packed.rest(call), family.default_implementation, has_indexer=indexer is not None)
+        or refusal(model, tokens, packed.rest(call), family.default_implementation)
     )
     if reason is None and mask is not None and not _is_padding(mask.bool()):
         reason = "its attention_mask does more than hide padding on the left or on the right"
@@ -90,6 +85,15 @@ def is_refused(model: Any, reason: str | None) -> bool:
             "indexer"
         )
     return reason is not None
+
+
+def prefers_stock(module: Any, step: TrainingStep) -> bool:
+    """Whether stock attention computes a layer, as in float32 on a GPU, where operations run on references.
+
+    These are slower. Stock attention does not train an indexer. FSDP may have changed the dtype of the layer alone.
+    """
+    weight = module.kv_a_proj_with_mqa.weight
+    return step.indexer is None and weight.device.type != "cpu" and product_dtype(weight) == torch.float32
 
 
 def attend(
@@ -131,9 +135,7 @@ def with_loss(output: TrainingOutput, losses: IndexerLosses) -> torch.Tensor:
     return losses.attach(output.out, output.indexer_loss, output.num_rows)
 
 
-def refusal(
-    model: Any, tokens: torch.Tensor, call: dict[str, Any], implementation: str, *, has_indexer: bool
-) -> str | None:
+def refusal(model: Any, tokens: torch.Tensor, call: dict[str, Any], implementation: str) -> str | None:
     """Why ``layers.training`` cannot compute a call; None if it can.
 
     Args:
@@ -148,18 +150,15 @@ def refusal(
         return f"it has an attention_dropout of {config.attention_dropout}"
     if cache is not None:
         return "it has a cache"
-    if call.get("position_ids") is not None or any(name.startswith("cu_seq_lens") for name in call):
+    positions = call.get("position_ids")
+    # With three axes they are those of images, and not of packed sequences.
+    of_images = positions is not None and positions.dim() == 3 and positions.shape[0] == 3
+    if not (positions is None or of_images) or any(name.startswith("cu_seq_lens") for name in call):
         return "it has position_ids, or packed sequences"
     if call.get("is_causal", getattr(config, "is_causal", True)) is False:
         return "it is not causal"
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
         return "its attention_mask is not a tensor of one value for each token"
-    device_type = model.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if autocast else model.dtype
-    # float32 runs on references, which are slower than stock attention; stock attention does not train an indexer.
-    if dtype == torch.float32 and device_type != "cpu" and not has_indexer:
-        return "it computes in float32"
     return None
 
 

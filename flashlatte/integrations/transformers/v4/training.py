@@ -46,8 +46,7 @@ def plan(model: Any, call: dict[str, Any]) -> V4TrainingStep | None:
     if not is_training(model) or tokens is None:
         return None
     configs = V4Config.layers(model.config)
-    has_indexer = any(config.indexer is not None for config in configs)
-    if is_refused(model, refusal(model, tokens, call, "eager", has_indexer=has_indexer)):
+    if is_refused(model, refusal(model, tokens, call, "eager")):
         return None
     mask = call.get("attention_mask")
     shown = None if mask is None else mask.bool().flatten()
