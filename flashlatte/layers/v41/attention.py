@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -61,6 +61,10 @@ class V41Attention(V4Attention):
         selections = SharedSelections() if selections is None else selections
         _check_selections(self.config, selections, step.num_tokens)
         return self._attend(hidden, step, cache, functools.partial(V41GroupStep, selections=selections))
+
+    def forward_training(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise TypeError: groups and selections that layers share have no gradient here."""
+        raise TypeError("V41Attention is for inference: groups and selections that layers share have no gradient")
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], block_size: tuple[int, int] = (32, 32)) -> None:
         """Load the layer's weights from a checkpoint, by DeepSeek's names as vLLM 0.33 reads them.

@@ -123,3 +123,9 @@ def test_rows_of_unfinished_groups_are_not_written():
     assert groups is not None
     rows = groups[model.table[0]].flatten(0, 2)
     assert rows.isfinite().all(dim=1).tolist() == [True, True, *[False] * 6]
+
+
+def test_training_is_refused():
+    layer, _ = layer_and_weights(KV_SOURCE)
+    with pytest.raises(TypeError, match=r"^V41Attention is for inference: groups and selections"):
+        layer.forward_training(torch.zeros(4, 48), torch.tensor([0, 4]), 4)
