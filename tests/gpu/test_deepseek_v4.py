@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,10 +181,8 @@ def layer_of(ratio: int) -> tuple[V4Attention, V4Cache, torch.Tensor, dict[int, 
 
 
 def clone(cache: V4Cache) -> V4Cache:
-    copies: dict[str, Any] = {
-        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(cache).items()
-    }
-    return V4Cache(**copies)
+    copies: dict[str, Any] = {name: value.clone() for name, value in cache.tensors.items()}
+    return replace(cache, **copies)
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])

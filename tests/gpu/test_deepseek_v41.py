@@ -61,18 +61,16 @@ class Layers:
         )
         self.pages = torch.arange(16, device=DEVICE, dtype=torch.int32).view(2, 8)
         states = torch.arange(4, device=DEVICE, dtype=torch.int32).view(2, 2)
-        self.groups = dict.fromkeys((1, 2), (self.pages, states))
+        self.groups: dict[int, tuple[torch.Tensor, torch.Tensor]] = dict.fromkeys((1, 2), (self.pages, states))
 
     def copies(self) -> list[V4Cache]:
         """Copies of the caches, in which layers share what they share in the caches."""
         copied: dict[int, torch.Tensor] = {}
 
-        def copy(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return copied.setdefault(value.data_ptr(), value.clone())
+        def copies_of(cache: V4Cache) -> dict[str, Any]:
+            return {name: copied.setdefault(value.data_ptr(), value.clone()) for name, value in cache.tensors.items()}
 
-        return [replace(cache, **{name: copy(value) for name, value in vars(cache).items()}) for cache in self.caches]
+        return [replace(cache, **copies_of(cache)) for cache in self.caches]
 
     def run(self, hidden: torch.Tensor, step: V4Step, caches: list[V4Cache]) -> torch.Tensor:
         """Outputs [layers, T, hidden_size], for the same hidden states in each layer."""

@@ -119,17 +119,17 @@ class V4Attention(nn.Module):
         return self._attend(hidden, step, cache, GroupStep)
 
     def _attend(
-        self, hidden: torch.Tensor, step: V4Step, cache: V4Cache, group_step: Callable[..., GroupStep]
+        self, hidden: torch.Tensor, step: V4Step, cache: V4Cache, make_group_step: Callable[..., GroupStep]
     ) -> torch.Tensor:
         weight = self.q_a_proj.weight
         if isinstance(hidden, torch.Tensor):
             if hidden.dtype != weight.dtype and weight.dtype in checks.FLOAT_DTYPES:
                 expected, got = checks.dtype_names([weight.dtype]), checks.dtype_names([hidden.dtype])
                 raise TypeError(f"hidden must be {expected} like the layer, got {got}")
-            gradients.warn_if_layer_drops("V4Attention", self, hidden)
+            gradients.warn_if_layer_drops(type(self).__name__, self, hidden)
         with torch.no_grad():
             table_id = self._rope_table_id
-            return attend(self, self.config, hidden, step, cache, self.backend, table_id, group_step)
+            return attend(self, self.config, hidden, step, cache, self.backend, table_id, make_group_step)
 
     def forward_training(
         self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *, dense: bool = False
@@ -195,13 +195,13 @@ def attend(
     cache: V4Cache,
     backend: str | None = None,
     rope_table_id: int | None = None,
-    group_step: Callable[..., GroupStep] = GroupStep,
+    make_group_step: Callable[..., GroupStep] = GroupStep,
 ) -> torch.Tensor:
     """``V4Attention.forward`` with the projections of ``module``.
 
     Args:
         rope_table_id: looked up if None.
-        group_step: makes the object that stores and selects groups, from the arguments of ``GroupStep``.
+        make_group_step: makes the object that stores and selects groups, from the arguments of ``GroupStep``.
     """
     checks.tensor("hidden", hidden, (step.positions.shape[0], config.hidden_size), checks.FLOAT_DTYPES)
     _check_step(config, step, cache)
@@ -220,8 +220,8 @@ def attend(
         backend=backend,
     )
     _check_dtype(q_latent, cache)
-    groups = group_step(module.compressor, config, projected, q_latent, step, cache, table, backend)
-    groups.start()
+    group_step = make_group_step(module.compressor, config, projected, q_latent, step, cache, table, backend)
+    group_step.start()
     q = module.q_b_proj(q_latent).view(-1, heads, head_dim)
     q = rotate_and_cache(
         q,
@@ -235,7 +235,7 @@ def attend(
         cache_format=cache.cache_format,
         backend=backend,
     )
-    out = attend_cache(q, config, step, cache, groups.finish(), module.sinks.float(), backend)
+    out = attend_cache(q, config, step, cache, group_step.finish(), module.sinks.float(), backend)
     # Values are rotated keys. The output is rotated back by the query's position, so that its rotation is relative.
     tail = out[..., head_dim - config.rope_dim :]
     inverse = Rotary(rope.inverse_table(rope_table_id, hidden.device), step.rotary_positions, interleaved=True)

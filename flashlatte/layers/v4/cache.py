@@ -36,6 +36,11 @@ class V4Cache:
     cache_format: CacheFormat | None = None
 
     @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The caches that the layer has, by attribute."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    @property
     def group_format(self) -> CacheFormat | None:
         """Format of ``groups``; None infers it."""
         if self.cache_format is None or self.groups is None:

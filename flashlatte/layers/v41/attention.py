@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ class V41Attention(V4Attention):
             cache: the caches of this layer; groups of a layer that shares them are those of its ``kv_source``
                 (``allocate_caches``), which has run in this step.
             selections: what the step's indexers have selected so far; this layer's indexer adds to it. None if the
-                layer reads nothing that another one selects.
+                layer reads nothing that another one stores or selects.
 
         Raises:
             TypeError, ValueError: arguments that do not fit the layer or each other; a source that has not run.
@@ -60,7 +60,13 @@ class V41Attention(V4Attention):
         checks.instance("selections", selections, SharedSelections, or_none=True)
         selections = SharedSelections() if selections is None else selections
         _check_selections(self.config, selections, step.num_tokens)
+        if not torch.compiler.is_compiling():
+            _check_shared_caches(self.config, selections, cache)
         return self._attend(hidden, step, cache, functools.partial(V41GroupStep, selections=selections))
+
+    def forward_training(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise TypeError: groups and selections that layers share have no gradient here."""
+        raise TypeError("V41Attention is for inference: groups and selections that layers share have no gradient")
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], block_size: tuple[int, int] = (32, 32)) -> None:
         """Load the layer's weights from a checkpoint, by DeepSeek's names as vLLM 0.33 reads them.
@@ -74,6 +80,20 @@ class V41Attention(V4Attention):
             ValueError: missing, unknown or misshapen weights.
         """
         load_weights(self, weights, block_size)
+
+
+def _check_shared_caches(config: V41Config, selections: SharedSelections, cache: V4Cache) -> None:
+    """Check that the groups and index keys that the layer reads are those that its source has stored in this step."""
+    if config.kv_source is None or config.stores_groups:
+        return
+    source = selections.caches.get(config.kv_source)
+    for name in ("groups", "index_keys") if config.selects_groups else ("groups",):
+        own, stored = getattr(cache, name), getattr(source, name, None)
+        if own is not None and (stored is None or own.data_ptr() != stored.data_ptr()):
+            raise ValueError(
+                f"cache.{name} must be the tensor that layer {config.kv_source} has stored to in this step, got "
+                f"{'none stored there' if stored is None else 'another tensor'}"
+            )
 
 
 def _check_selections(config: V41Config, selections: SharedSelections, tokens: int) -> None:

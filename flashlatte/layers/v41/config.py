@@ -38,8 +38,10 @@ class CandidateConfig:
 
 @dataclass(frozen=True)
 class V41Config(V4Config):
-    """One layer. Other differences to DeepSeek-V4: groups do not overlap and have no position bias, index keys are
-    projected from groups, and heads of queries are not normalised.
+    """One layer. The computation is that of vLLM 0.33.
+
+    It differs from DeepSeek-V4's also in that groups do not overlap and have no position bias, index keys are projected
+    from groups, and heads of queries are not normalised. The defaults are no checkpoint's.
 
     Attributes:
         ratio: tokens of a group, 1 or 2; 0 in a layer with a window only.

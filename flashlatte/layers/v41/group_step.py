@@ -59,6 +59,7 @@ class V41GroupStep(GroupStep):
         first = torch.div(step.positions, config.ratio, rounding_mode="floor") * config.ratio
         if cache.groups is None:
             return
+        self._selections.caches[config.layer] = cache
         latents = self._latents()
         if cache.index_keys is not None:
             indexer = self._compressor.indexer

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
+from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.group_step import SelectedGroups
 from flashlatte.layers.v4.step import V4Groups
 from flashlatte.layers.v41.config import CandidateConfig
@@ -23,10 +24,12 @@ class SharedSelections:
     """What the indexers of one step have selected, for the layers after them. Each step has its own.
 
     Attributes:
+        caches: the caches of the layers that have stored groups.
         groups: the selected groups, by the layer that selected them.
         blocks: int32 [T, num_blocks], candidate blocks in ascending order, then -1, by the layer that published them.
     """
 
+    caches: dict[int, V4Cache] = field(default_factory=dict)
     groups: dict[int, SelectedGroups] = field(default_factory=dict)
     blocks: dict[int, torch.Tensor] = field(default_factory=dict)
 

@@ -97,8 +97,8 @@ def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None, d
         state_page_size=STATE_PAGE_SIZE,
         cache_format=cache_format,
     )
-    for pages in vars(cache).values():
-        if isinstance(pages, torch.Tensor) and pages.is_floating_point():
+    for pages in cache.tensors.values():
+        if pages.is_floating_point():
             pages.fill_(torch.nan)
     outputs = [[] for _ in hidden]
     for kept in steps:

@@ -113,8 +113,8 @@ class Model:
             group_format=group_format,
         )
         for cache in self.caches:
-            for pages in (cache.window, cache.groups, cache.states, cache.index_keys):
-                if pages is not None and pages.is_floating_point():
+            for pages in cache.tensors.values():
+                if pages.is_floating_point():
                     pages.fill_(torch.nan)
 
     def step(self, spans, limits=None, padding=0):

@@ -106,6 +106,24 @@ def test_caches_that_do_not_fit():
             model.layers[KV_SOURCE](hidden, step, cache)
 
 
+def test_groups_that_are_not_those_of_the_source():
+    model = Model(FIELDS, v41_reference.random_weights(FIELDS, 0), 1, 8)
+    hidden, step = hidden_states(FIELDS, [5], 0), model.step([(0, 5)])
+    for layer, name in ((SHARING, "groups"), (3, "index_keys")):
+        selections, cache = SharedSelections(), model.caches[layer]
+        stored = getattr(cache, name)
+        assert stored is not None
+        if layer == 3:
+            with pytest.raises(ValueError, match=r"^cache.groups must be the tensor that layer 1 .*, got none stored"):
+                model.layers[layer](hidden[layer][0], step, cache, selections)
+        model.layers[KV_SOURCE](hidden[KV_SOURCE][0], step, model.caches[KV_SOURCE], selections)
+        with pytest.raises(ValueError, match=rf"^cache.{name} must be the tensor that layer 1 .*, got another tensor$"):
+            model.layers[layer](
+                hidden[layer][0], step, dataclasses.replace(cache, **{name: stored.clone()}), selections
+            )
+        model.layers[layer](hidden[layer][0], step, cache, selections)
+
+
 def test_copies_compute_the_same():
     model = Model(FIELDS, v41_reference.random_weights(FIELDS, 0), 1, 8)
     hidden, step = hidden_states(FIELDS, [8], 0)[KV_SOURCE][0], model.step([(0, 8)])
@@ -123,3 +141,9 @@ def test_rows_of_unfinished_groups_are_not_written():
     assert groups is not None
     rows = groups[model.table[0]].flatten(0, 2)
     assert rows.isfinite().all(dim=1).tolist() == [True, True, *[False] * 6]
+
+
+def test_training_is_refused():
+    layer, _ = layer_and_weights(KV_SOURCE)
+    with pytest.raises(TypeError, match=r"^V41Attention is for inference: groups and selections"):
+        layer.forward_training(torch.zeros(4, 48), torch.tensor([0, 4]), 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -135,15 +135,13 @@ class V4Store:
             return
         for layer, cache in self._caches.items():
             selected = {}
-            for field in fields(cache):
-                old = getattr(cache, field.name)
-                if old is not None:
-                    wanted = rows.to(old.device)
-                    pages = torch.arange(old.shape[0], device=old.device).view(-1, self.requests)[:, wanted].flatten()
-                    new = _empty_like(old, len(pages))
-                    new.copy_(old[pages])
-                    selected[field.name] = new
-            self._caches[layer] = V4Cache(**selected)
+            for name, old in cache.tensors.items():
+                wanted = rows.to(old.device)
+                pages = torch.arange(old.shape[0], device=old.device).view(-1, self.requests)[:, wanted].flatten()
+                new = _empty_like(old, len(pages))
+                new.copy_(old[pages])
+                selected[name] = new
+            self._caches[layer] = replace(cache, **selected)
         self.requests = len(rows)
 
     def _extend_rope(self, positions: int) -> None:
@@ -174,10 +172,8 @@ class V4Store:
                     device=device,
                 )
             if old is not None:
-                for field in fields(old):
-                    before = getattr(old, field.name)
-                    if before is not None:
-                        getattr(new, field.name)[: before.shape[0]].copy_(before)
+                for name, before in old.tensors.items():
+                    new.tensors[name][: before.shape[0]].copy_(before)
             self._caches[layer] = new
 
     def _group_pages(self, ratio: int) -> int:
