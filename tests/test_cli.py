@@ -167,14 +167,21 @@ def test_doctor_of_deepseek_v4(tmp_path, capsys):
     assert "dense_decode" not in printed
 
 
-def test_doctor_of_deepseek_v41_says_that_no_layer_is_its(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
+def test_doctor_of_deepseek_v41(tmp_path, capsys):
+    layers = {"compress_ratios": [0, 2, 2, 1, 1], "kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 3, 4]}
+    candidates = {"candidate_source_layer_id": 3, "candidate_topk_blocks": 64, "candidate_block_size": 32}
+    text = V4_MODEL | layers | candidates | {"model_type": "deepseek_v41_text"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": text}))
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "model: DeepSeek-V4.1. It has no layer in flashlatte.layers" in printed
-    assert re.search(r"^sparse_decode with attn_sink over v41, v41_fp4, v41 with v41_fp4 +\w+$", printed, re.MULTILINE)
-    assert re.search(r"^cache_gather over v41, v41_fp4 +\w+$", printed, re.MULTILINE)
-    assert re.search(r"^sparse_index_logits over index_mxfp4 +\w+$", printed, re.MULTILINE)
+    assert "1 of 5 layers: a window of 128 tokens only" in printed
+    assert "2 of 5 layers: a window of 128 tokens and 512 groups of 2, selected by 32 heads of 128" in printed
+    assert "2 of 5 layers: a window of 128 tokens and 512 groups of 1, selected by 32 heads of 128" in printed
+    assert re.search(
+        r"^sparse_decode with attn_sink over bf16, model1, v41, v41_fp4, v41 with v41_fp4 +\w+$", printed, re.MULTILINE
+    )
+    assert re.search(r"^cache_write over bf16, model1, v41, v41_fp4 +\w+$", printed, re.MULTILINE)
+    assert re.search(r"^sparse_index_logits over index_fp8, index_bf16 +\w+$", printed, re.MULTILINE)
     assert "dense_decode" not in printed
 
 

@@ -11,8 +11,8 @@ from support import engine_models
 
 from flashlatte import cli
 from flashlatte.demo import demo, run_demo
+from flashlatte.demo.model import ByteTokenizer
 from flashlatte.demo.runs import Run, logits_of_engine, logits_of_transformers, overlap
-from flashlatte.demo.tokenizer import ByteTokenizer
 from flashlatte.engine.model_factory import create_model
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashlatte.demo.model import FAMILIES
-from flashlatte.demo.tokenizer import ByteTokenizer
+from flashlatte.demo.model import FAMILIES, ByteTokenizer
 from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT
 
 if TYPE_CHECKING:

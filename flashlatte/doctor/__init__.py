@@ -50,9 +50,10 @@ def diagnose(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, 
     groups: list[tuple[str | None, bool, list[dispatch.CallSpec]]]
     if found is None:
         groups = [(None, False, typical_calls(device, queries))]
-    elif v4:
-        layers = found.v4_layers
-        groups = [(None, True, v4_calls(device, queries, layers) if layers else v41_calls(device, queries))]
+    elif found.v41_layers:
+        groups = [(None, True, v41_calls(device, queries, found.v41_layers))]
+    elif found.v4_layers:
+        groups = [(None, True, v4_calls(device, queries, found.v4_layers))]
     else:
         groups = [
             (kind.label, kind.config.attn_sink, typical_calls(device, queries, kind.config)) for kind in found.kinds

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from flashlatte.kv_cache import FORMAT_NAMES, get_format
-from flashlatte.layers import MLAConfig, V4Config
+from flashlatte.kv_cache.v41 import V41Format, V41Fp4Format
+from flashlatte.layers import MLAConfig, V4Config, V41Config
 from flashlatte.runtime import dispatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)
-V41_HEADS = 64
 # Operations of models' layers that take attention sinks. No implementation refuses them.
 _SINK_OPERATIONS = ("sparse_decode", "sparse_prefill", "sparse_attention_backward")
 
@@ -109,21 +109,21 @@ def v4_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V4Config
     return calls
 
 
-def v41_calls(device: torch.device, dtype: torch.dtype) -> list[dispatch.CallSpec]:
-    """One call of every operation that reads or writes DeepSeek-V4.1's caches."""
-    width = sum(V4_ROW)
-    formats = [name for name in _formats_of(*V4_ROW) if get_format(name).block_scaling is not None]
-    attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": V41_HEADS, "h_kv": 1}
-    calls = [dispatch.CallSpec("sparse_decode", device, dtype, name, 64, **attention) for name in formats]
-    for name in formats:
-        extra = get_format(name).second_format(get_format(formats[-1]).record_width).name
-        if extra != name:
-            calls.append(
-                dispatch.CallSpec("sparse_decode", device, dtype, name, 64, **attention, extra_cache_format=extra)
-            )
-    for operation in ("cache_write", "cache_gather"):
-        calls += [dispatch.CallSpec(operation, device, dtype, name, page_size=64, head_dim=width) for name in formats]
-    calls.append(dispatch.CallSpec("sparse_index_logits", device, torch.bfloat16, "index_mxfp4", 64, head_dim=128))
+def v41_calls(device: torch.device, dtype: torch.dtype, layers: Sequence[V41Config]) -> list[dispatch.CallSpec]:
+    """One call of every operation of DeepSeek-V4.1's layers and every cache format."""
+    calls, config = v4_calls(device, dtype, layers), layers[0]
+    width = config.head_dim
+    attention: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "h_q": config.num_attention_heads, "h_kv": 1}
+    formats = [call.cache_format for call in calls if call.operation == "cache_gather"]
+    if V41Format.name in formats:
+        attention["extra_cache_format"] = V41Fp4Format.name
+        calls.append(dispatch.CallSpec("sparse_decode", device, dtype, V41Format.name, 64, **attention))
+    calls += [dispatch.CallSpec("cache_write", device, dtype, name, 64, head_dim=width) for name in formats]
+    indexer = next((layer.indexer for layer in layers if layer.candidates is not None), None)
+    if indexer is not None:
+        index: dict[str, Any] = {"head_dim": indexer.head_dim, "h_q": indexer.num_heads}
+        for name, query in (("index_fp8", torch.float8_e4m3fn), ("index_bf16", torch.bfloat16)):
+            calls.append(dispatch.CallSpec("sparse_index_logits", device, query, name, 64, **index))
     return calls
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashlatte.layers import MLAConfig, V4Config
+from flashlatte.layers import MLAConfig, V4Config, V41Config
 from flashlatte.layers.models import supported, text_config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
-
-V41_MODEL_TYPE = "deepseek_v41"
-V41_MODEL = "model: DeepSeek-V4.1. It has no layer in flashlatte.layers; the operations are those over its caches."
+from flashlatte.layers.v41.config import MODEL_TYPE as V41_MODEL_TYPE
 
 
 @dataclass(frozen=True)
@@ -37,24 +35,22 @@ class ModelLayers:
     Attributes:
         kinds: the kinds of layers of an MLA model; empty for DeepSeek-V4 and V4.1.
         v4_layers: the layers of DeepSeek-V4.
-        v41: whether the model is DeepSeek-V4.1.
+        v41_layers: the layers of DeepSeek-V4.1.
     """
 
     model_type: str | None
     kinds: tuple[LayerKind, ...] = ()
     v4_layers: tuple[V4Config, ...] = ()
-    v41: bool = False
+    v41_layers: tuple[V41Config, ...] = ()
 
     @property
     def is_v4(self) -> bool:
-        return self.v41 or bool(self.v4_layers)
+        return bool(self.v41_layers or self.v4_layers)
 
     @property
     def description(self) -> str:
-        if self.v41:
-            return V41_MODEL
-        if self.v4_layers:
-            return _describe_v4(self.v4_layers)
+        if self.is_v4:
+            return _describe_v4(self.v41_layers or self.v4_layers)
         if len(self.kinds) == 1:
             return f"model: {_describe_mla(self.kinds[0].config)}"
         lines = (f"{kind.label}: {_describe_mla(kind.config)}" for kind in self.kinds)
@@ -86,11 +82,11 @@ def read_model(fields: Mapping[str, Any]) -> ModelLayers:
     """The attention of a model, from the content of its ``config.json``.
 
     Raises:
-        TypeError, ValueError: as ``MLAConfig.from_transformers`` and ``V4Config.layers``.
+        TypeError, ValueError: as ``MLAConfig.from_transformers``, ``V4Config.layers`` and ``V41Config.layers``.
     """
     model_type = text_config(fields).get("model_type")
     if fields.get("model_type") == V41_MODEL_TYPE:
-        return ModelLayers(model_type, v41=True)
+        return ModelLayers(V41_MODEL_TYPE, v41_layers=tuple(V41Config.layers(fields)))
     if fields.get("model_type") == V4_MODEL_TYPE:
         return ModelLayers(model_type, v4_layers=V4Config.layers(fields))
     return ModelLayers(model_type, layer_kinds(fields))
@@ -136,7 +132,7 @@ def _describe_mla(config: MLAConfig) -> str:
     return text
 
 
-def _describe_v4(layers: tuple[V4Config, ...]) -> str:
+def _describe_v4(layers: Sequence[V4Config]) -> str:
     first, lines = layers[0], []
     for (ratio, indexer), count in Counter((layer.ratio, layer.indexer) for layer in layers).items():
         visible = "only"

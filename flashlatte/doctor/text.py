@@ -11,7 +11,7 @@ from flashlatte.integrations.sglang import diagnostics as sglang
 from flashlatte.integrations.vllm import diagnostics as vllm
 
 # Width of the column of operation names.
-NAME_COLUMN_WIDTH = 72
+NAME_COLUMN_WIDTH = 84
 
 
 def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:

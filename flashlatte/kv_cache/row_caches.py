@@ -73,6 +73,8 @@ def refuses_rows(call: CallSpec) -> str | None:
 
 
 def _is_stored(layout: type[CacheFormat]) -> bool:
-    if layout.tiling is None:
-        return layout.plain and not layout.takes_scale
-    return layout.tiling.e8m0
+    if layout.tiling is not None:
+        return layout.tiling.e8m0
+    if layout.block_scaling is not None:
+        return layout.block_scaling.block * layout.block_scaling.blocks == layout.head_dim
+    return layout.plain and not layout.takes_scale

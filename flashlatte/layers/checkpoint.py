@@ -19,15 +19,15 @@ _SCALE = "_scale_inv"
 _INDEX = "model.safetensors.index.json"
 
 
-def read_layer(path: str | Path, layer: int) -> dict[str, torch.Tensor]:
-    """Read the tensors of a layer's ``self_attn``, keyed by their names below it, to the CPU.
+def read_layer(path: str | Path, layer: int, module: str = "self_attn") -> dict[str, torch.Tensor]:
+    """Read the tensors of a layer's ``module``, keyed by their names below it, to the CPU.
 
     Raises:
         FileNotFoundError: no safetensors file.
         ModuleNotFoundError: safetensors is not installed.
         ValueError: a damaged file, or no file with the layer.
     """
-    marker = f"layers.{layer}.self_attn."
+    marker = f"layers.{layer}.{module}."
     found = {}
     for file in _files(Path(path), marker):
         with open_safetensors(file) as tensors:

@@ -22,7 +22,9 @@ def check_stored(path: str | Path, config: Any, dtypes: Mapping[str, str]) -> No
         config: a transformers config.
         dtypes: safetensors' dtypes of the checkpoint's tensors, by transformers' names.
     """
-    missing = set(_missing_experts(dtypes))
+    # Experts after these are identities (LongCat-Flash).
+    count = config.n_routed_experts if getattr(config, "zero_expert_num", None) else None
+    missing = set(_missing_experts(dtypes, count))
     quantization = getattr(config, "quantization_config", None) or {}
     quantization = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     if quantization.get("quant_method") == "fp8":
@@ -30,15 +32,20 @@ def check_stored(path: str | Path, config: Any, dtypes: Mapping[str, str]) -> No
     check_complete(path, missing)
 
 
-def _missing_experts(names: Iterable[str]) -> Iterator[str]:
-    """Weights that some experts of a layer have and others lack; transformers stacks experts into one tensor."""
+def _missing_experts(names: Iterable[str], count: int | None = None) -> Iterator[str]:
+    """Weights that some experts of a layer have and others lack; transformers stacks experts into one tensor.
+
+    Args:
+        count: number of experts with weights; None: as many as the names have.
+    """
     experts: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for name in names:
-        if (found := re.match(r"(.*\.experts\.)(\d+)\.(.+)", name)) is not None:
+        found = re.match(r"(.*\.experts\.)(\d+)\.(.+)", name)
+        if found is not None and (count is None or int(found[2]) < count):
             experts[found[1]].add((int(found[2]), found[3]))
     for before, those in experts.items():
-        parts, count = {part for _, part in those}, max(index for index, _ in those) + 1
-        for index in range(count):
+        parts, present = {part for _, part in those}, max(index for index, _ in those) + 1
+        for index in range(present if count is None else count):
             yield from (f"{before}{index}.{part}" for part in sorted(parts) if (index, part) not in those)
 
 
@@ -92,7 +99,7 @@ def check_complete(
 
 def own_tensors(model: Any, names: Iterable[str]) -> list[str]:
     """The tensors of a checkpoint without those of layers after the model's last (multi-token prediction)."""
-    count = model.config.num_hidden_layers
+    count = model.config.get_text_config().num_hidden_layers
     layers = {name: re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in names}
     return sorted(name for name, layer in layers.items() if layer is None or int(layer[1]) < count)
 

@@ -20,9 +20,12 @@ from flashlatte.doctor.calls import DTYPES
 from flashlatte.doctor.models import layer_kinds, read_fields
 from flashlatte.kv_cache import FORMAT_NAMES
 from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT
-from flashlatte.layers import V4Config
+from flashlatte.kv_cache.v41 import V41Format
+from flashlatte.layers import V4Config, V41Config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.warmup import warmup_steps as warmup_steps_v4
+from flashlatte.layers.v41.config import MODEL_TYPE as V41_MODEL_TYPE
+from flashlatte.layers.v41.warmup import warmup_steps as warmup_steps_v41
 from flashlatte.layers.warmup import warmup_steps
 from flashlatte.runtime import machine, precompile
 
@@ -82,12 +85,13 @@ def _target(name: str | None, sms: int | None) -> machine.GPU:
 
 
 def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[precompile.Variant]:
-    is_v4 = fields.get("model_type") == V4_MODEL_TYPE
-    formats = arguments.cache_format or [DEEPSEEK_V4_FORMAT if is_v4 else arguments.dtype]
+    kinds = {V4_MODEL_TYPE: (_v4_steps, DEEPSEEK_V4_FORMAT), V41_MODEL_TYPE: (_v41_steps, V41Format.name)}
+    steps_of, default_format = kinds.get(str(fields.get("model_type")), (_mla_steps, arguments.dtype))
+    formats = arguments.cache_format or [default_format]
     unknown = [name for name in formats if name not in FORMAT_NAMES]
     if unknown:
         raise ValueError(f"--cache-format must be one of {', '.join(FORMAT_NAMES)}, got {unknown[0]!r}")
-    steps = (_v4_steps if is_v4 else _mla_steps)(fields, arguments.tensor_parallel)
+    steps = steps_of(fields, arguments.tensor_parallel)
     with precompile.collected() as found:
         for cache_format in formats:
             for _ in steps(
@@ -115,9 +119,19 @@ def _mla_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str
 
 def _v4_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
     layers = V4Config.layers(fields)
-    _check_ranks("heads", layers[0].num_attention_heads, ranks)
-    _check_ranks("groups of heads", layers[0].o_groups, ranks)
+    _check_layer_ranks(layers[0], ranks)
     return functools.partial(warmup_steps_v4, layers, ranks=ranks, streams=fields.get("hc_mult", 4))
+
+
+def _v41_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
+    layers = V41Config.layers(fields)
+    _check_layer_ranks(layers[0], ranks)
+    return functools.partial(warmup_steps_v41, layers, ranks=ranks)
+
+
+def _check_layer_ranks(config: V4Config, ranks: int) -> None:
+    _check_ranks("heads", config.num_attention_heads, ranks)
+    _check_ranks("groups of heads", config.o_groups, ranks)
 
 
 def _check_ranks(name: str, count: int, ranks: int) -> None:

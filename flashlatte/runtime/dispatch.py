@@ -2,7 +2,7 @@
 
 Each operation ``define``s its implementations, best first. ``select`` returns the first that accepts the call, or the
 one that the caller named. ``explain`` returns the reason of each that does not accept it (``refusals`` has the common
-reasons). An implementation is imported when it first runs, so the reference needs neither Triton nor a GPU.
+reasons). A kernel is imported when it first runs, so the references need neither Triton nor a GPU.
 
 ``register`` adds an implementation to an existing operation, ahead of the operation's own:
 

@@ -36,6 +36,11 @@ def triton(call: CallSpec) -> str | None:
     return None
 
 
+def triton_attention(call: CallSpec, max_head_dim: int) -> str | None:
+    """Attention in Triton does not serve the call: it takes 16-bit queries, and head dims up to a maximum."""
+    return dtype(call, torch.bfloat16, torch.float16) or triton(call) or head_dim_above(call, max_head_dim)
+
+
 def capability(call: CallSpec, major: int, minor: int) -> str | None:
     """The device is not a GPU of this compute capability, or Triton does not compile for it."""
     wanted = f"needs compute capability {major}.{minor}"

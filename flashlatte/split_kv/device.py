@@ -1,16 +1,12 @@
-"""The tile scheduler of split-KV: each CTA computes from the sequence lengths which KV blocks of which work items it
-processes.
+"""The terms of split-KV: work items, their blocks, and the partial outputs of their splits.
 
 A *work item* has its own list of keys: a request in dense decode, a query token of a request in sparse decode. Its keys
 are divided into blocks of BLOCK_N; a work item without keys counts as one block, so that a CTA writes its empty result.
 A *group* is the set of query rows of a work item that one CTA processes (some heads of one kv head); all groups of a
 work item have the same blocks.
 
-Balanced ranges. The cost of a work item is OVERHEAD blocks plus its number of blocks. The costs of all work items are
-concatenated; with the total T, range r of R is the interval from ⌊r·T/R⌋ to ⌊(r+1)·T/R⌋, and one CTA of each group
-processes it. The intersection of a work item with a range is a *split*. A CTA shares at most its first work item with
-earlier ranges and its last one with later ranges. FlashMLA's ``get_mla_metadata`` computes the same partition in a
-separate kernel; here every CTA computes its own range, so metadata of an earlier call cannot be stale.
+Balanced ranges (``ranges``). The keys of all work items are divided into ranges of equal cost, one for a CTA of each
+group. The intersection of a work item with a range is a *split*.
 
 Fixed splits. The splits of a work item depend only on its own length, so that results do not depend on the batch.
 
@@ -25,7 +21,7 @@ balanced schedule has fewer than 2^24 work items (``plan.num_ranges``), so their
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -106,17 +102,6 @@ class SplitGrid(NamedTuple):
     first_item: Int32
 
 
-class Range(NamedTuple):
-    """Costs begin to end, in work items first to stop (exclusive); work item ``first`` starts at cost
-    ``first_cost``."""
-
-    begin: Any
-    end: Any
-    first: Any
-    stop: Any
-    first_cost: Any
-
-
 @triton.jit
 def request_and_token(item, tokens):
     """The request of a work item, and its query token in the request. ``tokens``: work items of a request; None: 1."""
@@ -174,54 +159,6 @@ def item_blocks(item, key_lengths, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _item_costs(items, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
-    blocks = item_blocks(items, key_lengths, BLOCK_N)
-    return tl.where(items < key_lengths.num_items, blocks + OVERHEAD, 0).to(tl.int64)
-
-
-@triton.jit
-def find_range(number, num_ranges, key_lengths, BLOCK_N: tl.constexpr, OVERHEAD: tl.constexpr):
-    """Range ``number`` of ``num_ranges``. A range without work has first = stop."""
-    total = tl.zeros([], tl.int64)
-    for start in range(0, key_lengths.num_items, SCAN):
-        total += tl.sum(_item_costs(start + tl.arange(0, SCAN), key_lengths, BLOCK_N, OVERHEAD))
-    # Use all ranges, but no more than leave each at least one block and its overhead.
-    in_use = tl.minimum(num_ranges.to(tl.int64), tl.maximum(total // (OVERHEAD + 1), 1))
-    begin = tl.minimum(number * total // in_use, total)
-    end = tl.minimum((number + 1) * total // in_use, total)
-
-    scanned = tl.zeros([], tl.int64)
-    first_cost = tl.zeros([], tl.int64)
-    first = tl.zeros([], tl.int32)
-    stop = tl.zeros([], tl.int32)
-    for start in range(0, key_lengths.num_items, SCAN):
-        items = start + tl.arange(0, SCAN)
-        costs = _item_costs(items, key_lengths, BLOCK_N, OVERHEAD)
-        item_end = scanned + tl.cumsum(costs)
-        is_before = (items < key_lengths.num_items) & (item_end <= begin)
-        is_begun = (items < key_lengths.num_items) & (item_end - costs < end)
-        # Both counts in one sum: the reductions dominate the time.
-        counts = tl.sum(tl.where(is_before, 1, 0) + tl.where(is_begun, 0x10000, 0))
-        first += counts & 0xFFFF
-        stop += counts >> 16
-        first_cost += tl.sum(tl.where(is_before, costs, 0))
-        scanned += tl.sum(costs)
-    return Range(begin, end, first, stop, first_cost)
-
-
-@triton.jit
-def split_of(cta_range, item_cost, blocks, overhead):
-    """Blocks begin to end (exclusive) of a range's split of the work item that starts at ``item_cost``.
-
-    The split is empty if the range ends within the item's overhead.
-    """
-    item_begin = item_cost + overhead
-    begin = tl.minimum(tl.maximum(cta_range.begin - item_begin, 0), blocks)
-    end = tl.minimum(tl.maximum(cta_range.end - item_begin, 0), blocks)
-    return begin.to(tl.int32), end.to(tl.int32)
-
-
-@triton.jit
 def fixed_splits(blocks, SPLIT_BLOCKS: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Blocks per split, and number of splits of a work item: SPLIT_BLOCKS per split, or more if there would be more
     than MAX_SPLITS."""
@@ -251,13 +188,6 @@ def range_metadata(scratch, num_ranges, num_groups, PARTIAL: tl.constexpr):
 def item_metadata(scratch, num_items, num_groups, max_splits, PARTIAL: tl.constexpr):
     """Pointer to the split metadata of fixed splits; ``num_items``: work items of the launch."""
     return scratch + partial_of_split(num_items, 0, 0, num_groups, max_splits) * PARTIAL
-
-
-@triton.jit
-def continued_item(cta_range, overhead):
-    """The work item that a range continues, or -1."""
-    continues = (cta_range.first < cta_range.stop) & (cta_range.begin > cta_range.first_cost + overhead)
-    return tl.where(continues, cta_range.first, -1)
 
 
 @triton.jit

@@ -25,6 +25,12 @@ PARTIAL = gl.constexpr(_SUMS_BYTES.value // 4 + 2 * ROWS.value)
 
 
 @gluon.jit
+def partial_of_split(scratch, number, group, num_groups):
+    """Pointer to the partial output of range ``number`` and a group of rows, if a range has one."""
+    return scratch + (number * num_groups + group).to(gl.int64) * PARTIAL
+
+
+@gluon.jit
 def _addresses(half, row, col):
     """Addresses of the first 16 bytes and of the last 8 bytes of a thread's elements of 16 columns, given the address
     of their half."""
@@ -62,21 +68,3 @@ def addresses(partial, row, col, FIRST_COL):
 def sums_address(partial, row):
     """Address of row_max and row_sum of a row."""
     return partial + _SUMS_BYTES + row * 8
-
-
-@gluon.jit
-def add_splits(combined, row_max, row_sum, maxima, sums, values):
-    """Add splits, given as tuples ``maxima``, ``sums`` and ``values``, to the splits that are already combined. Returns
-    the sum of the values, the row_max that it is relative to, and the sum of the row_sums."""
-    COL: gl.constexpr = len(row_max.shape)
-    new_max = row_max
-    for i in gl.static_range(len(maxima)):
-        new_max = gl.maximum(new_max, maxima[i])
-    alpha = gl.exp2(row_max - new_max)
-    row_sum *= alpha
-    combined *= gl.expand_dims(alpha, COL)
-    for i in gl.static_range(len(maxima)):
-        weight = gl.exp2(maxima[i] - new_max)
-        row_sum += weight * sums[i]
-        combined += gl.expand_dims(weight, COL) * values[i]
-    return combined, new_max, row_sum

@@ -62,14 +62,18 @@ def outputs_of(
     out: torch.Tensor,
     lse: torch.Tensor,
     sink: torch.Tensor | None,
-    *,
-    tokens: int | None,
-    heads: int,
-    rows: int,
     empty_lse: float,
     row_align: int,
+    *,
+    h_kv: int | None = None,
 ) -> Outputs:
-    """Make ``Outputs`` from out [b, s_q, h_q, d_v] and lse [b, h_q, s_q]."""
+    """Make ``Outputs`` from out [b, s_q, h_q, d_v] and lse [b, h_q, s_q].
+
+    ``h_kv``: the number of kv heads, if a work item has the rows of all tokens of a request; None: a work item is a
+    token, and all its heads have the same keys.
+    """
+    _, s_q, h_q, _ = out.shape
+    heads = h_q if h_kv is None else h_q // h_kv
     out_request, out_token, out_head, _ = out.stride()
     lse_request, lse_head, lse_token = lse.stride()
     return Outputs(
@@ -83,10 +87,10 @@ def outputs_of(
         lse_head,
         sink,
         0 if sink is None else sink.stride(0),
-        tokens,
-        heads,
-        rows,
-        empty_lse,
+        tokens=s_q if h_kv is None else None,
+        heads=heads,
+        rows=heads if h_kv is None else s_q * heads,
+        empty_lse=empty_lse,
     )
 
 

@@ -14,8 +14,11 @@ from flashlatte.split_kv.device import SplitGrid
 # Maximum scratch of a call, for any batch.
 MAX_SCRATCH_BYTES = 64 << 20
 
-# Maximum total cost of all work items if ranges are computed in 32 bits (``gluon_device``).
-MAX_COST = 2**31 - 1
+# Maximum total cost of all work items, in units of ``item_blocks``: kernels add costs in 32 bits (``ranges``), and a
+# unit has two blocks where a CTA processes blocks in pairs.
+MAX_COST = 2**30 - 1
+# Maximum cost of starting a work item.
+_MAX_OVERHEAD = 64
 
 # Above this number of work items, several per CTA, balancing their lengths gains less than the scan costs.
 _MAX_BALANCED_ITEMS = 16384
@@ -74,6 +77,7 @@ def balanced(
     partial: PartialShape, items: int, item_blocks: int, groups: int, groups_per_head: int, ranges: int, overhead: int
 ) -> SplitPlan:
     """A plan with ``ranges`` ranges of equal cost, from ``num_ranges``."""
+    assert overhead <= _MAX_OVERHEAD, overhead
     return SplitPlan(
         partial,
         groups,
@@ -144,6 +148,9 @@ def num_ranges(
         keep_items_whole: use slightly fewer ranges than CTAs if work items of equal length are then not split.
     """
     if 2 * groups > resident or items > _MAX_BALANCED_ITEMS:
+        return None
+    # items + 1: a range may advance past the last work item.
+    if (items + 1) * (item_blocks + _MAX_OVERHEAD) > MAX_COST:
         return None
     if uniform and _use(items * groups, resident) >= 1 - _IDLE_FOR_WHOLE_ITEMS:
         return None

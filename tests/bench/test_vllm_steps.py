@@ -23,7 +23,7 @@ def test_agreement_ends_at_the_first_different_token(ours, theirs, expected):
     ("kernel", "is_attention"),
     [
         ("dense_decode_kernel", True),
-        ("combine_ranges_kernel", True),
+        ("combine_fp24_kernel", True),
         ("dense_prefill_forward_kernel", True),
         ("void legacy::sm90::decode::dense::flash_fwd_splitkv_mla_kernel<>", True),
         ("void legacy::smxx::decode::flash_fwd_mla_combine_kernel<>", True),

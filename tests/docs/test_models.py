@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from flashlatte.engine.model_types import MODEL_TYPES, REFUSED
+from flashlatte.engine.text_part import MULTIMODAL
 from flashlatte.integrations.transformers import models_table
 from flashlatte.layers import models
 
@@ -22,10 +23,11 @@ def test_the_page_has_the_generated_table():
 
 def test_every_family_has_one_row_and_one_answer_for_each_interface():
     names = [row.model_type for row in models_table.rows()]
-    assert sorted(names) == sorted({*models.SUPPORTED, *models.REFUSED, "deepseek_v4"})
+    assert sorted(names) == sorted({*models.SUPPORTED, *models.REFUSED, "deepseek_v4", "deepseek_v41"})
     assert not set(MODEL_TYPES) & set(REFUSED)
+    assert {f"{name}_text" for name in MULTIMODAL} <= set(MODEL_TYPES)
     for row in models_table.rows():
-        assert all((row.names, row.layer, row.enable, row.engine)), row
+        assert all((row.names, row.layer, row.enable, row.train, row.engine)), row
 
 
 def test_a_page_without_markers_is_refused():

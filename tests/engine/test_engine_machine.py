@@ -20,7 +20,7 @@ pytestmark = pytest.mark.full
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
 INVARIANT = "Youtu, batch_invariant"
-FAMILIES = ("DeepseekV3", "DeepseekV32", "GlmMoeDsa", "DeepseekV4", INVARIANT)
+FAMILIES = ("DeepseekV3", "DeepseekV32", "GlmMoeDsa", "DeepseekV4", "KimiLinear", "Glm5Next", INVARIANT)
 # Some begin alike, in pages of any size, and some repeat themselves, for guesses.
 ALIKE, OTHER, REPEATED = prompt(30, 1), prompt(30, 2), prompt(3, 3) * 12
 PROMPTS = tuple(
@@ -96,6 +96,8 @@ class Requests(RuleBasedStateMachine):
             served, num_speculative_tokens = Model(served, batch_invariant=True), 0
         if family == "DeepseekV4":
             page_size = 8
+        if family in ("KimiLinear", "Glm5Next"):
+            num_speculative_tokens = 0
         pages = {"page_size": page_size, "num_pages": -(-MOST_TOKENS // page_size) + more_pages}
         options = (
             pages
@@ -179,6 +181,7 @@ class Requests(RuleBasedStateMachine):
                 self.step(number, 1)
             assert engine.unfinished == 0
             assert engine.pool.in_use == engine.scheduler.host_pool.in_use == 0
+            assert getattr(engine.scheduler.states, "in_use", 0) == 0
         assert not self.asked
 
 

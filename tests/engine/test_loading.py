@@ -280,3 +280,11 @@ def test_a_loaded_model_with_all_weights_gives_no_warning(family, start, tmp_pat
     for each in (loaded, loaded, copy.deepcopy(made)):
         start(each)
     assert not [warning for warning in recwarn if "at random" in str(warning.message)]
+
+
+def test_a_model_that_transformers_lacks_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": {}}))
+    with pytest.raises(
+        ValueError, match=r"^model must be of a type .*, got 'deepseek_v41': transformers has no such model"
+    ):
+        Engine(tmp_path)

@@ -180,7 +180,9 @@ def layer_of(ratio: int) -> tuple[V4Attention, V4Cache, torch.Tensor, dict[int, 
 
 
 def clone(cache: V4Cache) -> V4Cache:
-    copies: dict[str, Any] = {name: value.clone() for name, value in vars(cache).items() if value is not None}
+    copies: dict[str, Any] = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(cache).items()
+    }
     return V4Cache(**copies)
 
 

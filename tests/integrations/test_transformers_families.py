@@ -285,20 +285,23 @@ def test_the_language_model_inside_kimi_k25(prompts):
     assert torch.equal(out.sequences, generate(stock, inputs))
 
 
-@torch.no_grad()
-def test_the_language_model_inside_hy4_vl(prompts):
-    """Its positions have three axes, which an image moves apart."""
+def hy4_vl() -> Any:
     if not hasattr(transformers, "HYV4VLConfig"):
         pytest.skip(f"transformers {transformers.__version__} has no HYV4VL")
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     text = SIZES | EXPERTS | INDEXED | HY4 | {"rope_parameters": rope, "rms_norm_eps": 1e-3}
-    vision = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    vision = VISION | {"out_hidden_size": 64}
     torch.manual_seed(0)
-    config = transformers.HYV4VLConfig(
-        text_config=text, vision_config=vision | {"out_hidden_size": 64}, image_token_id=62, video_token_id=63
-    )
+    config = transformers.HYV4VLConfig(text_config=text, vision_config=vision, image_token_id=62, video_token_id=63)
     stock = transformers.HYV4VLForConditionalGeneration(config).eval()
     stock.get_input_embeddings().weight.data[0].normal_(0.0, 0.3)
+    return stock
+
+
+@torch.no_grad()
+def test_the_language_model_inside_hy4_vl(prompts):
+    """Its positions have three axes, which an image moves apart."""
+    stock = hy4_vl()
     enabled = enable(copy.deepcopy(stock))
     inputs = prompts((5, 0), length=30)
     inputs["input_ids"] = inputs["input_ids"].clamp(max=61)

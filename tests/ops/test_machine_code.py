@@ -280,6 +280,10 @@ MORE_PORTABLE = [
         for form in ("model1", "bf16", "index_fp8", "index_mxfp4")
         for ratio in (4, 128)
     ),
+    *(
+        Variant("compress", "portable", {"form": form, "ratio": 2}, products=None)
+        for form in ("v41", "v41_fp4", "bf16")
+    ),
     Variant("compress", "portable", {"ratio": 128, "dtype": BF16}, 80, None),
     Variant("compress", "portable", {"with_state": False}, products=None),
     Variant("inverse_rope_quantize", "portable", {"packed": True}, products=None),
@@ -287,7 +291,14 @@ MORE_PORTABLE = [
     Variant("q_kv_norm", "portable", {"dtype": torch.float32}, 80, None),
     *(
         Variant("rotate_and_cache", "portable", {"form": form, "dtype": dtype}, arch, None)
-        for form, dtype, arch in (("bf16", BF16, 90), ("fp32", torch.float32, 90), ("model1", BF16, 80))
+        for form, dtype, arch in (
+            ("bf16", BF16, 90),
+            ("fp32", torch.float32, 90),
+            ("model1", BF16, 80),
+            ("v41", BF16, 90),
+            ("v41_fp4", BF16, 90),
+            ("v41", BF16, 80),
+        )
     ),
 ]
 

@@ -94,6 +94,22 @@ def test_kernels_of_deepseek_v4(compile_ahead):
 
 
 @pytest.mark.full
+def test_kernels_of_deepseek_v41(compile_ahead):
+    layers = {"compress_ratios": [0, 2, 1, 1, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2, 4]}
+    candidates = {"candidate_source_layer_id": 2, "candidate_topk_blocks": 8, "candidate_block_size": 32}
+    config = V4_CONFIG | layers | candidates | {"model_type": "deepseek_v41", "num_hidden_layers": 5}
+    found = compile_ahead("--target", "sm_90", "--max-batch", "3", "--list", config=config)
+    counts = Counter(found["kernels"])
+    # Latents of groups of 2 and of 1, and index keys.
+    assert counts["compress_sum_kernel"] == 3
+    # Rows of the window, and of groups in both formats.
+    assert counts["rotate_and_cache_kernel"] == 1
+    assert counts["write_blocks_kernel"] == 2
+    for name in ("sparse_decode_kernel", "index_logits_paged_kernel", "sparse_prefill_kernel", "topk_kernel"):
+        assert counts[name] >= 1
+
+
+@pytest.mark.full
 def test_kernels_of_an_indexer_are_those_of_short_and_of_long_prefills(compile_ahead):
     indexer = {"model_type": "deepseek_v32", "index_n_heads": 32, "index_head_dim": 128, "index_topk": 1024}
     options = ("--target", "sm_90", "--sms", "114", "--max-batch", "1", "--list")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import device
+from flashlatte.split_kv import device, ranges
 
 pytestmark = pytest.mark.interpreter
 
@@ -26,12 +26,12 @@ def splits_kernel(
     num_items = requests * tokens
     key_lengths = device.KeyLengths(num_items, tokens, lengths, tokens, 1, limit)
     number = tl.program_id(0)
-    cta_range = device.find_range(number, num_ranges, key_lengths, BLOCK_N, OVERHEAD)
-    tl.store(metadata + number, device.continued_item(cta_range, OVERHEAD).to(tl.float32))
+    cta_range = ranges.find_range(number, num_ranges, key_lengths, BLOCK_N, OVERHEAD)
+    tl.store(metadata + number, ranges.continued_item(cta_range, OVERHEAD).to(tl.float32))
     cost = cta_range.first_cost
     for item in range(cta_range.first, cta_range.stop):
         blocks = device.item_blocks(item, key_lengths, BLOCK_N)
-        begin, end = device.split_of(cta_range, cost, blocks, OVERHEAD)
+        begin, end = ranges.split_of(cta_range, cost, blocks, OVERHEAD)
         if begin < end:
             tl.store(out + (number * num_items + item) * 2, begin)
             tl.store(out + (number * num_items + item) * 2 + 1, end)
@@ -84,11 +84,11 @@ def ranges_of(item, splits):
 def test_ranges_cover_every_block_once_in_order(lengths, tokens, num_ranges, overhead):
     blocks, splits, _ = schedule(lengths, tokens, num_ranges, overhead)
     for item, count in enumerate(blocks):
-        ranges = ranges_of(item, splits)
-        ends = [0] + [splits[number][item][1] for number in ranges]
-        assert [splits[number][item][0] for number in ranges] == ends[:-1]
+        numbers = ranges_of(item, splits)
+        ends = [0] + [splits[number][item][1] for number in numbers]
+        assert [splits[number][item][0] for number in numbers] == ends[:-1]
         assert ends[-1] == count
-        assert ranges == list(range(ranges[0], ranges[0] + len(ranges)))
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 def check_metadata(lengths, num_ranges, overhead):
@@ -98,7 +98,7 @@ def check_metadata(lengths, num_ranges, overhead):
     ctas = max(len(lengths), num_ranges - 1)
     metadata_kernel[(ctas,)](items, boundaries, metadata, len(lengths), num_ranges)
     found = [ranges_of(item, splits) for item in range(len(lengths))]
-    split = [(item, ranges[0], len(ranges)) for item, ranges in enumerate(found) if len(ranges) > 1]
+    split = [(item, numbers[0], len(numbers)) for item, numbers in enumerate(found) if len(numbers) > 1]
     assert [(item, *row) for item, row in enumerate(items.tolist()) if row[1] > 1] == split
     assert [tuple(row) for row in boundaries.tolist() if row[2] > 0] == split
     return split

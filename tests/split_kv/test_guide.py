@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from split_kv.test_gluon_device import DEVICE, GLUON, Pointer
+from split_kv.test_ranges import RANGES, SCAN, Pointer
 
-from flashlatte.split_kv import device, gluon_device
+from flashlatte.split_kv import device, ranges
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "how-flashmla-works.md"
 STEP, OVERHEAD = 128, 2
@@ -32,14 +32,14 @@ def find_splits(lengths: list[int], num_ranges: int) -> list[list[tuple[int, int
 def splits_of_the_kernel(lengths: list[int], num_ranges: int) -> list[list[tuple[int, int, int]]]:
     pointer = torch.tensor(lengths, dtype=torch.int32).as_subclass(Pointer)
     items = device.KeyLengths(len(lengths), 1, pointer, 1, 0, max(lengths))
-    uniform = gluon_device.uniform_ranges_of(num_ranges, len(lengths), OVERHEAD)
+    uniform = ranges.uniform_ranges_of(num_ranges, len(lengths), OVERHEAD)
     splits = []
     for number in range(num_ranges):
-        of_range = GLUON.find_range(number, num_ranges, items, STEP, OVERHEAD, 1, uniform)
+        of_range = RANGES.find_range(number, num_ranges, items, STEP, OVERHEAD, 1, uniform, SCAN)
         cost, found = of_range.first_cost, []
         for item in range(of_range.first, of_range.stop):
             steps = max(-(-lengths[item] // STEP), 1)
-            begin, end = DEVICE.split_of(of_range, cost, torch.tensor(steps), OVERHEAD)
+            begin, end = RANGES.split_of(of_range, cost, torch.tensor(steps), OVERHEAD)
             if begin < end:
                 found.append((item, int(begin), int(end)))
             cost = cost + steps + OVERHEAD

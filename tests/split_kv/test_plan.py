@@ -31,6 +31,9 @@ def test_no_ranges_with_many_programs():
     assert num_ranges(5, 100, 132, 1000, PARTIAL) is None
     assert num_ranges(20000, 1, 132, 1000, PARTIAL) is None
     assert num_ranges(1000, 1, 132, 1000, PARTIAL, uniform=True) is None
+    # The total cost must fit the 32-bit sums of the kernels.
+    assert num_ranges(1000, 1, 132, 1 << 20, PARTIAL) is not None
+    assert num_ranges(1024, 1, 132, 1 << 20, PARTIAL) is None
     assert num_ranges(140, 1, 132, 1000, PARTIAL, uniform=True) is not None
 
 

@@ -10,15 +10,15 @@ from support import attention_calls
 from support.attention_calls import Recorded
 from support.compile import Launch, Recorder
 
-from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
+from flashlatte.ops.sparse_decode.hopper import launch
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.runtime import machine
-from flashlatte.split_kv import combine
+from flashlatte.split_kv import combine, fp24_combine
 
 KERNEL = launch.kernel
 CLUSTER_KERNEL = launch.cluster_kernel
 COMBINE = combine.combine_kernel
-COMBINE_EQUAL = equal_splits.combine_equal_kernel
+COMBINE_FP24 = fp24_combine.combine_fp24_kernel
 
 LENGTHS: dict[str, Any] = {"extra_topk": 512, "lengths": True}
 CALLS: dict[str, dict[str, Any]] = {
@@ -62,11 +62,11 @@ class Recording:
     """Calls the launcher, and returns what it launched; knows what it launched to combine equal splits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._kernels, self._combine = [Recorder(KERNEL), Recorder(CLUSTER_KERNEL)], Recorder(COMBINE_EQUAL)
+        self._kernels, self._combine = [Recorder(KERNEL), Recorder(CLUSTER_KERNEL)], Recorder(COMBINE_FP24)
         monkeypatch.setattr(launch, "kernel", self._kernels[False])
         monkeypatch.setattr(launch, "cluster_kernel", self._kernels[True])
         monkeypatch.setattr(launch, "clusters_fill", lambda *_: True)
-        monkeypatch.setattr(equal_splits, "combine_equal_kernel", self._combine)
+        monkeypatch.setattr(fp24_combine, "combine_fp24_kernel", self._combine)
         monkeypatch.setattr(combine, "combine_kernel", Recorder(COMBINE))
         monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 

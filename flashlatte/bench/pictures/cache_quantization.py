@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-from flashlatte.bench.pictures.style import latest_run, plain
+from flashlatte.bench.pictures import latest_run, plain
 
 COLOURS = {
     "fp8": "#bdbdbd",

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-from flashlatte.bench.pictures.style import latest_run, plain
+from flashlatte.bench.pictures import latest_run, plain
 
 GREY = "#9e9e9e"
 # By heads and requests: (keys of all requests, nanoseconds per key).

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-from flashlatte.bench.pictures.style import latest_run, plain
+from flashlatte.bench.pictures import latest_run, plain
 
 COLOURS = {("sparse", "v32"): "#00695c", ("sparse", "bf16"): "#80cbc4", ("dense", "bf16"): "#8d6e63"}
 Curve = dict[int, float]

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-from flashlatte.bench.pictures.style import plain
+from flashlatte.bench.pictures import plain
 
 FASTER, SLOWER = "#8d6e63", "#c62828"
 OPERATIONS = ("dense_decode", "sparse_decode", "sparse_prefill")

@@ -62,10 +62,7 @@ class CacheCopy(Scaled):
     cache_format: str = "v32"
     page_size: int = 64
     operation: ClassVar[str] = "cache_copy"
-
-    @property
-    def name(self) -> str:
-        return f"copy-{self.cache_format}-pages{self.pages}"
+    name_pattern: ClassVar[str] = "copy-{cache_format}-pages{pages}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,4 @@ class ReshapeAndCache(Scaled):
     heads: int = 8
     page_size: int = 64
     operation: ClassVar[str] = "reshape_and_cache"
-
-    @property
-    def name(self) -> str:
-        return f"reshape-{self.dtype}-t{self.tokens}-h{self.heads}"
+    name_pattern: ClassVar[str] = "reshape-{dtype}-t{tokens}-h{heads}"

@@ -16,10 +16,7 @@ class IndexQuantize(Scaled):
     cache_format: str = "index_fp8"
     page_size: int = 64
     operation: ClassVar[str] = "index_quantize"
-
-    @property
-    def name(self) -> str:
-        return f"index-quantize-{self.cache_format}-t{self.tokens}"
+    name_pattern: ClassVar[str] = "index-quantize-{cache_format}-t{tokens}"
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,7 @@ class IndexGather(Scaled):
     cache_format: str = "index_fp8"
     page_size: int = 64
     operation: ClassVar[str] = "index_gather"
-
-    @property
-    def name(self) -> str:
-        return f"index-gather-{self.cache_format}-b{self.requests}-t{self.tokens}"
+    name_pattern: ClassVar[str] = "index-gather-{cache_format}-b{requests}-t{tokens}"
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,7 @@ class LatentRows(Scaled):
     tokens: int
     rank: int = 1536
     operation: ClassVar[str] = "latent_rows"
-
-    @property
-    def name(self) -> str:
-        return f"latent-rows-t{self.tokens}-{self.rank}"
+    name_pattern: ClassVar[str] = "latent-rows-t{tokens}-{rank}"
 
 
 @dataclass(frozen=True)
@@ -26,10 +23,7 @@ class RotateHeads(Scaled):
     tokens: int
     heads: int = 128
     operation: ClassVar[str] = "rotate_heads"
-
-    @property
-    def name(self) -> str:
-        return f"rotate-heads-t{self.tokens}-h{self.heads}"
+    name_pattern: ClassVar[str] = "rotate-heads-t{tokens}-h{heads}"
 
 
 @dataclass(frozen=True)
@@ -40,10 +34,7 @@ class RopeCacheWrite(Scaled):
     heads: int = 128
     cache_format: str = "bf16"
     operation: ClassVar[str] = "rope_cache_write"
-
-    @property
-    def name(self) -> str:
-        return f"rope-write-{self.cache_format}-t{self.tokens}-h{self.heads}"
+    name_pattern: ClassVar[str] = "rope-write-{cache_format}-t{tokens}-h{heads}"
 
 
 @dataclass(frozen=True)
@@ -53,10 +44,7 @@ class ConcatMlaQ(Scaled):
     tokens: int
     heads: int = 128
     operation: ClassVar[str] = "concat_mla_q"
-
-    @property
-    def name(self) -> str:
-        return f"concat-q-t{self.tokens}-h{self.heads}"
+    name_pattern: ClassVar[str] = "concat-q-t{tokens}-h{heads}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +55,7 @@ class MergeStates(Scaled):
     parts: int = 2
     heads: int = 128
     operation: ClassVar[str] = "merge_states"
-
-    @property
-    def name(self) -> str:
-        return f"merge-{self.parts}-t{self.tokens}-h{self.heads}"
+    name_pattern: ClassVar[str] = "merge-{parts}-t{tokens}-h{heads}"
 
 
 @dataclass(frozen=True)
@@ -81,10 +66,7 @@ class PackSeq(Scaled):
     tokens: int
     heads: int = 16
     operation: ClassVar[str] = "pack_seq"
-
-    @property
-    def name(self) -> str:
-        return f"pack-b{self.batch}-t{self.tokens}-h{self.heads}"
+    name_pattern: ClassVar[str] = "pack-b{batch}-t{tokens}-h{heads}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +74,4 @@ class UnpackSeq(PackSeq):
     """And back."""
 
     operation: ClassVar[str] = "unpack_seq"
-
-    @property
-    def name(self) -> str:
-        return f"un{super().name}"
+    name_pattern: ClassVar[str] = "unpack-b{batch}-t{tokens}-h{heads}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_TOPK, SMALL_QUERIES = 2, 16, 256, 64, 16
 
@@ -22,7 +22,16 @@ P = TypeVar("P", bound="Scaled")
 
 
 class Scaled:
-    """A problem whose sizes named in ``LARGEST`` are reduced."""
+    """A problem whose sizes named in ``LARGEST`` are reduced.
+
+    ``name_pattern``: its name, with fields in braces, if it has no ``name`` of its own.
+    """
+
+    name_pattern: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        return self.name_pattern.format_map(vars(self))
 
     def scaled_down(self: P) -> P:
         problem: Any = self

@@ -35,10 +35,7 @@ class QKVNorm(Scaled):
     rank: int = 1024
     head_dim: int = 512
     operation: ClassVar[str] = "q_kv_norm"
-
-    @property
-    def name(self) -> str:
-        return f"qkvnorm-t{self.tokens}-{self.rank}-{self.head_dim}"
+    name_pattern: ClassVar[str] = "qkvnorm-t{tokens}-{rank}-{head_dim}"
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,7 @@ class RotateAndCache(Scaled):
     heads: int = 64
     cache_format: str = "model1"
     operation: ClassVar[str] = "rotate_and_cache"
-
-    @property
-    def name(self) -> str:
-        return f"rotate-{self.cache_format}-t{self.tokens}-h{self.heads}"
+    name_pattern: ClassVar[str] = "rotate-{cache_format}-t{tokens}-h{heads}"
 
 
 @dataclass(frozen=True)
@@ -58,10 +52,7 @@ class InverseRopeQuantize(Scaled):
     tokens: int
     heads: int = 64
     operation: ClassVar[str] = "inverse_rope_quantize"
-
-    @property
-    def name(self) -> str:
-        return f"inverse-rope-t{self.tokens}-h{self.heads}"
+    name_pattern: ClassVar[str] = "inverse-rope-t{tokens}-h{heads}"
 
 
 @dataclass(frozen=True)
@@ -84,10 +75,7 @@ class IndexWeights(Scaled):
     hidden: int = 7168
     heads: int = 64
     operation: ClassVar[str] = "index_weights"
-
-    @property
-    def name(self) -> str:
-        return f"index-weights-t{self.tokens}-{self.hidden}-h{self.heads}"
+    name_pattern: ClassVar[str] = "index-weights-t{tokens}-{hidden}-h{heads}"
 
 
 @dataclass(frozen=True)
@@ -99,10 +87,7 @@ class IndexWorkspace(Scaled):
     window: int = 128
     ratio: int = 4
     operation: ClassVar[str] = "index_workspace"
-
-    @property
-    def name(self) -> str:
-        return f"index-workspace-t{self.tokens}-top{self.topk}-w{self.window}"
+    name_pattern: ClassVar[str] = "index-workspace-t{tokens}-top{topk}-w{window}"
 
 
 @dataclass(frozen=True)
@@ -112,16 +97,10 @@ class MhcPre(Scaled):
     tokens: int
     hidden: int = 4096
     operation: ClassVar[str] = "mhc_pre"
-
-    @property
-    def name(self) -> str:
-        return f"mhc-pre-t{self.tokens}-{self.hidden}"
+    name_pattern: ClassVar[str] = "mhc-pre-t{tokens}-{hidden}"
 
 
 @dataclass(frozen=True)
 class MhcPost(MhcPre):
     operation: ClassVar[str] = "mhc_post"
-
-    @property
-    def name(self) -> str:
-        return f"mhc-post-t{self.tokens}-{self.hidden}"
+    name_pattern: ClassVar[str] = "mhc-post-t{tokens}-{hidden}"

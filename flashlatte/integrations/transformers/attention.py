@@ -33,7 +33,8 @@ class PagedLatentAttention:
     family: Family
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if (step := kwargs.pop(training.STEP, None)) is not None:
+        step = kwargs.pop(training.STEP, None)
+        if step is not None and not training.prefers_stock(self, step):
             out, selected = training.attend(self, self.family, hidden_states, step, kwargs)
             return (out, None, selected) if self.family.returns_selection else (out, None)
         if args or not isinstance(kwargs.get(CACHE), PagedLatentCache):

@@ -29,6 +29,7 @@ class Family:
         keeps_pairs: whether a stock cache stores the two rope dims of a pair next to each other, if they are so in the
             projection. Others store the first dims of all pairs before the second ones.
         returns_selection: whether attention returns the indexer's selection, for layers that share it, as third result.
+        training_refusal: why ``layers.training`` cannot compute its attention; None if it can.
     """
 
     model_type: str
@@ -39,6 +40,7 @@ class Family:
     selects_columns: bool = False
     keeps_pairs: bool = False
     returns_selection: bool = False
+    training_refusal: str | None = None
 
     @property
     def module(self) -> str:
@@ -105,6 +107,7 @@ FAMILIES = (
         *("glm5_next", "Glm5Next", "TextAttention", "TextModel", "TextLinearAttention"),
         selects_columns=True,
         returns_selection=True,
+        training_refusal="its indexer selects pools of tokens",
     ),
     Family("glm4_moe_lite", "Glm4MoeLite"),
     Family("glm_moe_dsa", "GlmMoeDsa", returns_selection=True),
@@ -113,7 +116,11 @@ FAMILIES = (
     Family("kimi_linear", "KimiLinear", linear="DeltaAttention"),
     Family("longcat_flash", "LongcatFlash", "MLA"),
     Family("minicpm3", "MiniCPM3"),
-    Family("mistral_large4", "MistralLarge4", "TextAttention", "TextModel", returns_selection=True),
+    Family(
+        *("mistral_large4", "MistralLarge4", "TextAttention", "TextModel"),
+        returns_selection=True,
+        training_refusal="its layers share latents, and factors of queries are learned",
+    ),
     Family("mistral4", "Mistral4"),
     Family("youtu", "Youtu"),
 )

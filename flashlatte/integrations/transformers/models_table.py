@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashlatte.engine import model_types
+from flashlatte.engine.text_part import MULTIMODAL
 from flashlatte.integrations.transformers.families import FAMILIES
 from flashlatte.layers import models
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
+from flashlatte.layers.v41.config import MODEL_TYPE as V41_MODEL_TYPE
 
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 _YES = "yes"
@@ -27,7 +29,7 @@ class FamilyRow:
         names: models of the family.
         model_type: its name in configs.
         attention: differences of its attention to DeepSeek-V3's.
-        layer, enable, engine: "yes", or the reason why it is not supported.
+        layer, enable, train, engine: "yes", or the reason why it is not supported.
     """
 
     names: str
@@ -35,25 +37,32 @@ class FamilyRow:
     attention: str
     layer: str
     enable: str
+    train: str
     engine: str
 
 
 def rows() -> Iterator[FamilyRow]:
     """A row for each family that has been looked at, by model type."""
-    enabled = {family.model_type for family in FAMILIES}
+    enabled = {family.model_type: family for family in FAMILIES}
     for name, traits in models.SUPPORTED.items():
         if (traits.runs_as or name) not in enabled:
             raise ValueError(f"enable must support every family that the layer supports, got {name}")
-        engine = _YES if name in model_types.MODEL_TYPES else model_types.REFUSED[name]
-        if f"{name}_text" in model_types.MODEL_TYPES:
-            engine = f"yes, as `{name}_text`"
-        linear = any(family.linear for family in FAMILIES if family.model_type == name)
-        layer = traits.layer_refusal or _YES
-        yield FamilyRow(traits.names, name, _attention(traits, linear=linear), layer, _YES, engine)
+        if name in MULTIMODAL:
+            engine = "yes, of tokens only"
+        else:
+            engine = _YES if name in model_types.MODEL_TYPES else model_types.REFUSED[name]
+        family = enabled[traits.runs_as or name]
+        attention = _attention(traits, linear=family.linear is not None)
+        layer, train = traits.layer_refusal or _YES, family.training_refusal or _YES
+        yield FamilyRow(traits.names, name, attention, layer, _YES, train, engine)
     attention = "512 numbers a token; window and compressed tokens in one softmax, sinks"
-    yield FamilyRow("DeepSeek-V4", V4_MODEL_TYPE, attention, "`V4Attention`", _YES, _YES)
+    yield FamilyRow("DeepSeek-V4", V4_MODEL_TYPE, attention, "`V4Attention`", _YES, _YES, _YES)
+    attention = "as DeepSeek-V4; layers share groups and selections, and an indexer of two levels selects"
+    reason = model_types.REFUSED[V41_MODEL_TYPE]
+    no_model = "transformers has no such model"
+    yield FamilyRow("DeepSeek-V4.1-Flash", V41_MODEL_TYPE, attention, "`V41Attention`", no_model, no_model, reason)
     for name, reason in models.REFUSED.items():
-        yield FamilyRow(name, name, "", reason, reason, reason)
+        yield FamilyRow(name, name, "", reason, reason, reason, reason)
 
 
 def _attention(traits: models.Traits, *, linear: bool) -> str:
@@ -75,10 +84,10 @@ def _attention(traits: models.Traits, *, linear: bool) -> str:
 
 def table() -> str:
     """The table in Markdown."""
-    header = ("models", "`model_type`", "difference to DeepSeek-V3's MLA", "layer", "`enable`", "engine")
+    header = ("models", "`model_type`", "difference to DeepSeek-V3's MLA", "layer", "`enable`", "train", "engine")
     lines = [header, ("---",) * len(header)]
     for row in sorted(rows(), key=lambda row: row.model_type):
-        lines.append((row.names, f"`{row.model_type}`", row.attention, row.layer, row.enable, row.engine))
+        lines.append((row.names, f"`{row.model_type}`", row.attention, row.layer, row.enable, row.train, row.engine))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

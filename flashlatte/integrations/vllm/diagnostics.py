@@ -88,8 +88,6 @@ def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | No
         return reason
     if model.window is not None:
         return support.WINDOW_UNSUPPORTED
-    if model.attn_sink:
-        return support.SINKS_UNSUPPORTED
     if model.indexer is None:
         return support.dense_refusal(device_type, model.head_dim, dtype, "auto", None)
     return compat.indexer_refusal() or support.sparse_refusal(device_type, model.head_dim, dtype, "auto", None)

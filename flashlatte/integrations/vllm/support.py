@@ -11,7 +11,7 @@ from flashlatte.kv_cache.registry import plain_format
 from flashlatte.kv_cache.v32 import V32Format
 from flashlatte.ops import dense_decode as _dense_decode  # noqa: F401  (registers the operation's implementations)
 from flashlatte.ops import sparse_decode as _sparse_decode  # noqa: F401
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import checks, dispatch
 from flashlatte.runtime.checks import dtype_names
 
 # The preferred page size: one copy for each tile of keys. Hopper's dense-decode kernels read pages of any multiple of 8
@@ -33,11 +33,15 @@ SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
 # DeepSeek-V4's architectures in vLLM. Their attention layers take no attention backend.
 V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
 V41_MODELS = ("DeepseekV41ForCausalLM",)
+DOTS3_MODELS = ("Dots3NoteForCausalLM",)
+KIMI_MODELS = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 # Why FlashLatte does not support a kind of model inside vLLM.
 V41_UNSUPPORTED = (
     "DeepSeek-V4.1 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
     "as if none had been named"
 )
+# The compression ratio of V4's layers with an indexer.
+V4_INDEXER_RATIO = 4
 V4_NEEDS_CUDA = "DeepSeek-V4 is supported on CUDA only: elsewhere its attention layers take no attention backend"
 V4_NEEDS_E4M3 = (
     "DeepSeek-V4 is supported from compute capability 8.9 on: its compressor and its cache writes are vLLM's Triton "
@@ -45,9 +49,15 @@ V4_NEEDS_E4M3 = (
 )
 # The parts of V4 that FlashLatte replaces.
 V4_PARTS = "its attention and the indexer's choice; the compressor and what writes and gathers its caches stay vLLM's"
+DOTS3_UNSUPPORTED = (
+    "dots3's layers name vLLM's own attention classes, so that another backend would run as if it had not been named; "
+    "its sliding-window layers have rows of 1,088 elements, and FlashLatte's kernels read at most 1,024"
+)
+KIMI_FP8_UNSUPPORTED = (
+    "Kimi's layers quantise the queries of a prefill over an fp8 cache, and FlashLatte's prefill takes 16 bits"
+)
+NEEDS_CUSTOM = "models with an indexer need --attention-backend CUSTOM"
 WINDOW_UNSUPPORTED = "its backends for MLA take no sliding windows"
-SINKS_UNSUPPORTED = "its backends for MLA take no attention sinks; vLLM runs such layers with its own FlashMLA backend"
-SUPPORTED_INDEXERS = "of models with an indexer, it supports DeepSeek-V3.2 and GLM-5"
 # By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
 WITHOUT_MLA = {
     "minicpm3": "vLLM runs MiniCPM3 as attention of many heads, whose keys and values it caches",
@@ -55,8 +65,10 @@ WITHOUT_MLA = {
     "youtu": "vLLM has no model of its own for Youtu",
 }
 
-# Architectures of models with an indexer in vLLM.
-INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+# Architectures of models whose indexer FlashLatte replaces. It attends to the selection of vLLM's indexer in others.
+INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
+# On a CPU, vLLM runs the others with the layers of ``model_executor.models.deepseek_v2``.
+CPU_INDEXER_MODELS = ("HYV4ForCausalLM",)
 
 # vLLM's name for MLA caches without a sliding window, the key of ``backend_per_kind``.
 MLA_KIND = "mla_attention"
@@ -145,9 +157,7 @@ def _operation_refusal(
     return None
 
 
-def check_layer(
-    kv_cache_dtype: str, qk_rope_head_dim: int, caches: Sequence[str] = ("auto", *CACHE_DTYPES), **unsupported: Any
-) -> None:
+def check_layer(kv_cache_dtype: str, caches: Sequence[str] = ("auto", *CACHE_DTYPES), **unsupported: Any) -> None:
     """Check that FlashLatte supports a layer. The exception type is that of vLLM's own backends.
 
     Args:
@@ -155,16 +165,41 @@ def check_layer(
         unsupported: options that FlashLatte does not support, by name; a true value raises.
 
     Raises:
-        NotImplementedError: another ``kv_cache_dtype``, keys without a rotated part, or an option in ``unsupported``.
+        NotImplementedError: another ``kv_cache_dtype``, or an option in ``unsupported``.
     """
     if kv_cache_dtype not in caches:
         known = ", ".join(caches)
         raise NotImplementedError(f"FlashLatte supports MLA with kv_cache_dtype {known}, got {kv_cache_dtype}")
-    if not qk_rope_head_dim:
-        raise NotImplementedError("FlashLatte supports MLA with rotated keys, got qk_rope_head_dim 0")
     for name, value in unsupported.items():
         if value:
             raise NotImplementedError(f"FlashLatte supports MLA without {name}, got {value!r}")
+
+
+def v4_shared_layers(config: Any) -> set[int]:
+    """DeepSeek-V4's layers that reuse the selection of the layer with an indexer before them (IndexCache).
+
+    ``index_topk_pattern`` has a letter for each layer of the model, "S" for those that reuse. With
+    ``index_topk_freq``, the first one of the layers with an indexer and every freq-th after it select
+    (arXiv:2603.12201).
+
+    Args:
+        config: the text model's configuration, with ``compress_ratios``.
+
+    Raises:
+        ValueError: ``index_topk_freq`` below 1, or the first layer with an indexer is to reuse a selection.
+    """
+    ratios = list(config.compress_ratios)[: config.num_hidden_layers]
+    selecting = [layer for layer, ratio in enumerate(ratios) if ratio == V4_INDEXER_RATIO]
+    pattern, frequency = getattr(config, "index_topk_pattern", None), getattr(config, "index_topk_freq", None)
+    if pattern is None:
+        frequency = checks.positive_int("index_topk_freq", 1 if frequency is None else frequency)
+        return {layer for order, layer in enumerate(selecting) if order % frequency}
+    shared = {layer for layer in selecting if pattern[layer : layer + 1] == "S"}
+    if selecting and selecting[0] in shared:
+        raise ValueError(
+            f"index_topk_pattern must not be S for layer {selecting[0]}, the first one with an indexer, got {pattern!r}"
+        )
+    return shared
 
 
 def check_indexer(*, compress_ratio: int = 1, **unsupported: Any) -> None:

@@ -1,5 +1,8 @@
 """Encode a float32 row in a cache format and store it in a slot of a paged cache."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -7,13 +10,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.cache_address import store_words, tile_scale_row
-from flashlatte.kernels.triton.fp4 import to_mxfp4
-from flashlatte.kernels.triton.fp8 import cast, float_to_e4m3, from_float32, to_float32
-from flashlatte.kernels.triton.row_scales import scale_rows
+from flashlatte.kernels.triton.cache_address import block_scale_byte, store_words, tile_scale_row
+from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales, to_mxfp4
+from flashlatte.kernels.triton.fp8 import cast, e4m3_to_float, float_to_e4m3, from_float32, to_float32
+from flashlatte.kernels.triton.row_scales import quantize_tiles, scale_rows
 from flashlatte.kernels.triton.rows import page_pointers
-from flashlatte.kernels.triton.tile_scales import quantize_tiles
-from flashlatte.kv_cache.formats import CacheFormat, Tiling
+from flashlatte.kv_cache.formats import BlockScaling, CacheFormat, Tiling
 from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
 from flashlatte.runtime.kernel_records import Float32, Pointer
 
@@ -24,14 +26,17 @@ class RowBytes(NamedTuple):
     """The encoding of a row, as a constexpr of a kernel.
 
     Attributes:
-        encoding: "plain" (the cache's dtype), "tiles" (e4m3 with an E8M0 scale per tile, rope in bf16), "e4m3" (with a
-            float32 scale per row) or "e2m1" (with an E8M0 scale per 32 elements).
+        encoding: "plain" (the cache's dtype), "tiles" (e4m3 with an E8M0 scale per tile, rope in bf16), "blocks" (as
+            ``BlockScaling`` says), "e4m3" (with a float32 scale per row) or "e2m1" (with an E8M0 scale per 32
+            elements).
         tiling: for "tiles".
+        scaling: for "blocks".
         power_of_two: for "e4m3": round scales up to powers of two.
     """
 
     encoding: str
     tiling: Tiling | None = None
+    scaling: BlockScaling | None = None
     power_of_two: bool = False
 
 
@@ -45,9 +50,11 @@ class CacheScale(NamedTuple):
 def row_bytes(layout: CacheFormat, scale_rounding: str) -> RowBytes:
     if isinstance(layout, IndexFormat) and layout.encoding in ("e4m3", "e2m1"):
         return RowBytes(layout.encoding, power_of_two=scale_rounding == "power_of_two")
-    if layout.tiling is None:
-        return RowBytes("plain")
-    return RowBytes("tiles", layout.tiling)
+    if layout.tiling is not None:
+        return RowBytes("tiles", layout.tiling)
+    if layout.block_scaling is not None:
+        return RowBytes("blocks", scaling=layout.block_scaling)
+    return RowBytes("plain")
 
 
 @triton.jit
@@ -62,6 +69,24 @@ def encode_elements(x, dtype: tl.constexpr, scale, NATIVE: tl.constexpr, INTERPR
         return float_to_e4m3(tl.div_rn(to_float32(x, INTERPRETED), scale), NATIVE)
     else:
         return cast(x, dtype, INTERPRETED)
+
+
+@triton.jit
+def encode_blocks(x, ROWS: tl.constexpr, SCALING: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes of float32 x [ROWS, block · blocks] and of its scales [ROWS, blocks]."""
+    SCALED: tl.constexpr = SCALING.block * SCALING.blocks
+    if SCALING.fp4:
+        # [ROWS, blocks, block / 2]
+        low, high = tl.split(tl.reshape(x, [ROWS, SCALING.blocks, SCALING.block // 2, 2]))
+        scales = nvfp4_scales(low, high, SCALING.rounds_up, NATIVE)
+        divisors = tl.broadcast_to(e4m3_to_float(scales, NATIVE)[:, :, None], low.shape)
+        codes = e2m1_code(tl.div_rn(low, divisors)) | (e2m1_code(tl.div_rn(high, divisors)) << 4)
+        values = tl.reshape(codes, [ROWS, SCALED // 2]).to(tl.uint8)
+    else:
+        scaled, scale_bits = quantize_tiles(tl.reshape(x, [ROWS, SCALING.blocks, SCALING.block]), True)
+        scales = (scale_bits >> 23).to(tl.uint8)
+        values = float_to_e4m3(tl.reshape(scaled, [ROWS, SCALED]), NATIVE)
+    return values, scales
 
 
 @triton.jit
@@ -98,6 +123,16 @@ def store_row(
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
         scale_row = tile_scale_row(page_start, page_size, offset, TILING)
         tl.store(scale_row + tile, exponents, mask=in_cache & (tile < TILING.padded_tiles))
+    elif FORMAT.encoding == "blocks":
+        SCALING: tl.constexpr = FORMAT.scaling
+        VALUE_BYTES: tl.constexpr = D // 2 if SCALING.fp4 else D
+        values, scales = encode_blocks(x, 1, SCALING, NATIVE)
+        row = page_start + offset * SCALING.token_bytes
+        byte = tl.arange(0, VALUE_BYTES)[None, :]
+        tl.store(row + byte, values, mask=in_cache & (byte < VALUE_BYTES))
+        block = tl.arange(0, SCALING.blocks)[None, :]
+        scale = row + SCALING.scale_offset + block_scale_byte(block, SCALING)
+        tl.store(scale, scales, mask=in_cache & (block < SCALING.blocks))
     elif FORMAT.encoding == "e4m3":
         values, scales = scale_rows(x, _SMALLEST_AMAX, FORMAT.power_of_two)  # [1, D], [1]
         tl.store(page_start + offset * D + column, float_to_e4m3(values, NATIVE), mask=valid)

@@ -1,4 +1,4 @@
-"""Scales of rows that are quantized to e4m3 with one scale per row."""
+"""Scales of rows that are quantized to e4m3, with one scale per row or per tile of a row."""
 
 from __future__ import annotations
 
@@ -30,3 +30,26 @@ def scale_rows(x, smallest_amax, POWER_OF_TWO: tl.constexpr):
     else:
         scales = tl.div_rn(amax, 448.0)
         return tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape)), scales
+
+
+@triton.jit
+def quantize_tiles(x, POWER_OF_TWO: tl.constexpr):
+    """Float32 x / scale, and the int32 bits of the scale of each tile (last axis); bitwise equal to
+    ``kv_cache.fp8.quantize_tiles``."""
+    # As integers, magnitudes keep their order and NaN is the largest: a float maximum would lose it.
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+    float_amax = amax.to(tl.float32, bitcast=True)
+    if POWER_OF_TWO:
+        finite = amax < 0x7F800000
+        # Of amax = m · 2^e, amax / 448 is (m / 1.75) · 2^(e - 8): a mantissa above 1.75 carries into the exponent.
+        scales = tl.maximum(((amax + 0x1FFFFF) & 0x7F800000) - (8 << 23), (127 - 13) << 23)
+        # For infinity and NaN, the sum gives the same result as the division.
+        scales = tl.where(finite, scales, (float_amax + float_amax).to(tl.int32, bitcast=True))
+        # The reciprocal of a power of two is exact, so the product equals the quotient.
+        reciprocals = tl.where(finite, (254 << 23) - scales, tl.where(amax == 0x7F800000, 0, scales))
+        values = x * reciprocals.to(tl.float32, bitcast=True)[:, :, None]
+    else:
+        scales = tl.maximum(tl.div_rn(float_amax, 448.0).to(tl.int32, bitcast=True), 1 << 23)
+        divisors = scales.to(tl.float32, bitcast=True)
+        values = tl.div_rn(x, tl.broadcast_to(divisors[:, :, None], x.shape))
+    return values, scales

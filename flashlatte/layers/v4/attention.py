@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from flashlatte.layers import rope
 from flashlatte.layers.fused_projections import bmm_into, fuse_weights, linear
+from flashlatte.layers.training import TrainingBatch, TrainingOutput
+from flashlatte.layers.v4 import training
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.cache_attention import attend_cache
 from flashlatte.layers.v4.config import V4Config
@@ -46,9 +49,9 @@ class V4Projections(Protocol):
 class V4Attention(nn.Module):
     """DeepSeek-V4's attention layer. A step may mix prefill and decode tokens of several requests.
 
-    The parameters have transformers' names (``DeepseekV4Attention``), and its state dict fits. The layer is for
-    inference: no gradient flows through it. The first call that would record gradients of its input or of a parameter
-    warns.
+    The parameters have transformers' names (``DeepseekV4Attention``), and its state dict fits. ``forward`` is for
+    inference: no gradient flows through it, and its first call that would record gradients of its input or of a
+    parameter warns. ``forward_training`` has gradients.
 
     Args:
         config: configuration of the layer.
@@ -60,6 +63,8 @@ class V4Attention(nn.Module):
         TypeError, ValueError: a config that is no ``V4Config``, an unknown backend or device.
     """
 
+    config_type: ClassVar[type[V4Config]] = V4Config
+
     def __init__(
         self,
         config: V4Config,
@@ -69,7 +74,9 @@ class V4Attention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        checks.instance("config", config, V4Config)
+        if type(config) is not self.config_type:
+            checks.instance("config", config, self.config_type)
+            raise TypeError(f"config must be of type {self.config_type.__name__}, got {type(config).__name__}")
         if backend is not None:
             checks.choice("backend", backend, dispatch.backends())
         device = checks.device("device", device)
@@ -85,9 +92,12 @@ class V4Attention(nn.Module):
         self.o_a_proj = linear(width // groups, groups * rank, dtype, device)
         self.o_b_proj = linear(groups * rank, config.hidden_size, dtype, device)
         self.sinks = nn.Parameter(torch.empty(config.num_attention_heads, dtype=torch.float32, device=device))
-        self.compressor = None if config.ratio == 0 else LayerCompressor(config, dtype, device)
+        self.compressor = None if config.ratio == 0 else self._make_compressor(dtype, device)
         self.requires_grad_(False)
         fuse_weights(*hidden_projections(self, config))
+
+    def _make_compressor(self, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Module:
+        return LayerCompressor(self.config, dtype, device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> V4Attention:
         # Moving or casting gives each parameter its own storage.
@@ -106,6 +116,11 @@ class V4Attention(nn.Module):
         Raises:
             TypeError, ValueError: arguments that do not fit the layer or each other.
         """
+        return self._attend(hidden, step, cache, GroupStep)
+
+    def _attend(
+        self, hidden: torch.Tensor, step: V4Step, cache: V4Cache, group_step: Callable[..., GroupStep]
+    ) -> torch.Tensor:
         weight = self.q_a_proj.weight
         if isinstance(hidden, torch.Tensor):
             if hidden.dtype != weight.dtype and weight.dtype in checks.FLOAT_DTYPES:
@@ -113,7 +128,56 @@ class V4Attention(nn.Module):
                 raise TypeError(f"hidden must be {expected} like the layer, got {got}")
             gradients.warn_if_layer_drops("V4Attention", self, hidden)
         with torch.no_grad():
-            return attend(self, self.config, hidden, step, cache, self.backend, self._rope_table_id)
+            table_id = self._rope_table_id
+            return attend(self, self.config, hidden, step, cache, self.backend, table_id, group_step)
+
+    def forward_training(
+        self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *, dense: bool = False
+    ) -> TrainingOutput:
+        """Causal attention of packed sequences without a cache, with gradients of the input and of the parameters.
+
+        Window and groups are attended to in one call of ``sparse_attention``. The indexer is trained by its loss alone,
+        which has gradients of the indexer's parameters only. Each token's position is that in its sequence. The
+        backends of operations are chosen by themselves.
+
+        Args:
+            hidden: [tokens, hidden_size] in the parameters' dtype, or any dtype under autocast.
+            cu_seqlens: int32 or int64 [n + 1], boundaries of the sequences, from 0.
+            max_seqlen: tokens of the longest sequence.
+            dense: attend to every group in spite of an indexer, which then learns from all of them (the warm-up).
+
+        Returns:
+            The layer's output [tokens, hidden_size], the loss of its indexer, and the groups that it selected: rows of
+            the batch's groups, those of each sequence after each other.
+
+        Raises:
+            TypeError, ValueError: arguments of a wrong type, dtype, shape or device; a config with parts that have no
+                gradient.
+        """
+        config, weight = self.config, self.kv_proj.weight
+        training.check_config(config)
+        dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)
+        checks.tensor("hidden", hidden, ("tokens", config.hidden_size), dtypes, weight.device)
+        checks.tensor("cu_seqlens", cu_seqlens, ("n + 1",), checks.INDEX_DTYPES, weight.device)
+        if checks.positive_int("max_seqlen", max_seqlen) > config.rope.max_position:
+            raise ValueError(
+                f"max_seqlen must be at most the config's rope.max_position {config.rope.max_position}, "
+                f"got {max_seqlen}"
+            )
+        batch = TrainingBatch.packed(cu_seqlens, max_seqlen, hidden.shape[0])
+        positions = (batch.key_end - 1 - batch.key_start).clamp_(0, config.rope.max_position - 1)
+        cosines, sines = rope.rotary_table(self._rope_table_id, weight.device)[positions].chunk(2, dim=-1)
+        return training.attend(
+            self,
+            config,
+            hidden,
+            training.window_tokens(batch, config.window),
+            training.TrainingGroups.of(batch, config.ratio) if config.ratio else None,
+            cosines,
+            sines,
+            max_seqlen=max_seqlen,
+            dense=checks.flag("dense", dense),
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -131,8 +195,14 @@ def attend(
     cache: V4Cache,
     backend: str | None = None,
     rope_table_id: int | None = None,
+    group_step: Callable[..., GroupStep] = GroupStep,
 ) -> torch.Tensor:
-    """``V4Attention.forward`` with the projections of ``module``; ``rope_table_id`` is looked up if None."""
+    """``V4Attention.forward`` with the projections of ``module``.
+
+    Args:
+        rope_table_id: looked up if None.
+        group_step: makes the object that stores and selects groups, from the arguments of ``GroupStep``.
+    """
     checks.tensor("hidden", hidden, (step.positions.shape[0], config.hidden_size), checks.FLOAT_DTYPES)
     _check_step(config, step, cache)
     heads, head_dim = config.num_attention_heads, config.head_dim
@@ -150,8 +220,8 @@ def attend(
         backend=backend,
     )
     _check_dtype(q_latent, cache)
-    group_step = GroupStep(module.compressor, config, projected, q_latent, step, cache, table, backend)
-    group_step.start()
+    groups = group_step(module.compressor, config, projected, q_latent, step, cache, table, backend)
+    groups.start()
     q = module.q_b_proj(q_latent).view(-1, heads, head_dim)
     q = rotate_and_cache(
         q,
@@ -160,11 +230,12 @@ def attend(
         step.rotary_positions,
         cache.window,
         step.slots,
-        q_eps=config.rms_norm_eps,
+        q_eps=config.rms_norm_eps if config.normalises_heads else None,
         out=q,
+        cache_format=cache.cache_format,
         backend=backend,
     )
-    out = attend_cache(q, config, step, cache, group_step.finish(), module.sinks.float(), backend)
+    out = attend_cache(q, config, step, cache, groups.finish(), module.sinks.float(), backend)
     # Values are rotated keys. The output is rotated back by the query's position, so that its rotation is relative.
     tail = out[..., head_dim - config.rope_dim :]
     inverse = Rotary(rope.inverse_table(rope_table_id, hidden.device), step.rotary_positions, interleaved=True)
@@ -199,12 +270,12 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
             f"step must have rotary positions below the config's rope.max_position {config.rope.max_position}, got "
             f"{step.max_length - 1}"
         )
-    grouped, indexes = config.ratio > 0, config.indexer is not None
+    grouped = config.ratio > 0
     for name, needed in (
         ("groups", grouped),
-        ("states", grouped),
-        ("index_keys", indexes),
-        ("index_states", indexes),
+        ("states", config.state_dim > 0),
+        ("index_keys", config.selects_groups),
+        ("index_states", config.index_state_dim > 0),
     ):
         if needed != (getattr(cache, name) is not None):
             raise ValueError(f"cache.{name} must be {'a tensor' if needed else 'None'} in this layer")
@@ -224,7 +295,7 @@ def _check_step(config: V4Config, step: V4Step, cache: V4Cache) -> None:
     # When kernels are only collected for a GPU (``runtime.precompile``), slots are not computed.
     if machine.device_type(step.slots.device) == "cpu" and not torch.compiler.is_compiling():
         _check_slots("window", step.slots, cache.window)
-        if cache.groups is not None:
+        if cache.groups is not None and config.stores_groups:
             ends = (step.positions + 1) % config.ratio == 0
             _check_slots("groups", step.groups[config.ratio].slots.where(ends, -1), cache.groups)
 

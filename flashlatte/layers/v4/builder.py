@@ -181,15 +181,14 @@ class V4Builder:
         self._capacity += more
 
     def _empty_states(self, config: V4Config, requests: int) -> States:
-        if not config.ratio:
-            return None, None
-        ring_size = self._ring_sizes[config.ratio]
+        ring_size = self._ring_sizes.get(config.ratio, 0)
 
-        def states(head_dim: int) -> torch.Tensor:
-            width = 2 * (1 + config.overlap) * head_dim
+        def states(width: int) -> torch.Tensor | None:
+            if not width:
+                return None
             return torch.zeros(requests, ring_size, width, dtype=torch.float32, device=self._device)
 
-        return states(config.head_dim), None if config.indexer is None else states(config.indexer.head_dim)
+        return states(config.state_dim), states(config.index_state_dim)
 
 
 def _concat(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:

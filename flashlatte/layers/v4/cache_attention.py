@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.layers.v4.group_step import SelectedGroups
@@ -56,6 +57,7 @@ def _attend_pages(
         q[tokens].unsqueeze(1),
         cache.window,
         step.window_slots[tokens].unsqueeze(1),
+        cache_format=cache.cache_format,
         topk_length=step.window_counts[tokens],
         attn_sink=sinks,
         extra_k_cache=None if selected is None else cache.groups,
@@ -81,8 +83,8 @@ def _attend_workspace(
     head_dim = q.shape[2]
     workspace = q.new_empty(chunk.num_requests * chunk.rows, 1, head_dim)
     if selected is not None and cache.groups is not None and chunk.group_rows:
-        _gather(cache.groups, selected.groups.table, chunk, chunk.groups, workspace, backend)
-    _gather(cache.window, step.window_table, chunk, chunk.window, workspace, backend)
+        _gather(cache.groups, cache.group_format, selected.groups.table, chunk, chunk.groups, workspace, backend)
+    _gather(cache.window, cache.cache_format, step.window_table, chunk, chunk.window, workspace, backend)
     indices, counts = _visible_rows(config, chunk, selected, backend)
     sparse_prefill(
         q[chunk.tokens],
@@ -98,6 +100,7 @@ def _attend_workspace(
 
 def _gather(
     cache: torch.Tensor,
+    cache_format: CacheFormat | None,
     table: torch.Tensor,
     chunk: WorkspaceChunk,
     gathered: Gathered,
@@ -108,6 +111,7 @@ def _gather(
         cache,
         table[chunk.requests],
         gathered.rows,
+        cache_format=cache_format,
         seq_starts=gathered.starts,
         seq_ends=gathered.ends,
         out=workspace.squeeze(1),

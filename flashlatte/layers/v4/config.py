@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from flashlatte.layers import models
 from flashlatte.layers.config import check_indexer_sizes, max_position_embeddings
@@ -52,7 +52,10 @@ class V4Config:
             Without one, a query attends to all groups.
         rope: rotary embedding of queries, keys and groups.
         rms_norm_eps: epsilon of all norms.
+        normalises_heads: whether each head of the queries is normalised, without a weight.
     """
+
+    normalises_heads: ClassVar[bool] = True
 
     hidden_size: int = 4096
     q_lora_rank: int = 1024
@@ -91,6 +94,26 @@ class V4Config:
         """Number of previous groups that contribute to a row."""
         return 0 if self.indexer is None else 1
 
+    @property
+    def stores_groups(self) -> bool:
+        """Whether the layer compresses tokens to groups and stores them."""
+        return self.ratio > 0
+
+    @property
+    def selects_groups(self) -> bool:
+        """Whether the layer has an indexer that selects groups."""
+        return self.indexer is not None
+
+    @property
+    def state_dim(self) -> int:
+        """Elements of a token's state in an unfinished group; 0 in a layer without states."""
+        return 2 * (1 + self.overlap) * self.head_dim if self.ratio else 0
+
+    @property
+    def index_state_dim(self) -> int:
+        """Elements of a token's state in an unfinished index key; 0 in a layer without these states."""
+        return 0 if self.indexer is None else 2 * (1 + self.overlap) * self.indexer.head_dim
+
     @classmethod
     def from_transformers(cls, config: Any, layer: int) -> V4Config:
         """The configuration of one layer; ``config`` as for ``layers``.
@@ -110,17 +133,8 @@ class V4Config:
         fields = models.config_fields(config)
         if fields.get("model_type") != MODEL_TYPE:
             raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {fields.get('model_type')!r}")
-        missing = [name for name in (*_SIZES, *_INDEXER_SIZES) if fields.get(name) is None]
-        if missing:
-            raise ValueError(f"config must have {', '.join(missing)}, got a {MODEL_TYPE} config without them")
-        kinds, ratios, ropes = _kinds(fields), _ratios(fields), _ropes(fields)
-        indexer = V4IndexerConfig(*(fields[name] for name in _INDEXER_SIZES))
-        shared = {
-            **{name: fields[name] for name in _SIZES if name not in ("sliding_window", "num_hidden_layers")},
-            "window": fields["sliding_window"],
-            "rope_dim": _rope_dim(fields),
-            "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
-        }
+        shared, indexer = common_fields(fields, MODEL_TYPE)
+        kinds, ratios, ropes = _kinds(fields), _ratios(fields), layer_ropes(fields)
 
         def layer(kind: str) -> V4Config:
             sliding, selects = kind == SLIDING, kind == SELECTING
@@ -145,6 +159,24 @@ _SIZES = (
     "sliding_window",
 )
 _INDEXER_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
+
+
+def common_fields(fields: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], V4IndexerConfig]:
+    """The arguments of ``V4Config`` that all layers of a model have, and its indexer.
+
+    Raises:
+        ValueError: missing sizes.
+    """
+    missing = [name for name in (*_SIZES, *_INDEXER_SIZES) if fields.get(name) is None]
+    if missing:
+        raise ValueError(f"config must have {', '.join(missing)}, got a {model_type} config without them")
+    shared = {
+        **{name: fields[name] for name in _SIZES if name not in ("sliding_window", "num_hidden_layers")},
+        "window": fields["sliding_window"],
+        "rope_dim": _rope_dim(fields),
+        "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
+    }
+    return shared, V4IndexerConfig(*(fields[name] for name in _INDEXER_SIZES))
 
 
 def _kinds(fields: Mapping[str, Any]) -> list[str]:
@@ -179,7 +211,7 @@ def _rope_dim(fields: Mapping[str, Any]) -> int:
     return int(fields["head_dim"] * (0.125 if factor is None else checks.number("partial_rotary_factor", factor)))
 
 
-def _ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
+def layer_ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
     """The rotations of layers without groups ("main") and of those with groups ("compress")."""
     parameters, theta = models.rope_parameters(fields), fields.get("rope_theta", 10000.0)
     max_position = max_position_embeddings(fields, 1048576)

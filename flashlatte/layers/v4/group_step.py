@@ -112,22 +112,28 @@ class GroupStep:
         self._compress(self._compressor, projected.group_kv, projected.group_gate, cache.groups, cache.states)
 
     def _select(self) -> None:
-        projected, cache, groups = self._projected, self._cache, self._step.groups[self._config.ratio]
+        projected, cache = self._projected, self._cache
         sizes, indexer = self._config.indexer, self._compressor.indexer
         if sizes is None or cache.index_keys is None:
             return
         self._compress(indexer, projected.index_kv, projected.index_gate, cache.index_keys, cache.index_states)
         q, weights = self._index_queries(indexer, sizes, cache.index_keys)
+        self._selected = self._select_among_all(q, weights, cache.index_keys, sizes.topk)
+
+    def _select_among_all(
+        self, q: torch.Tensor, weights: torch.Tensor, index_keys: torch.Tensor, topk: int
+    ) -> SelectedGroups:
+        groups = self._step.groups[self._config.ratio]
         indices = paged_index_select(
             q.unsqueeze(1),
-            cache.index_keys,
+            index_keys,
             weights,
             groups.num_visible,
             groups.token_table,
-            sizes.topk,
+            topk,
             backend=self._backend,
         )
-        self._selected = SelectedGroups(indices, groups.num_visible.clamp_max(sizes.topk), groups, self._backend)
+        return SelectedGroups(indices, groups.num_visible.clamp_max(topk), groups, self._backend)
 
     def _compress(
         self, module: Any, kv: torch.Tensor, gate: torch.Tensor, cache: torch.Tensor | None, states: torch.Tensor | None

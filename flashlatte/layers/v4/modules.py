@@ -71,18 +71,28 @@ class Projected(NamedTuple):
 
 
 def project_hidden(module: Any, config: V4Config, hidden: torch.Tensor) -> Projected:
-    return Projected(*fused_linear(hidden, *hidden_projections(module, config)))
+    projections = _named_projections(module, config)
+    return Projected(**dict(zip(projections, fused_linear(hidden, *projections.values()), strict=True)))
 
 
 def hidden_projections(module: Any, config: V4Config) -> list[Any]:
     """The projections of hidden states, in the order of ``Projected``."""
-    projections = [module.q_a_proj, module.kv_proj]
-    if config.ratio:
-        projections += [module.compressor.kv_proj, module.compressor.gate_proj]
-    if config.indexer is not None:
+    return list(_named_projections(module, config).values())
+
+
+def _named_projections(module: Any, config: V4Config) -> dict[str, Any]:
+    """The projections of hidden states by their name in ``Projected``."""
+    projections = {"q_latent": module.q_a_proj, "kv": module.kv_proj}
+    if config.stores_groups:
+        projections["group_kv"] = module.compressor.kv_proj
+        projections["group_gate"] = module.compressor.gate_proj
+    if config.selects_groups:
         indexer = module.compressor.indexer
-        projections += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
-    return projections
+        if config.index_state_dim:
+            projections["index_kv"], projections["index_gate"] = indexer.kv_proj, indexer.gate_proj
+        projections["index_weights"] = indexer.scorer.weights_proj
+    # V4.1 has no gate where a group is one token.
+    return {name: projection for name, projection in projections.items() if projection is not None}
 
 
 def output_matrix(module: Any, dtype: torch.dtype) -> torch.Tensor:

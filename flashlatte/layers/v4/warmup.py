@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from flashlatte.layers.v4.step import V4Step
 from flashlatte.layers.v4.workspace import DEFAULT_LIMITS
 from flashlatte.layers.warmup import FEW_TOKENS, MANY_TOKENS, NoArithmetic, batches_up_to
 from flashlatte.ops.mhc import mhc_post
+
+Config = TypeVar("Config", bound=V4Config)
 
 
 def warmup_steps(
@@ -43,22 +46,14 @@ def warmup_steps(
         ValueError: a format that does not fit the layers.
     """
     for config in dict.fromkeys(layers):
-        max_length = min(MANY_TOKENS, config.rope.max_position)
-        # The width of the hidden states does not change attention's kernels.
-        config = replace(
-            config,
-            hidden_size=min(config.hidden_size, 1024),
-            num_attention_heads=config.num_attention_heads // ranks,
-            o_groups=config.o_groups // ranks,
-            rope=replace(config.rope, max_position=max_length),
-        )
+        config = reduced(config, ranks)
         layer = V4Attention(config, dtype=dtype, device=device)
         state_page_size = max(config.ratio, 1)
         cache = V4Cache.allocate(
             config, 1, page_size, state_page_size=state_page_size, cache_format=cache_format, device=device
         )
-        for length in sorted({min(FEW_TOKENS, max_length), max_length}):
-            for name, step in _steps(config, length, page_size, max_batch, max_queries, device):
+        for length in step_lengths(config):
+            for name, step in layer_steps((config,), length, page_size, max_batch, max_queries, device):
                 yield f"ratio {config.ratio}, {name}, requests of {length} tokens"
                 hidden = torch.zeros(len(step.positions), config.hidden_size, dtype=dtype, device=device)
                 with NoArithmetic():
@@ -66,6 +61,23 @@ def warmup_steps(
     for tokens in (*batches_up_to(max_batch * max_queries), DEFAULT_LIMITS.min_queries):
         yield f"streams of {tokens} tokens"
         _run_hyper_connection(torch.zeros(tokens, streams, layers[0].hidden_size, dtype=dtype, device=device))
+
+
+def reduced(config: Config, ranks: int) -> Config:
+    """A rank's share of a layer with fewer positions, and narrow hidden states, which do not change its kernels."""
+    return replace(
+        config,
+        hidden_size=min(config.hidden_size, 1024),
+        num_attention_heads=config.num_attention_heads // ranks,
+        o_groups=config.o_groups // ranks,
+        rope=replace(config.rope, max_position=min(MANY_TOKENS, config.rope.max_position)),
+    )
+
+
+def step_lengths(config: V4Config) -> list[int]:
+    """Tokens of the requests of each step."""
+    longest = config.rope.max_position
+    return sorted({min(FEW_TOKENS, longest), longest})
 
 
 def _run_hyper_connection(streams: torch.Tensor) -> None:
@@ -81,9 +93,10 @@ def _run_hyper_connection(streams: torch.Tensor) -> None:
         mhc_post(mixed, streams, post, comb)
 
 
-def _steps(
-    config: V4Config, length: int, page_size: int, max_batch: int, max_queries: int, device: str
+def layer_steps(
+    configs: Sequence[V4Config], length: int, page_size: int, max_batch: int, max_queries: int, device: str
 ) -> Iterator[tuple[str, V4Step]]:
+    """Prefill and decode steps with groups of all ratios of these layers, and their names."""
     many = min(DEFAULT_LIMITS.min_queries, length)
     prefills: dict[str, list[tuple[int, int]]] = {
         "prefill": [(0, many)],
@@ -93,28 +106,37 @@ def _steps(
         "prefills with a decode of 1": [(length - 1, length), (0, many), (length - 7, length)],
     }
     for name, spans in prefills.items():
-        yield name, _step(config, spans, length, page_size, device, as_graph=False)
+        yield name, _step(configs, spans, length, page_size, device, as_graph=False)
     for queries in range(1, max_queries + 1):
         for batch in batches_up_to(max_batch):
             spans = [(length - queries, length)] * batch
-            yield f"decode of {batch} x {queries}", _step(config, spans, length, page_size, device, as_graph=True)
+            yield f"decode of {batch} x {queries}", _step(configs, spans, length, page_size, device, as_graph=True)
 
 
 def _step(
-    config: V4Config, spans: list[tuple[int, int]], length: int, page_size: int, device: str, *, as_graph: bool
+    configs: Sequence[V4Config],
+    spans: list[tuple[int, int]],
+    length: int,
+    page_size: int,
+    device: str,
+    *,
+    as_graph: bool,
 ) -> V4Step:
     """A step whose requests share pages, since results are not used."""
 
     def table(pages: int) -> torch.Tensor:
         return torch.zeros(len(spans), pages, dtype=torch.int32, device=device)
 
-    group_pages = -(-length // max(config.ratio, 1) // page_size)
-    groups = {config.ratio: (table(max(group_pages, 1)), table(1 + config.overlap))} if config.ratio else {}
+    groups = {}
+    for config in configs:
+        if config.ratio:
+            group_pages = -(-length // config.ratio // page_size)
+            groups[config.ratio] = table(max(group_pages, 1)), table(1 + config.overlap)
     return V4Step.from_spans(
         spans,
         table(-(-length // page_size)),
         groups,
-        window=config.window,
+        window=configs[0].window,
         page_size=page_size,
         limits=None if as_graph else DEFAULT_LIMITS,
     )

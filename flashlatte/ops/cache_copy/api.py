@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from flashlatte.ops.cache_copy import reference
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.torch_op import register_op
 
@@ -27,16 +28,10 @@ def _load_portable() -> dispatch.Function:
     return copy_pages
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.cache_copy.reference import copy_pages
-
-    return copy_pages
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.copy_pages),
 )
 
 

@@ -10,6 +10,7 @@ from flashlatte.kv_cache import gather_slots, scales
 from flashlatte.kv_cache.codec import as_cache, check_float_dtype, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
+from flashlatte.ops.cache_gather import reference
 from flashlatte.ops.cache_gather.params import CacheGatherParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -28,16 +29,10 @@ def _load_portable() -> dispatch.Function:
     return cache_gather
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.cache_gather.reference import cache_gather
-
-    return cache_gather
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.cache_gather),
 )
 
 

@@ -9,6 +9,7 @@ from flashlatte.kv_cache.codec import as_cache, check_scale_rounding, format_for
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
 from flashlatte.kv_cache.slots import check_slots
+from flashlatte.ops.cache_write import reference
 from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -27,16 +28,10 @@ def _load_portable() -> dispatch.Function:
     return cache_write
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.cache_write.reference import cache_write
-
-    return cache_write
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.cache_write),
 )
 
 

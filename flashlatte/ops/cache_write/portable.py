@@ -17,9 +17,9 @@ from flashlatte.kernels.triton.cache_address import (
     tile_scale_row,
 )
 from flashlatte.kernels.triton.cache_layout import Blocking, as_bytes, cdiv
-from flashlatte.kernels.triton.cache_row import CacheScale, encode_elements, load_scale
-from flashlatte.kernels.triton.fp4 import e2m1_code, nvfp4_scales
-from flashlatte.kernels.triton.fp8 import cast, converts_e4m3, e4m3_to_float, float_to_e4m3, to_float32
+from flashlatte.kernels.triton.cache_row import CacheScale, encode_blocks, encode_elements, load_scale
+from flashlatte.kernels.triton.fp8 import cast, converts_e4m3, float_to_e4m3, to_float32
+from flashlatte.kernels.triton.row_scales import quantize_tiles
 from flashlatte.kernels.triton.rows import (
     CacheRows,
     TokenRows,
@@ -29,7 +29,6 @@ from flashlatte.kernels.triton.rows import (
     token_row,
     token_rows,
 )
-from flashlatte.kernels.triton.tile_scales import quantize_tiles
 from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
@@ -156,17 +155,7 @@ def write_blocks_kernel(
     column = tl.arange(0, SCALED)[None, :]
     elements = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH), INTERPRETED)
     block = tl.arange(0, SCALING.blocks)[None, :]
-    if SCALING.fp4:
-        # [BLOCK_T, blocks, block / 2]
-        low, high = tl.split(tl.reshape(elements, [BLOCK_T, SCALING.blocks, SCALING.block // 2, 2]))
-        scales = nvfp4_scales(low, high, SCALING.rounds_up, NATIVE)
-        divisors = tl.broadcast_to(e4m3_to_float(scales, NATIVE)[:, :, None], low.shape)
-        codes = e2m1_code(tl.div_rn(low, divisors)) | (e2m1_code(tl.div_rn(high, divisors)) << 4)
-        values = tl.reshape(codes, [BLOCK_T, VALUE_BYTES]).to(tl.uint8)
-    else:
-        scaled, scale_bits = quantize_tiles(tl.reshape(elements, [BLOCK_T, SCALING.blocks, SCALING.block]), True)
-        scales = (scale_bits >> 23).to(tl.uint8)
-        values = float_to_e4m3(tl.reshape(scaled, [BLOCK_T, SCALED]), NATIVE)
+    values, scales = encode_blocks(elements, BLOCK_T, SCALING, NATIVE)
     tl.store(row[:, None] + tl.arange(0, VALUE_BYTES)[None, :], values, mask=valid[:, None])
     scale_row = row[:, None] + SCALING.scale_offset
     tl.store(scale_row + block_scale_byte(block, SCALING), scales, mask=valid[:, None])

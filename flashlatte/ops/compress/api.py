@@ -7,6 +7,7 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
+from flashlatte.ops.compress import reference
 from flashlatte.ops.compress.params import CompressParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -25,16 +26,10 @@ def _load_portable() -> dispatch.Function:
     return compress
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.compress.reference import compress
-
-    return compress
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.compress),
 )
 
 
@@ -82,7 +77,7 @@ def compress(
         positions: int32 or int64 [T], the position of each token in its request. Positions from 2³¹ on are not stored
             in the states.
         cache: [pages, page_size, 1, width] (or without the 1) that takes rows of head_dim, in a format of latents
-            (``model1``, ``bf16``, ``fp16``, ``fp32``) or of index keys.
+            (``model1``, ``v41``, ``v41_fp4``, ``bf16``, ``fp16``, ``fp32``) or of index keys.
         slot_mapping: int32 or int64 [T]: the slot, page · page_size + offset, of the row of the group that the token
             completes; not read for other tokens. A row whose slot is outside the cache is skipped.
         state_cache: float32 [pages, page_size, 2 · width]; None if every request begins in this call and no later call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.concat_mla_q import reference
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -18,16 +19,10 @@ def _load_portable() -> dispatch.Function:
     return concat_mla_q
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.concat_mla_q.reference import concat_mla_q
-
-    return concat_mla_q
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.concat_mla_q),
 )
 
 

@@ -9,6 +9,7 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class, formats_of_width, names_of, plain_format
+from flashlatte.ops.dense_decode import reference
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -36,11 +37,7 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.triton(call)
-        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-    )
+    return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
 
 
 def _hopper_reads(layout: type[CacheFormat]) -> bool:
@@ -59,17 +56,11 @@ def _load_portable() -> dispatch.Function:
     return dense_decode
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.dense_decode.reference import dense_decode
-
-    return dense_decode
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.dense_decode),
 )
 
 

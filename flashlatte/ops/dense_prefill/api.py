@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.ops.dense_prefill import reference
 from flashlatte.ops.dense_prefill.params import DensePrefillParams
 from flashlatte.runtime import checks, dispatch, ragged, refusals
 from flashlatte.runtime.gradients import refuse_tangents
@@ -37,11 +38,7 @@ def _refuses_hopper_backward(call: dispatch.CallSpec) -> str | None:
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.triton(call)
-        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-    )
+    return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
 
 
 def _load_hopper_forward() -> dispatch.Function:
@@ -52,12 +49,6 @@ def _load_hopper_forward() -> dispatch.Function:
 
 def _load_portable_forward() -> dispatch.Function:
     from flashlatte.ops.dense_prefill.portable import forward
-
-    return forward
-
-
-def _load_reference_forward() -> dispatch.Function:
-    from flashlatte.ops.dense_prefill.reference import forward
 
     return forward
 
@@ -74,24 +65,18 @@ def _load_portable_backward() -> dispatch.Function:
     return backward
 
 
-def _load_reference_backward() -> dispatch.Function:
-    from flashlatte.ops.dense_prefill.reference import backward
-
-    return backward
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("hopper", _load_hopper_forward, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable_forward, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference_forward),
+    dispatch.Implementation("reference", lambda: reference.forward),
 )
 
 dispatch.define(
     BACKWARD,
     dispatch.Implementation("hopper", _load_hopper_backward, _refuses_hopper_backward),
     dispatch.Implementation("portable", _load_portable_backward, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference_backward),
+    dispatch.Implementation("reference", lambda: reference.backward),
 )
 
 
@@ -231,6 +216,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * (_NUM_TENSORS + len(ctx.numbers))
     *tensors, out, lse = ctx.saved_tensors
     *numbers, _, backend, deterministic = ctx.numbers
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()

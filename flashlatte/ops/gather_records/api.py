@@ -7,6 +7,7 @@ import torch
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.ops.gather_records import reference
 from flashlatte.ops.gather_records.params import GatherRecordsParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -21,16 +22,10 @@ def _load_portable() -> dispatch.Function:
     return gather_records
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.gather_records.reference import gather_records
-
-    return gather_records
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.gather_records),
 )
 
 

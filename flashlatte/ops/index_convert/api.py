@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 
 from flashlatte.kv_cache.sharding import as_sharding
+from flashlatte.ops.index_convert import reference
 from flashlatte.ops.index_convert.params import IndexConvertParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -22,16 +23,10 @@ def _load_portable() -> dispatch.Function:
     return index_convert
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.index_convert.reference import index_convert
-
-    return index_convert
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.index_convert),
 )
 
 

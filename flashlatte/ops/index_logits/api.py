@@ -12,6 +12,7 @@ from flashlatte.kv_cache.index_formats import (
     as_index_cache,
     check_head_dim,
 )
+from flashlatte.ops.index_logits import reference
 from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -50,12 +51,6 @@ def _load_portable_ragged() -> dispatch.Function:
     return ragged
 
 
-def _load_reference_ragged() -> dispatch.Function:
-    from flashlatte.ops.index_logits.reference import ragged
-
-    return ragged
-
-
 def _load_hopper_paged() -> dispatch.Function:
     from flashlatte.ops.index_logits.hopper import paged
 
@@ -68,24 +63,18 @@ def _load_portable_paged() -> dispatch.Function:
     return paged
 
 
-def _load_reference_paged() -> dispatch.Function:
-    from flashlatte.ops.index_logits.reference import paged
-
-    return paged
-
-
 dispatch.define(
     RAGGED,
     dispatch.Implementation("hopper", _load_hopper_ragged, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable_ragged, refusals.triton),
-    dispatch.Implementation("reference", _load_reference_ragged),
+    dispatch.Implementation("reference", lambda: reference.ragged),
 )
 
 dispatch.define(
     PAGED,
     dispatch.Implementation("hopper", _load_hopper_paged, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable_paged, refusals.triton),
-    dispatch.Implementation("reference", _load_reference_paged),
+    dispatch.Implementation("reference", lambda: reference.paged),
 )
 
 

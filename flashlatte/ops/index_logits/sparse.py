@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE
+from flashlatte.ops.index_logits import reference
 from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_cache, check_heads, check_keys, output
 from flashlatte.ops.index_logits.params import SparseIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
@@ -20,16 +21,10 @@ def _load_portable() -> dispatch.Function:
     return sparse
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.index_logits.reference import sparse
-
-    return sparse
-
-
 dispatch.define(
     SPARSE,
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.sparse),
 )
 
 

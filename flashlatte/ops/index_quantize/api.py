@@ -8,6 +8,7 @@ from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import IndexFormat, as_index_cache, check_head_dim
 from flashlatte.kv_cache.slots import check_slots
+from flashlatte.ops.index_quantize import reference
 from flashlatte.ops.index_quantize.params import IndexGatherParams, IndexQuantizeParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -22,20 +23,8 @@ def _load_portable_quantize() -> dispatch.Function:
     return index_quantize
 
 
-def _load_reference_quantize() -> dispatch.Function:
-    from flashlatte.ops.index_quantize.reference import index_quantize
-
-    return index_quantize
-
-
 def _load_portable_gather() -> dispatch.Function:
     from flashlatte.ops.index_quantize.portable import index_gather
-
-    return index_gather
-
-
-def _load_reference_gather() -> dispatch.Function:
-    from flashlatte.ops.index_quantize.reference import index_gather
 
     return index_gather
 
@@ -43,13 +32,13 @@ def _load_reference_gather() -> dispatch.Function:
 dispatch.define(
     QUANTIZE,
     dispatch.Implementation("portable", _load_portable_quantize, refusals.triton),
-    dispatch.Implementation("reference", _load_reference_quantize),
+    dispatch.Implementation("reference", lambda: reference.index_quantize),
 )
 
 dispatch.define(
     GATHER,
     dispatch.Implementation("portable", _load_portable_gather, refusals.triton),
-    dispatch.Implementation("reference", _load_reference_gather),
+    dispatch.Implementation("reference", lambda: reference.index_gather),
 )
 
 

@@ -6,6 +6,7 @@ import torch
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import check_head_dim
+from flashlatte.ops.index_query import reference
 from flashlatte.ops.index_query.params import IndexQueryParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -20,16 +21,10 @@ def _load_portable() -> dispatch.Function:
     return index_query
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.index_query.reference import index_query
-
-    return index_query
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.index_query),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.index_weights import reference
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -19,16 +20,10 @@ def _load_portable() -> dispatch.Function:
     return index_weights
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.index_weights.reference import index_weights
-
-    return index_weights
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.index_weights),
 )
 
 

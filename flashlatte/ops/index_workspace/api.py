@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.index_workspace import reference
 from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -21,16 +22,10 @@ def _load_portable() -> dispatch.Function:
     return index_workspace
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.index_workspace.reference import index_workspace
-
-    return index_workspace
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.index_workspace),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels import rope
+from flashlatte.ops.inverse_rope_quantize import reference
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -28,16 +29,10 @@ def _load_portable() -> dispatch.Function:
     return inverse_rope_quantize
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.inverse_rope_quantize.reference import inverse_rope_quantize
-
-    return inverse_rope_quantize
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.inverse_rope_quantize),
 )
 
 

@@ -23,16 +23,10 @@ def _load_portable() -> dispatch.Function:
     return merge_states_into
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.merge_states.reference import merge_states_into
-
-    return merge_states_into
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.merge_states_into),
 )
 
 

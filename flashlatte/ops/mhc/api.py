@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.mhc import reference
 from flashlatte.ops.mhc.params import MhcPreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -20,20 +21,8 @@ def _load_portable_pre() -> dispatch.Function:
     return mhc_pre
 
 
-def _load_reference_pre() -> dispatch.Function:
-    from flashlatte.ops.mhc.reference import mhc_pre
-
-    return mhc_pre
-
-
 def _load_portable_post() -> dispatch.Function:
     from flashlatte.ops.mhc.portable import mhc_post
-
-    return mhc_post
-
-
-def _load_reference_post() -> dispatch.Function:
-    from flashlatte.ops.mhc.reference import mhc_post
 
     return mhc_post
 
@@ -41,13 +30,13 @@ def _load_reference_post() -> dispatch.Function:
 dispatch.define(
     PRE,
     dispatch.Implementation("portable", _load_portable_pre, refusals.triton),
-    dispatch.Implementation("reference", _load_reference_pre),
+    dispatch.Implementation("reference", lambda: reference.mhc_pre),
 )
 
 dispatch.define(
     POST,
     dispatch.Implementation("portable", _load_portable_post, refusals.triton),
-    dispatch.Implementation("reference", _load_reference_post),
+    dispatch.Implementation("reference", lambda: reference.mhc_post),
 )
 
 

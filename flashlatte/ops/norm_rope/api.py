@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.norm_rope import reference
 from flashlatte.ops.norm_rope.params import LatentRowsParams
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
@@ -24,20 +25,8 @@ def _load_portable_latent_rows() -> dispatch.Function:
     return latent_rows
 
 
-def _load_reference_latent_rows() -> dispatch.Function:
-    from flashlatte.ops.norm_rope.reference import latent_rows
-
-    return latent_rows
-
-
 def _load_portable_rotate_heads() -> dispatch.Function:
     from flashlatte.ops.norm_rope.portable import rotate_heads
-
-    return rotate_heads
-
-
-def _load_reference_rotate_heads() -> dispatch.Function:
-    from flashlatte.ops.norm_rope.reference import rotate_heads
 
     return rotate_heads
 
@@ -45,13 +34,13 @@ def _load_reference_rotate_heads() -> dispatch.Function:
 dispatch.define(
     LATENT_ROWS,
     dispatch.Implementation("portable", _load_portable_latent_rows, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference_latent_rows),
+    dispatch.Implementation("reference", lambda: reference.latent_rows),
 )
 
 dispatch.define(
     ROTATE_HEADS,
     dispatch.Implementation("portable", _load_portable_rotate_heads, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference_rotate_heads),
+    dispatch.Implementation("reference", lambda: reference.rotate_heads),
 )
 
 

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from flashlatte.ops.pack_seq import reference
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -24,20 +25,8 @@ def _load_portable_pack() -> dispatch.Function:
     return pack_seq
 
 
-def _load_reference_pack() -> dispatch.Function:
-    from flashlatte.ops.pack_seq.reference import pack_seq
-
-    return pack_seq
-
-
 def _load_portable_unpack() -> dispatch.Function:
     from flashlatte.ops.pack_seq.portable import unpack_seq
-
-    return unpack_seq
-
-
-def _load_reference_unpack() -> dispatch.Function:
-    from flashlatte.ops.pack_seq.reference import unpack_seq
 
     return unpack_seq
 
@@ -45,13 +34,13 @@ def _load_reference_unpack() -> dispatch.Function:
 dispatch.define(
     PACK,
     dispatch.Implementation("portable", _load_portable_pack, refusals.triton),
-    dispatch.Implementation("reference", _load_reference_pack),
+    dispatch.Implementation("reference", lambda: reference.pack_seq),
 )
 
 dispatch.define(
     UNPACK,
     dispatch.Implementation("portable", _load_portable_unpack, refusals.triton),
-    dispatch.Implementation("reference", _load_reference_unpack),
+    dispatch.Implementation("reference", lambda: reference.unpack_seq),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.paged_attention import reference
 from flashlatte.runtime import dispatch, refusals
 
 OPERATION = "paged_attention"
@@ -50,9 +51,7 @@ def _refuses_few_rows(call: dispatch.CallSpec) -> str | None:
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    return (
-        refusals.dtype(call, *_HALVES) or refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-    )
+    return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
 
 
 def _load_hopper() -> dispatch.Function:
@@ -67,17 +66,11 @@ def _load_portable() -> dispatch.Function:
     return paged_attention
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.paged_attention.reference import paged_attention
-
-    return paged_attention
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.paged_attention),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.ops.q_kv_norm import reference
 from flashlatte.ops.q_kv_norm.params import QKvNormParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -24,16 +25,10 @@ def _load_portable() -> dispatch.Function:
     return q_kv_norm
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.q_kv_norm.reference import q_kv_norm
-
-    return q_kv_norm
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.q_kv_norm),
 )
 
 

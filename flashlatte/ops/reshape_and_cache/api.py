@@ -7,6 +7,7 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.one_byte import LARGEST
 from flashlatte.kv_cache.slots import check_slots
+from flashlatte.ops.reshape_and_cache import reference
 from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -27,16 +28,10 @@ def _load_portable() -> dispatch.Function:
     return reshape_and_cache
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.reshape_and_cache.reference import reshape_and_cache
-
-    return reshape_and_cache
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.reshape_and_cache),
 )
 
 

@@ -7,6 +7,7 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
+from flashlatte.ops.rotate_and_cache import reference
 from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -25,16 +26,10 @@ def _load_portable() -> dispatch.Function:
     return rotate_and_cache
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.rotate_and_cache.reference import rotate_and_cache
-
-    return rotate_and_cache
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.rotate_and_cache),
 )
 
 
@@ -65,8 +60,8 @@ def rotate_and_cache(
         kv: [T, head_dim], already normalised, in q's dtype.
         cos_sin: float32 [n, rope_dim], the cosines, then the sines of each frequency.
         positions: int32 or int64 [T], the table's row of each token. Positions outside the table are clamped.
-        cache: [pages, page_size, 1, width] (or without the 1) for rows of head_dim elements: ``model1``, ``bf16``,
-            ``fp16`` or ``fp32``.
+        cache: [pages, page_size, 1, width] (or without the 1) for rows of head_dim elements: ``model1``, ``v41``,
+            ``v41_fp4``, ``bf16``, ``fp16`` or ``fp32``.
         slot_mapping: int32 or int64 [T], page · page_size + offset of each token; tokens whose slot is outside the
             cache are skipped.
         q_eps: epsilon of the norm; None omits the norm.

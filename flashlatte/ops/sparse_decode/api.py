@@ -10,6 +10,7 @@ import torch
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
+from flashlatte.ops.sparse_decode import reference
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -97,17 +98,11 @@ def _load_portable() -> dispatch.Function:
     return sparse_decode
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.sparse_decode.reference import sparse_decode
-
-    return sparse_decode
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.sparse_decode),
 )
 
 

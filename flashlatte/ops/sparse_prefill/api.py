@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashlatte.ops.sparse_prefill import reference
 from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -26,11 +27,7 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.triton(call)
-        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-    )
+    return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
 
 
 def _load_hopper() -> dispatch.Function:
@@ -45,17 +42,11 @@ def _load_portable() -> dispatch.Function:
     return sparse_prefill
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.sparse_prefill.reference import sparse_prefill
-
-    return sparse_prefill
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.sparse_prefill),
 )
 
 

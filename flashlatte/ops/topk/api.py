@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 
+from flashlatte.ops.topk import reference
 from flashlatte.ops.topk.params import TopkParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -48,17 +49,11 @@ def _load_portable() -> dispatch.Function:
     return topk
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.topk.reference import topk
-
-    return topk
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.topk),
 )
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
+from flashlatte.ops.turboquant_decode import reference
 from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -20,12 +21,7 @@ _WORD_BYTES, _RECORD_ALIGNMENT = 4, 2
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.triton(call)
-        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-        or _unaligned(call)
-    )
+    return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM) or _unaligned(call)
 
 
 def _unaligned(call: dispatch.CallSpec) -> str | None:
@@ -40,16 +36,10 @@ def _load_portable() -> dispatch.Function:
     return turboquant_decode
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.turboquant_decode.reference import turboquant_decode
-
-    return turboquant_decode
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.turboquant_decode),
 )
 
 

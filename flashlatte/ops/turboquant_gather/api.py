@@ -6,6 +6,7 @@ import torch
 
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
+from flashlatte.ops.turboquant_gather import reference
 from flashlatte.ops.turboquant_gather.params import TurboQuantGatherParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
@@ -26,16 +27,10 @@ def _load_portable() -> dispatch.Function:
     return turboquant_gather
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.turboquant_gather.reference import turboquant_gather
-
-    return turboquant_gather
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.turboquant_gather),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
+from flashlatte.ops.turboquant_store import reference
 from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -25,16 +26,10 @@ def _load_portable() -> dispatch.Function:
     return turboquant_store
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.turboquant_store.reference import turboquant_store
-
-    return turboquant_store
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.turboquant_store),
 )
 
 

@@ -78,16 +78,12 @@ def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
     assert lines[1:] == [f"    {line}", "    without an option vLLM chooses vllm.FlashMLASparseBackend"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [({"attn_sink": True}, support.SINKS_UNSUPPORTED), ({"window": 512}, support.WINDOW_UNSUPPORTED)],
-)
-def test_doctor_of_layers_that_vllm_gives_no_backend_of_ours(monkeypatch, changes, reason):
+def test_doctor_of_a_model_with_windows(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: "0.33.0")
     monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
     monkeypatch.setattr(diagnostics, "_chosen", lambda dtype, model: "vllm.FlashMLASparseBackend")
-    facts = diagnostics.diagnose(torch.bfloat16, V3, dataclasses.replace(V3, **changes))
-    assert diagnostics.report(facts)[1] == f"    not supported by FlashLatte: {reason}"
+    facts = diagnostics.diagnose(torch.bfloat16, V3, dataclasses.replace(V3, window=512))
+    assert diagnostics.report(facts)[1] == f"    not supported by FlashLatte: {support.WINDOW_UNSUPPORTED}"
 
 
 @pytest.mark.parametrize("model_type", support.WITHOUT_MLA)

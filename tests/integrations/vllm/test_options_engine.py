@@ -66,32 +66,6 @@ def test_no_backend_takes_query_lengths_that_the_device_alone_knows():
         assert not backend.supports_device_cpu_query_lens_mismatch()
 
 
-def test_a_context_on_the_host_is_refused(monkeypatch):
-    from flashlatte.integrations.vllm.backends import sparse
-
-    layer = {
-        "num_heads": 2,
-        "head_size": 576,
-        "scale": 1.0,
-        "num_kv_heads": 1,
-        "alibi_slopes": None,
-        "sliding_window": None,
-        "kv_cache_dtype": "auto",
-        "logits_soft_cap": None,
-        "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "qk_head_dim": 192,
-        "v_head_dim": 128,
-        "kv_b_proj": None,
-    }
-    monkeypatch.setattr(sparse, "get_current_vllm_config", lambda: configured(hisparse_config="given"))
-    with pytest.raises(NotImplementedError, match="without hisparse_config, got 'given'"):
-        sparse.FlashLatteSparseMLAImpl(**layer)
-
-
 @pytest.mark.parametrize(("cache", "dtype"), [("auto", torch.float32), ("fp8", torch.bfloat16)])
 def test_prefill_runs_before_vllm_serves(monkeypatch, cache, dtype):
     """Warm-up runs over new and cached tokens without the layer's weights; on a GPU it compiles the kernels."""
@@ -136,3 +110,29 @@ def test_a_cpu_refuses_a_cache_before_weights_load(dtype, cache, sparse, refused
             FlashLatteCpuPlatform.get_attn_backend_cls(None, wanted)
     else:
         assert FlashLatteCpuPlatform.get_attn_backend_cls(None, wanted) == (vllm.SPARSE if sparse else vllm.DENSE)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_lengths_of_index_keys_are_vllms_buffers(shared):
+    """A CUDA graph reads the addresses that it was captured with."""
+    from flashlatte.integrations.vllm.backends.indexer_metadata import FlashLatteIndexerMetadataBuilder, Sharded
+    from flashlatte.kv_cache.sharding import Sharding
+
+    builder = object.__new__(FlashLatteIndexerMetadataBuilder)
+    builder.reorder_batch_threshold = 1
+    builder.sharded = Sharded(Sharding(1, 2, 1), None) if shared else None
+    batch = SimpleNamespace(
+        max_query_len=1,
+        num_reqs=3,
+        num_actual_tokens=3,
+        query_start_loc_cpu=torch.arange(4),
+        slot_mapping=torch.arange(3),
+        block_table_tensor=torch.zeros(3, 2, dtype=torch.int32),
+        seq_lens=torch.tensor([5, 8, 1]),
+        dcp_local_seq_lens=torch.tensor([2, 4, 0]),
+        max_logits_per_req=None,
+    )
+    lengths = builder.build(0, batch).seq_lens
+    buffer = batch.dcp_local_seq_lens if shared else batch.seq_lens
+    assert lengths.tolist() == buffer.tolist()
+    assert lengths.data_ptr() == buffer.data_ptr()

@@ -148,6 +148,17 @@ def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
 
 
+def test_dots3_is_refused_with_ours(configurations):
+    """Its layers name their attention classes: CUSTOM would be ignored."""
+    table, done = configurations
+    compat.configure_models(support.DOTS3_MODELS, before=lambda c, _: support.refuse(c, support.DOTS3_UNSUPPORTED))
+    (architecture,) = support.DOTS3_MODELS
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: dots3's layers name vLLM's own attention classes"):
+        table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
+    table[architecture].verify_and_update_config(_with_backend("TRITON_MLA"))
+    assert done == ["base"]
+
+
 def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
     table, done = configurations
     every = (*support.V4_MODELS, *support.V41_MODELS)
@@ -312,22 +323,15 @@ def test_a_class_that_the_user_names_stays():
     assert config.model_config.model_class_overrides == {"GlmMoeDsaForCausalLM": "mine:Model"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("auto", 0), "qk_rope_head_dim 0"),
-        (("fp8_e5m2", 64), "kv_cache_dtype auto, bfloat16, float16, fp8, fp8_e4m3, got fp8_e5m2"),
-    ],
-)
-def test_layers_that_are_refused(arguments, message):
-    with pytest.raises(NotImplementedError, match=message):
-        support.check_layer(*arguments)
+def test_caches_that_are_refused():
+    with pytest.raises(NotImplementedError, match="dtype auto, bfloat16, float16, fp8, fp8_e4m3, got fp8_e5m2"):
+        support.check_layer("fp8_e5m2")
 
 
 def test_layers_with_options_that_are_refused():
-    support.check_layer("auto", 64, sliding_window=None)
+    support.check_layer("auto", sliding_window=None)
     with pytest.raises(NotImplementedError, match="without sliding_window, got 128"):
-        support.check_layer("auto", 64, sliding_window=128)
+        support.check_layer("auto", sliding_window=128)
 
 
 @pytest.mark.parametrize(
@@ -342,3 +346,33 @@ def test_indexers_that_are_refused(options, message):
     support.check_indexer(compress_ratio=1, use_fp4_cache=False, candidate_blocks=None, candidate_block_size=0)
     with pytest.raises(NotImplementedError, match=message):
         support.check_indexer(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({}, set()),
+        ({"index_topk_freq": 1}, set()),
+        ({"index_topk_freq": 2}, {4}),
+        ({"index_topk_freq": 3}, {4, 5}),
+        # Layers without an indexer do not count.
+        ({"index_topk_pattern": "SFSFSS"}, {4, 5}),
+        ({"index_topk_pattern": "FFFF", "index_topk_freq": 2}, set()),
+    ],
+)
+def test_v4_layers_that_share_a_selection(options, shared):
+    config = SimpleNamespace(compress_ratios=[0, 4, 128, 128, 4, 4, 4], num_hidden_layers=6, **options)
+    assert support.v4_shared_layers(config) == shared
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"index_topk_pattern": "FSF"}, "must not be S for layer 1"),
+        ({"index_topk_freq": 0}, "index_topk_freq"),
+    ],
+)
+def test_v4_layers_without_a_selection_to_share(options, message):
+    config = SimpleNamespace(compress_ratios=[0, 4, 4], num_hidden_layers=3, **options)
+    with pytest.raises(ValueError, match=message):
+        support.v4_shared_layers(config)

@@ -17,8 +17,19 @@ from flashlatte.integrations.vllm import compat
 
 PLUGIN = Path(__file__).parents[3] / "flashlatte" / "integrations" / "vllm"
 # Not imported with vLLM 0.20: models with an indexer, V4 and the CPU platform need 0.32, prefill backends 0.22.
-LATER = {"cpu.py", "fused_rows.py", "indexer.py", "models.py", "models_v4.py", "prefill.py", "sparse.py"}
-LATER |= {"v4.py", "v4_indexer.py"}
+LATER = {
+    *(
+        "cpu.py",
+        "fused_rows.py",
+        "indexer.py",
+        "indexer_metadata.py",
+        "models.py",
+        "models_v4.py",
+        "prefill.py",
+        "sparse.py",
+    ),
+    *("sparse_host.py", "v4.py", "v4_indexer.py"),
+}
 # Imported if vLLM has it.
 OPTIONAL = {"vllm.v1.attention.backends.mla.prefill.registry"}
 

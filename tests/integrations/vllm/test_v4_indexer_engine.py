@@ -7,7 +7,7 @@ import torch
 from vllm.models.deepseek_v4 import attention
 
 from flashlatte import kv_cache
-from flashlatte.integrations.vllm.backends import v4_indexer
+from flashlatte.integrations.vllm.backends import indexer, v4_indexer
 from flashlatte.ops.index_quantize import index_quantize
 
 RATIO, PAGE, PAGES, HEADS, TOPK = 4, 8, 12, 16, 5
@@ -146,10 +146,57 @@ def test_tokens_that_fill_a_graph(choose):
     assert (chosen[3:] == -1).all()
 
 
-def test_the_indexer_is_vllms_for_keys_of_four_bits(monkeypatch):
+@pytest.fixture
+def installed(monkeypatch):
+    """``attention`` with FlashLatte's indexer, for a model whose layers have these ratios, and vLLM's calls."""
     made = []
     monkeypatch.setattr(attention, "SparseAttnIndexer", lambda *_, **options: made.append(options))
+    monkeypatch.setattr(attention, "DeepseekV4Indexer", attention.DeepseekV4Indexer)
+    text = SimpleNamespace(compress_ratios=[0, 4, 128, 4, 4], num_hidden_layers=5, index_topk_freq=2)
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name="CUSTOM")),
+        model_config=SimpleNamespace(hf_text_config=text),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    for module in (indexer, v4_indexer):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
     v4_indexer.install.cache_clear()
     v4_indexer.install()
-    attention.SparseAttnIndexer(use_fp4_cache=True, compress_ratio=4)
+    yield made, config.compilation_config.static_forward_context
+    v4_indexer.install.cache_clear()
+
+
+def make(layers, layer, **options):
+    """What vLLM's layer makes of its key cache, which is registered before."""
+    prefix = f"model.layers.{layer}.attn.indexer.k_cache"
+    layers[prefix] = None
+    sizes = (128, "ue8m0", TOPK, 128, 1024, 4096)
+    return attention.SparseAttnIndexer(SimpleNamespace(prefix=prefix), *sizes, "buffer", **options)
+
+
+def test_the_indexer_is_vllms_for_keys_of_four_bits(installed):
+    made, layers = installed
+    make(layers, 1, use_fp4_cache=True, compress_ratio=4)
     assert made == [{"use_fp4_cache": True, "compress_ratio": 4}]
+
+
+def test_every_other_layer_reuses_a_selection(installed):
+    made, layers = installed
+    layers["model.layers.0.attn.swa_cache"] = None
+    reuse = [isinstance(make(layers, layer, use_fp4_cache=True), v4_indexer.SharedSelection) for layer in (1, 3, 4)]
+    assert reuse == [False, True, False]
+    assert len(made) == 2
+
+
+def test_a_pipeline_stage_begins_with_a_selection(installed):
+    _, layers = installed
+    assert not isinstance(make(layers, 3, use_fp4_cache=True), v4_indexer.SharedSelection)
+
+
+def test_a_layer_that_reuses_a_selection_computes_nothing():
+    layer = attention.DeepseekV4Indexer.__new__(v4_indexer.FlashLatteV4Indexer)
+    torch.nn.Module.__init__(layer)
+    buffer = torch.arange(4)
+    layer.indexer_op = v4_indexer.SharedSelection(buffer)
+    assert layer(None, None, None, None, None, None) == (None, None, None)
+    assert layer.indexer_op(None, None, None, None) is buffer

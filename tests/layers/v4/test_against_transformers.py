@@ -98,7 +98,7 @@ def run(attention, hidden, steps, cache_format="fp32", padding=0, limits=None, d
         cache_format=cache_format,
     )
     for pages in vars(cache).values():
-        if pages is not None and pages.is_floating_point():
+        if isinstance(pages, torch.Tensor) and pages.is_floating_point():
             pages.fill_(torch.nan)
     outputs = [[] for _ in hidden]
     for kept in steps:

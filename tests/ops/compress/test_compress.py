@@ -18,7 +18,7 @@ from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.ops.compress import api
 from flashlatte.runtime import machine
-from flashlatte.testing.byte_oracles import model1_encode_page
+from flashlatte.testing.byte_oracles import model1_encode_page, v41_encode, v41_fp4_encode
 
 BACKEND = "portable" if machine.interpreting() else "reference"
 # Collected by both runs of the suite: the reference without the interpreter, the kernels within.
@@ -121,6 +121,7 @@ class Case:
                 torch.tensor([*slots, 0, 0]),
                 state_cache=states if with_state else None,
                 state_table=table if with_state else None,
+                cache_format=form if form.startswith("v41") else None,
                 scale_rounding=scale_rounding,
                 backend=BACKEND,
             )
@@ -275,6 +276,17 @@ def test_model1_bytes():
         written = bytes(as_cache(cache, None)[0][page].flatten().tolist())
         assert written[: 576 * used] == expected[: 576 * used]
         assert written[576 * 4 :][: 8 * used] == expected[576 * 4 :][: 8 * used]
+
+
+@pytest.mark.parametrize(("form", "encode"), [("v41", v41_encode), ("v41_fp4", v41_fp4_encode)])
+@pytest.mark.parametrize("ratio", [2, 16])
+def test_block_scaled_bytes(form, encode, ratio):
+    """Rows of short groups are stored by the kernel that sums them, those of long ones by the next."""
+    case = Case.draw([3 * ratio], ratio, False, 512, 64, torch.bfloat16, 0, 2)
+    rows = case.run([[(0, 3 * ratio)]]).flatten(0, 1)[:3, 0]
+    cache = case.run([[(0, 3 * ratio)]], form=form).flatten(0, 1)[:3, 0]
+    for row, written in zip(rows.tolist(), cache.tolist(), strict=True):
+        assert bytes(written) == encode(row)
 
 
 @pytest.mark.parametrize(

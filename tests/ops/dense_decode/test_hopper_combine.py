@@ -17,13 +17,13 @@ pytest.importorskip("triton")
 from support import compile as support
 from support.hopper_dense_decode import decode
 
-from flashlatte.ops.dense_decode.hopper import combine, launch
-from flashlatte.split_kv import combine as common
+from flashlatte.ops.dense_decode.hopper import launch
+from flashlatte.split_kv import combine, fp24_combine
 from flashlatte.split_kv.fp24_partials import PARTIAL
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
-COMBINE = combine.combine_ranges_kernel
+COMBINE = fp24_combine.combine_fp24_kernel
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def record(monkeypatch):
     kernel, combiner = Recorder(launch.dense_decode_kernel), Recorder(COMBINE)
     monkeypatch.setattr(launch, "dense_decode_kernel", kernel)
     monkeypatch.setattr(launch, "clear_kernel", Recorder(launch.clear_kernel))
-    monkeypatch.setattr(combine, "combine_ranges_kernel", combiner)
-    monkeypatch.setattr(common, "combine_kernel", Recorder(common.combine_kernel))
+    monkeypatch.setattr(fp24_combine, "combine_fp24_kernel", combiner)
+    monkeypatch.setattr(combine, "combine_kernel", Recorder(combine.combine_kernel))
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def record(batch: int = 1, **call: Any) -> tuple[Launch, Launch | None]:
@@ -63,7 +63,7 @@ def record(monkeypatch):
 )
 def test_warps_divide_many_splits(record, call, splits, ctas):
     launched, combined = record(**call)
-    assert (combined.arguments["SPLITS"], combined.grid) == (splits, (ctas,))
+    assert (combined.arguments["CONFIG"].splits, combined.grid) == (splits, (ctas,))
     assert combined.arguments["uniform_ranges"] == launched.arguments["grid_num_splits"]
     assert combined.arguments["scratch"] is launched.arguments["scratch"]
     of_each_range = 2 * launched.arguments["grid_num_groups"] * PARTIAL.value

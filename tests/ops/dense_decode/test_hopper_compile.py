@@ -19,11 +19,10 @@ triton = pytest.importorskip("triton")
 from support import compile as support  # noqa: E402
 from support.hopper_dense_decode import decode  # noqa: E402
 
-from flashlatte.ops.dense_decode.hopper import combine as ranges  # noqa: E402
 from flashlatte.ops.dense_decode.hopper import fixup, launch  # noqa: E402
 from flashlatte.ops.dense_decode.hopper.few_rows import consumer  # noqa: E402
 from flashlatte.runtime.strides import strides_in_use  # noqa: E402
-from flashlatte.split_kv import combine, plan  # noqa: E402
+from flashlatte.split_kv import combine, fp24_combine, plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -55,7 +54,7 @@ def record(monkeypatch):
     monkeypatch.setattr(launch, "dense_decode_kernel", recorder)
     monkeypatch.setattr(launch, "clear_kernel", Recorder(fixup.clear_kernel))
     monkeypatch.setattr(combine, "combine_kernel", combiner)
-    monkeypatch.setattr(ranges, "combine_ranges_kernel", Recorder(ranges.combine_ranges_kernel))
+    monkeypatch.setattr(fp24_combine, "combine_fp24_kernel", Recorder(fp24_combine.combine_fp24_kernel))
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
 
     def record(**call: Any) -> Launch:

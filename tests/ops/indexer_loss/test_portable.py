@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.indexer_loss_calls import NAMES, arguments, with_gradients
 from support.marks import mostly_full
 
 from flashlatte import indexer_loss
+from flashlatte.ops.indexer_loss import api
 from flashlatte.ops.indexer_loss.portable import launch
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import SparsePrefillCase
@@ -53,6 +56,42 @@ def check(given, **options):
 def test_against_the_reference(name, dense):
     case, sizes = CASES[name]
     check(arguments(case, dense, **sizes))
+
+
+FUZZED = st.builds(
+    SparsePrefillCase,
+    s_q=st.integers(1, 4),
+    s_kv=st.integers(1, 70),
+    h_q=st.integers(1, 20),
+    topk=st.integers(1, 70),
+    head_dim=st.sampled_from([33, 48]),
+    d_v=st.just(32),
+    topk_lengths=st.booleans(),
+    duplicates=st.booleans(),
+    invalid_share=st.sampled_from([0.0, 0.5]),
+    empty_rows=st.sampled_from([0.0, 0.5, 1.0]),
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 2**31),
+)
+
+
+@given(
+    case=FUZZED,
+    dense=st.booleans(),
+    h_i=st.integers(1, 20),
+    index_dim=st.sampled_from([1, 19, 32]),
+    use_relu=st.booleans(),
+    deterministic=st.booleans(),
+)
+def test_any_sizes_and_indices(case, dense, h_i, index_dim, use_relu, deterministic):
+    """What no query sees is NaN, and so are queries that see no key."""
+    inputs = arguments(case, dense, h_i, index_dim) | {"use_relu": use_relu}
+    results = with_gradients(indexer_loss, inputs, backend="portable", deterministic=deterministic)
+    expected = with_gradients(indexer_loss, inputs, backend="reference")
+    assert results[1] == expected[1]
+    torch.testing.assert_close(results[0], expected[0], rtol=1e-4, atol=1e-4)
+    for result, wanted in zip(results[2:], expected[2:], strict=True):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0.02 * wanted.abs().max().item() + 1e-3)
 
 
 @pytest.mark.parametrize("name", mostly_full(CASES, "odd sizes", "every token twice"))
@@ -110,6 +149,23 @@ def test_given_lse(dense):
     lse = torch.randn(4, TOY.s_q, generator=torch.Generator().manual_seed(0)).T
     lse[given["q"].isnan().any(dim=-1)] = -torch.inf
     check(given, lse=lse)
+
+
+@on_both_stages
+def test_the_target_of_two_ranks(monkeypatch, dense):
+    """The second rank adds the first one's probabilities to its own, before either normalizes them."""
+    given = arguments(replace(TOY, h_q=5, empty_rows=0.3), dense)
+    monkeypatch.setattr(launch, "SCRATCH_BYTES", 4 * 2 * (60 if dense else 40))
+    monkeypatch.setattr(api, "group_name", lambda group: group)
+    of_first: list[torch.Tensor] = []
+    monkeypatch.setattr(launch, "sum_over_ranks", lambda target, _: of_first.append(target.clone()))
+    with_gradients(indexer_loss, given | {"q": given["q"][:, :2]}, backend="portable", group="ranks")
+    assert len(of_first) == 3
+    monkeypatch.setattr(launch, "sum_over_ranks", lambda target, _: target.add_(of_first.pop(0)))
+    results = with_gradients(indexer_loss, given | {"q": given["q"][:, 2:]}, backend="portable", group="ranks")
+    expected = with_gradients(indexer_loss, given, backend="portable")
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
 
 
 @on_both_stages

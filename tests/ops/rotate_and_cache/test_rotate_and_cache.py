@@ -15,7 +15,7 @@ from flashlatte import kv_cache, rotate_and_cache
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.ops.rotate_and_cache import api
 from flashlatte.runtime import machine
-from flashlatte.testing.byte_oracles import model1_decode_page, model1_encode_page
+from flashlatte.testing.byte_oracles import model1_decode_page, model1_encode_page, v41_encode, v41_fp4_encode
 
 BACKEND = "portable" if machine.interpreting() else "reference"
 # Collected by both runs of the suite: the reference without the interpreter, the kernel within.
@@ -95,6 +95,18 @@ def test_model1_bytes():
     written = bytes(cache.flatten().tolist())
     assert written == model1_encode_page(rows[0, :, 0].tolist())
     assert model1_decode_page(written, 4)[1] == kv_cache.unpack(cache, dtype=torch.float32)[0, 1, 0].tolist()
+
+
+@pytest.mark.parametrize(("form", "encode"), [("v41", v41_encode), ("v41_fp4", v41_fp4_encode)])
+def test_block_scaled_bytes(form, encode):
+    arguments = draw(4, 2, 512, 64, torch.bfloat16, 5)
+    arguments["slot_mapping"] = torch.tensor([1, 0, 9, 2])
+    rows, cache = torch.zeros(1, 4, 1, 512), kv_cache.allocate(form, 1, 4).fill_(7)
+    rotate_and_cache(**arguments, cache=rows, backend=BACKEND)
+    rotate_and_cache(**arguments, cache=cache, cache_format=form, backend=BACKEND)
+    for slot in range(3):
+        assert bytes(cache[0, slot, 0].tolist()) == encode(rows[0, slot, 0].tolist())
+    assert cache[0, 3].eq(7).all()
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp16"])

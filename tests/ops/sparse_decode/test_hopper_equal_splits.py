@@ -15,11 +15,12 @@ from flashlatte.runtime import machine
 
 pytest.importorskip("triton")
 
-from support.hopper_sparse_decode import CALLS, COMBINE_EQUAL, KERNEL, recording
+from support.hopper_sparse_decode import CALLS, COMBINE_FP24, KERNEL, recording
 from support.later_spills import allowed
 
 from flashlatte.kernels.hopper.ptx import fp24
-from flashlatte.ops.sparse_decode.hopper import equal_splits, launch
+from flashlatte.ops.sparse_decode.hopper import launch
+from flashlatte.split_kv.fp24_partials import PARTIAL
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -111,7 +112,7 @@ def test_stores_are_whole_cache_lines(record, name):
 def test_combine_resources(record):
     record(**CALLS["v32, equal splits"])
     (launched,) = record.combines()
-    code = support.compile_gluon(COMBINE_EQUAL, launched)
+    code = support.compile_gluon(COMBINE_FP24, launched)
     assert code.spills == code.shared == 0
     # Two CTAs of four warps per SM.
     assert code.registers <= 255
@@ -129,7 +130,7 @@ def test_both_kernels_stay_in_the_instruction_cache(record, name):
     """It seems to have 128 KB: for a small call, fetching code costs more than the work."""
     kernel = support.compile_gluon(KERNEL, record(**CALLS[name]))
     (launched,) = record.combines()
-    size = code_bytes(kernel.sass) + code_bytes(support.compile_gluon(COMBINE_EQUAL, launched).sass)
+    size = code_bytes(kernel.sass) + code_bytes(support.compile_gluon(COMBINE_FP24, launched).sass)
     assert size <= allowed(f"sparse_decode bytes {name}", 112_000)
 
 
@@ -151,9 +152,9 @@ def test_there_is_a_partial_output_for_each_split(record, call):
     arguments = launched.arguments
     assert arguments["CONFIG"].equal_splits is True
     programs = launched.grid[0] * (2 if arguments["CONFIG"].cluster else 1)
-    assert arguments["scratch"].numel() == programs * equal_splits.PARTIAL.value
+    assert arguments["scratch"].numel() == programs * PARTIAL.value
     assert combined.arguments["scratch"] is arguments["scratch"]
-    assert combined.arguments["splits"] == arguments["num_splits"]
+    assert combined.arguments["grid_num_splits"] == arguments["num_splits"]
     assert launched.options["launch_pdl"] is combined.options["launch_pdl"] is True
 
 

@@ -6,10 +6,12 @@ import functools
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.models.deepseek_v4 import attention
 
-from flashlatte.integrations.vllm import compat
+from flashlatte.integrations.vllm import compat, support
 from flashlatte.integrations.vllm.backends.indexer import (
     FlashLatteSparseAttnIndexer,
     ours_where_selected,
@@ -70,6 +72,38 @@ def _decode_rows(batch: Any, compress_ratio: int) -> tuple[torch.Tensor, torch.T
     return decode.block_table[request], keys.to(torch.int32)
 
 
+class SharedSelection(torch.nn.Module):
+    """In place of the selection, in a layer that reuses that of the layer with an indexer before it (IndexCache)."""
+
+    def __init__(self, topk_indices_buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.topk_indices_buffer = topk_indices_buffer
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        return self.topk_indices_buffer
+
+
+class FlashLatteV4Indexer(attention.DeepseekV4Indexer):
+    """vLLM's indexer, which computes no queries and stores no keys in a layer that reuses a selection."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        if isinstance(self.indexer_op, SharedSelection):
+            return None, None, None
+        return super().forward(*args, **kwargs)
+
+
+def reuses_selection(k_cache_prefix: str) -> bool:
+    """Whether the layer of this key cache reuses a selection. The first one of a pipeline stage never does."""
+    config = get_current_vllm_config()
+    layer, name = extract_layer_index(k_cache_prefix), k_cache_prefix.rsplit(".layers.", 1)[-1].split(".", 1)[-1]
+    before = [
+        prefix
+        for prefix in config.compilation_config.static_forward_context
+        if prefix != k_cache_prefix and prefix.endswith(f".{name}")
+    ]
+    return bool(before) and layer in support.v4_shared_layers(config.model_config.hf_text_config)
+
+
 @functools.cache
 def install() -> None:
     """Replace V4's indexer where FlashLatte is selected.
@@ -77,11 +111,13 @@ def install() -> None:
     Indexers with fp4 keys stay vLLM's, and those whose keys have scales in a format of DeepGEMM's.
     """
     stock = attention.SparseAttnIndexer
-    ours = ours_where_selected(FlashLatteV4SparseAttnIndexer, stock)
+    select = ours_where_selected(FlashLatteV4SparseAttnIndexer, stock)
 
-    def make(*args: Any, use_fp4_cache: bool = False, **others: Any) -> Any:
-        return (stock if use_fp4_cache or compat.packs_index_scales() else ours)(
-            *args, use_fp4_cache=use_fp4_cache, **others
-        )
+    def ours(k_cache: Any, *sizes: Any, use_fp4_cache: bool = False, **others: Any) -> Any:
+        if reuses_selection(k_cache.prefix):
+            return SharedSelection(sizes[-1])  # topk_indices_buffer
+        chosen = stock if use_fp4_cache or compat.packs_index_scales() else select
+        return chosen(k_cache, *sizes, use_fp4_cache=use_fp4_cache, **others)
 
-    attention.SparseAttnIndexer = make
+    attention.SparseAttnIndexer = ours_where_selected(ours, stock)
+    attention.DeepseekV4Indexer = FlashLatteV4Indexer

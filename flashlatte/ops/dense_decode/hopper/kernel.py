@@ -26,8 +26,8 @@ from flashlatte.ops.dense_decode.hopper.few_rows.consumer import consume
 from flashlatte.ops.dense_decode.hopper.few_rows.loader import load
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
-from flashlatte.split_kv.gluon_device import UniformRanges
 from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.ranges import UniformRanges
 
 # Registers per thread of a consumer. The producer gets the rest of the register file: 24, or 120 if it casts keys. With
 # 104 it spills 24 times per step (16 heads, 128 requests of 4,096 keys: 192 µs instead of 160). With 184 or fewer

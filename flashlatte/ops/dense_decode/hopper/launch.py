@@ -12,7 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
 from flashlatte.ops.dense_decode.hopper import fixup, schedule
-from flashlatte.ops.dense_decode.hopper.combine import launch_combine_ranges
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import dense_decode_kernel
@@ -27,10 +26,12 @@ from flashlatte.runtime.tma_descriptors import Address, describe
 from flashlatte.split_kv import plan
 from flashlatte.split_kv.combine import launch_combine
 from flashlatte.split_kv.device import key_lengths
+from flashlatte.split_kv.fp24_combine import launch_combine_fp24
 from flashlatte.split_kv.fp24_partials import PARTIAL as FP24_PARTIAL
-from flashlatte.split_kv.gluon_device import MLA_PARTIAL, UniformRanges, uniform_ranges_of
+from flashlatte.split_kv.gluon_device import MLA_PARTIAL
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import SplitPlan
+from flashlatte.split_kv.ranges import UniformRanges, uniform_ranges_of
 
 _LOG2_E = math.log2(math.e)
 # With batch_invariant: steps per split, and the maximum number of splits of a request over all its row groups.
@@ -93,16 +94,7 @@ def dense_decode(params: DenseDecodeParams) -> None:
     table = DecodeBlockTable(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)
     lengths = key_lengths(batch, None, params.cache_seqlens, limit)
-    outputs = outputs_of(
-        out,
-        params.lse,
-        None,
-        tokens=None,
-        heads=heads,
-        rows=rows,
-        empty_lse=params.empty_lse,
-        row_align=out_align,
-    )
+    outputs = outputs_of(out, params.lse, None, params.empty_lse, out_align, h_kv=h_kv)
     split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
@@ -150,7 +142,9 @@ def dense_decode(params: DenseDecodeParams) -> None:
         if scratch is None:
             continue
         if launch_plan.fp24_partials:
-            launch_combine_ranges(split, launch_plan.uniform, scratch, outputs, lengths, out_align)
+            launch_combine_fp24(
+                split, scratch, outputs, lengths, out_align, STEP_KEYS.value, uniform=launch_plan.uniform
+            )
         else:
             launch_combine(split, scratch, outputs, out_align, first, count)
 
@@ -168,8 +162,7 @@ def make_plan(
         split = plan.fixed(MLA_PARTIAL, batch, max_steps, groups, groups_per_head, _SPLIT_STEPS, max_splits)
         return DenseDecodeLaunchPlan(split, few_rows)
     ranges = plan.num_ranges(batch, groups, num_sms, max_steps, MLA_PARTIAL)
-    max_cost = batch * (max_steps + _OVERHEAD)
-    if ranges is None or max_cost > plan.MAX_COST:
+    if ranges is None:
         return DenseDecodeLaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), few_rows)
     # With few requests, ranges should be as short as possible; with many, most requests are not split.
     few_shared = 2 * batch >= ranges
@@ -181,8 +174,9 @@ def make_plan(
         # b128-sq2-h128-k8192-varlen: 33 ranges for each group of rows instead of 32 are 1.034 times as fast.
         ranges = plan.num_ranges(batch, groups, num_sms, max_steps, MLA_PARTIAL, keep_items_whole=False) or ranges
     many_splits = not few_shared and min(ranges, max_steps) > 1
-    # Its combine kernel computes ranges in 32 bits (``gluon_device.ranges_of_item``).
-    fp24_partials = many_splits and rows > _FEW_TO_COMBINE and max_cost * (ranges + 1) <= plan.MAX_COST
+    # Its combine kernel multiplies the total cost by the number of ranges in 32 bits (``ranges.ranges_with_item``).
+    fits = batch * (max_steps + _OVERHEAD) * (ranges + 1) < 2**31
+    fp24_partials = many_splits and rows > _FEW_TO_COMBINE and fits
     # A single request always has uniform length, so its overhead is free; with overhead 0, CTAs need not check that.
     overhead = _OVERHEAD if batch > 1 or few_shared or fp24_partials else 0
     split = plan.balanced(MLA_PARTIAL, batch, max_steps, groups, groups_per_head, ranges, overhead)

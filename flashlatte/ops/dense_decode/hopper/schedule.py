@@ -15,8 +15,8 @@ from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.ptx.threads import lane_id
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
-from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon_device import PARTIAL, find_range
+from flashlatte.split_kv import device, ranges
+from flashlatte.split_kv.gluon_device import PARTIAL, scan_items
 
 
 class RowGroup(NamedTuple):
@@ -40,7 +40,7 @@ class DenseDecodeWork(NamedTuple):
     """The work of a CTA.
 
     Attributes:
-        range: its requests and costs (``device.Range``).
+        range: its requests and costs (``ranges.Range``).
         number: index of the range; with fixed splits, local request · num_splits + split.
         num_splits: number of balanced ranges, or maximum number of fixed splits of a request.
         splits: number of fixed splits of the request; 1 for balanced ranges.
@@ -68,8 +68,7 @@ class DenseDecodeConfig(NamedTuple):
         split_steps: steps of a fixed split; None for balanced ranges.
         max_splits: maximum number of fixed splits of a request; splits are longer if it would have more.
         stream_k: whether CTAs combine partial outputs themselves (``fixup``) instead of a combine kernel.
-        fp24_partials: whether the combine kernel is ``combine``, which reads ``split_kv.fp24_partials`` and needs no
-            metadata.
+        fp24_partials: whether the combine kernel is ``split_kv.fp24_combine``, which needs no metadata.
     """
 
     one_byte: Any
@@ -134,7 +133,7 @@ def find_work(group, key_lengths, grid, uniform, CONFIG: gl.constexpr):
         # Reversed: a CTA that waits for a later range (``fixup``) launches after it; and the first ranges, which may
         # have no work, launch last: b 128, 16 heads 1.009 times as fast.
         number = grid.num_splits - 1 - number
-        cta_range = find_range(
+        cta_range = ranges.find_range(
             number,
             grid.num_splits,
             key_lengths,
@@ -142,6 +141,7 @@ def find_work(group, key_lengths, grid, uniform, CONFIG: gl.constexpr):
             CONFIG.overhead,
             # Without overhead, uniform lengths use all ranges as well.
             uniform=uniform if CONFIG.overhead else None,
+            items=scan_items(),
         )
         return DenseDecodeWork(cta_range, number, grid.num_splits, 1, group)
     else:
@@ -153,7 +153,7 @@ def find_work(group, key_lengths, grid, uniform, CONFIG: gl.constexpr):
         end = gl.minimum(begin + size, steps)
         # A range with a single request.
         stop = gl.where(split < splits, item + 1, item)
-        cta_range = device.Range(begin, end, item, stop, 0)
+        cta_range = ranges.Range(begin, end, item, stop, 0)
         return DenseDecodeWork(cta_range, number, grid.num_splits, splits, group)
 
 
@@ -161,7 +161,7 @@ def find_work(group, key_lengths, grid, uniform, CONFIG: gl.constexpr):
 def split_of(item, length, cost, work, CONFIG: gl.constexpr):
     """The CTA's split of the request with ``length`` keys that starts at ``cost``."""
     steps = gl.maximum((length + STEP_KEYS - 1) // STEP_KEYS, 1)
-    begin, end = device.split_of(work.range, cost, steps, CONFIG.overhead)
+    begin, end = ranges.split_of(work.range, cost, steps, CONFIG.overhead)
     return DenseDecodeSplit(item, begin, end, steps, length, (length + CONFIG.box - 1) // CONFIG.box)
 
 
@@ -177,7 +177,7 @@ def write_metadata(scratch, work, CONFIG: gl.constexpr):
             gl.store(metadata + item, work.splits.to(gl.float32))
     elif not CONFIG.stream_k and not CONFIG.fp24_partials:
         metadata = device.range_metadata(scratch, work.num_splits, count, PARTIAL)
-        gl.store(metadata + work.number, device.continued_item(work.range, CONFIG.overhead).to(gl.float32))
+        gl.store(metadata + work.number, ranges.continued_item(work.range, CONFIG.overhead).to(gl.float32))
 
 
 @gluon.jit

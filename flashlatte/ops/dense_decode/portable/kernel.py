@@ -25,7 +25,7 @@ from flashlatte.kernels.triton.online_softmax import (
 )
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device
+from flashlatte.split_kv import combine, device, ranges
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
@@ -214,11 +214,11 @@ def dense_decode_kernel(
 
     PARTIAL: tl.constexpr = BLOCK_H * (step.latent_dim + 1)
     if CONFIG.split_blocks is None:
-        cta_range = device.find_range(number, grid.num_splits, key_lengths, BLOCK_N, CONFIG.overhead)
+        cta_range = ranges.find_range(number, grid.num_splits, key_lengths, BLOCK_N, CONFIG.overhead)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
-        continued = device.continued_item(cta_range, CONFIG.overhead)
+        continued = ranges.continued_item(cta_range, CONFIG.overhead)
     else:
         local_item = number // grid.num_splits
         split = number % grid.num_splits
@@ -227,7 +227,7 @@ def dense_decode_kernel(
     for item in range(first_item, stop_item):
         blocks = device.item_blocks(item, key_lengths, BLOCK_N)
         if CONFIG.split_blocks is None:
-            first_block, stop_block = device.split_of(cta_range, cost, blocks, CONFIG.overhead)
+            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, CONFIG.overhead)
             cost += blocks + CONFIG.overhead
         else:
             split_size, splits = device.fixed_splits(blocks, CONFIG.split_blocks, CONFIG.max_splits)

@@ -74,23 +74,13 @@ def dense_decode(params: DenseDecodeParams) -> None:
     if is_fp8:
         k_cache = k_cache.view(torch.uint8)
     q_align, k_align, out_align = row_align(q), row_align(k_cache, 16 if is_fp8 else 8), row_align(out)
-    heads = h_q // h_kv
     query = DenseQuery(q, *(stride // q_align for stride in strides_in_use(q)))
     k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
     boxes = _boxes(k_cache, k_align, launch_plan.step, launch_plan.config)
     cache = DenseCache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
     lengths = key_lengths(batch, None, params.cache_seqlens, limit)
-    outputs = outputs_of(
-        out,
-        params.lse,
-        None,
-        tokens=None,
-        heads=heads,
-        rows=s_q * heads,
-        empty_lse=params.empty_lse,
-        row_align=out_align,
-    )
+    outputs = outputs_of(out, params.lse, None, params.empty_lse, out_align, h_kv=h_kv)
     split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None

@@ -1,7 +1,7 @@
 """The kernel of paged attention: the work of a CTA, and the write of its results.
 
 The rows of a tile are the query heads of a key head for some tokens of a request, so a key that is loaded once is
-multiplied by all of them. ``split_kv.device`` splits the keys of all tiles over CTAs.
+multiplied by all of them. ``split_kv.ranges`` splits the keys of all tiles over CTAs.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -24,7 +24,7 @@ from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
 from flashlatte.ops.paged_attention.portable.keys import PagedRows, RowScales, cache_of_heads
 from flashlatte.ops.paged_attention.portable.tiles import TileLengths, load_tile
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device
+from flashlatte.split_kv import combine, device, ranges
 from flashlatte.split_kv.device import SplitGrid
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
@@ -203,7 +203,7 @@ def paged_attention_kernel(
         first_item = tile_lengths.num_tiles - 1 - number
         stop_item = tile_lengths.num_tiles - number
     else:
-        cta_range = device.find_range(number, grid.num_splits, key_lengths, BLOCK_N, OVERHEAD)
+        cta_range = ranges.find_range(number, grid.num_splits, key_lengths, BLOCK_N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
@@ -212,7 +212,7 @@ def paged_attention_kernel(
         first_block = 0
         stop_block = blocks
         if not IS_WHOLE:
-            first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
+            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, OVERHEAD)
             cost += blocks + OVERHEAD
         tile = load_tile(outputs.tiles, outputs.tiles_stride, item)
         if (first_block < stop_block) & (tile.tokens > 0):
@@ -245,4 +245,4 @@ def paged_attention_kernel(
     if not IS_WHOLE:
         PARTIAL: tl.constexpr = BLOCK_M * (STEP.head_dim_v + 1)
         metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, PARTIAL)
-        tl.store(metadata + number, device.continued_item(cta_range, OVERHEAD).to(tl.float32))
+        tl.store(metadata + number, ranges.continued_item(cta_range, OVERHEAD).to(tl.float32))

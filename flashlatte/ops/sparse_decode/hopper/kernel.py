@@ -15,7 +15,6 @@ from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
 from flashlatte.ops.sparse_decode.hopper import (
     cluster_producer,
     consumers,
-    equal_splits,
     one_block,
     producer,
     rows,
@@ -24,7 +23,7 @@ from flashlatte.ops.sparse_decode.hopper import (
 )
 from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import gluon_kernel
-from flashlatte.split_kv import device
+from flashlatte.split_kv import device, fp24_partials
 from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.gluon_device import PARTIAL
 from flashlatte.split_kv.outputs import Outputs
@@ -65,7 +64,7 @@ def sparse_decode_kernel(
         gdc_wait()
     partials = None
     if CONFIG.equal_splits:
-        partials = equal_splits.partial_of(scratch, work.number, work.group, num_groups)
+        partials = fp24_partials.partial_of_split(scratch, work.number, work.group, num_groups)
     elif CONFIG.balanced:
         partials = scratch + device.partial_of_range(work.number, work.group, num_groups, True) * PARTIAL
     args = consumers.SparseDecodeArgs(

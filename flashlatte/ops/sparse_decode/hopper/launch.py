@@ -10,7 +10,7 @@ import torch
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
-from flashlatte.ops.sparse_decode.hopper import equal_splits, schedule
+from flashlatte.ops.sparse_decode.hopper import schedule
 from flashlatte.ops.sparse_decode.hopper.consumers import SparseDecodeQuery
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
 from flashlatte.ops.sparse_decode.hopper.rows import CacheSelection
@@ -21,6 +21,8 @@ from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
+from flashlatte.split_kv.fp24_combine import launch_combine_fp24
+from flashlatte.split_kv.fp24_partials import PARTIAL as FP24_PARTIAL
 from flashlatte.split_kv.gluon_device import MLA_PARTIAL
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import SplitPlan
@@ -41,7 +43,7 @@ class SparseDecodeLaunchPlan:
     Attributes:
         split: the split of query tokens over CTAs.
         ctas: CTAs of the launch. CTAs that process whole query tokens loop over several of them.
-        equal_splits: splits per query token, if all have the same number (``equal_splits``); else None.
+        equal_splits: splits per query token, if all have the same number (``split_kv.fp24_combine``); else None.
         granularity: blocks that a CTA processes at a time: two, or one if each split is one block (``one_block``).
     """
 
@@ -88,16 +90,7 @@ def sparse_decode(params: SparseDecodeParams) -> None:
     query = SparseDecodeQuery(q, *(stride // _ALIGN for stride in strides_in_use(q)))
     out_align = row_align(out)
     lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
-    outputs = outputs_of(
-        out,
-        params.lse,
-        params.attn_sink,
-        tokens=s_q,
-        heads=h_q,
-        rows=h_q,
-        empty_lse=params.empty_lse,
-        row_align=out_align,
-    )
+    outputs = outputs_of(out, params.lse, params.attn_sink, params.empty_lse, out_align)
     split = launch_plan.split
 
     # Two CTAs that need the same tokens each dequantize half of them.
@@ -131,7 +124,9 @@ def sparse_decode(params: SparseDecodeParams) -> None:
         launch_pdl=True,
     )
     if scratch is not None and launch_plan.equal_splits is not None:
-        equal_splits.launch_combine_equal(scratch, outputs, batch * s_q, launch_plan.equal_splits, out_align)
+        launch_combine_fp24(
+            split, scratch, outputs, lengths, out_align, KEYS.value, equal_splits=launch_plan.equal_splits
+        )
     elif scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
 
@@ -163,11 +158,9 @@ def make_plan(
     # Otherwise a CTA processes blocks in pairs: shorter splits would only add partial outputs.
     max_pairs = -(-max_blocks // 2)
     ranges = plan.num_ranges(items, groups, num_sms, max_pairs, MLA_PARTIAL)
-    # items + 1: the cursor of a range may advance past the last item.
     if (
         ranges is None
         or batch_invariant
-        or (items + 1) * (max(max_blocks, 1) + _OVERHEAD) > plan.MAX_COST
         or _whole_is_faster(items, heads, max_pairs, ranges, num_sms // groups, is_uniform)
     ):
         # A CTA processes the same group for all of its query tokens.
@@ -203,7 +196,7 @@ def _with_equal_splits(
     items: int, item_blocks: int, groups: int, ranges: int, granularity: int
 ) -> SparseDecodeLaunchPlan:
     split = plan.balanced(MLA_PARTIAL, items, item_blocks, groups, groups, ranges, overhead=0)
-    split = replace(split, scratch=ranges * groups * equal_splits.PARTIAL.value, combines=False)
+    split = replace(split, scratch=ranges * groups * FP24_PARTIAL.value, combines=False)
     return SparseDecodeLaunchPlan(split, ranges * groups, ranges // items, granularity)
 
 

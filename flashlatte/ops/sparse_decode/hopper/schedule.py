@@ -16,15 +16,15 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.ptx.registers import opaque
-from flashlatte.split_kv import device
-from flashlatte.split_kv.gluon_device import PARTIAL, find_range, round_up
+from flashlatte.split_kv import device, ranges
+from flashlatte.split_kv.gluon_device import PARTIAL, scan_items
 
 
 class SparseDecodeWork(NamedTuple):
     """The work of a CTA.
 
     Attributes:
-        range: its work items and costs (``device.Range``).
+        range: its work items and costs (``ranges.Range``).
         stride: distance between the CTA's items.
         number: index of the range.
         num_splits: number of balanced ranges, or splits per work item.
@@ -100,23 +100,25 @@ def find_work(key_lengths, num_splits, num_groups, CONFIG: gl.constexpr):
         if CONFIG.equal_splits:
             cta_range = _find_equal_range(number, num_splits, key_lengths, CONFIG.granularity)
         else:
-            cta_range = find_range(number, num_splits, key_lengths, KEYS, CONFIG.overhead, CONFIG.granularity)
+            cta_range = ranges.find_range(
+                number, num_splits, key_lengths, KEYS, CONFIG.overhead, CONFIG.granularity, items=scan_items()
+            )
         return SparseDecodeWork(cta_range, 1, number, num_splits, group, num_groups)
     else:
         nothing = gl.to_tensor(0)
-        cta_range = device.Range(nothing, nothing, number, key_lengths.num_items, nothing)
+        cta_range = ranges.Range(nothing, nothing, number, key_lengths.num_items, nothing)
         return SparseDecodeWork(cta_range, gl.num_programs(0) // num_groups, number, num_splits, group, num_groups)
 
 
 @gluon.jit
 def _find_equal_range(number, splits, key_lengths, GRANULARITY: gl.constexpr):
     """A range for work items of equal length with ``splits`` ranges each and no overhead."""
-    each = round_up(device.item_blocks(gl.to_tensor(0), key_lengths, KEYS), GRANULARITY)
+    each = ranges.round_up(device.item_blocks(gl.to_tensor(0), key_lengths, KEYS), GRANULARITY)
     item = number // splits
     split = number - item * splits
     begin = split * (each // GRANULARITY) // splits * GRANULARITY
     end = (split + 1) * (each // GRANULARITY) // splits * GRANULARITY
-    return device.Range(item * each + begin, item * each + end, item, item + 1, item * each)
+    return ranges.Range(item * each + begin, item * each + end, item, item + 1, item * each)
 
 
 @gluon.jit
@@ -124,7 +126,7 @@ def write_metadata(scratch, work, CONFIG: gl.constexpr):
     """Write the split metadata for the combine kernel: which work item this range continues."""
     if CONFIG.balanced and not CONFIG.equal_splits:
         metadata = device.range_metadata(scratch, work.num_splits, work.num_groups, PARTIAL)
-        gl.store(metadata + work.number, device.continued_item(work.range, CONFIG.overhead).to(gl.float32))
+        gl.store(metadata + work.number, ranges.continued_item(work.range, CONFIG.overhead).to(gl.float32))
 
 
 @gluon.jit
@@ -137,9 +139,9 @@ def split_of(item, cost, work, key_lengths, CONFIG: gl.constexpr):
     if key_lengths.extra_limit is not None:
         extra_length = device.extra_key_count(item, key_lengths)
         blocks += (extra_length + KEYS - 1) // KEYS
-    blocks = round_up(gl.maximum(blocks, 1), CONFIG.granularity)
+    blocks = ranges.round_up(gl.maximum(blocks, 1), CONFIG.granularity)
     if CONFIG.balanced:
-        begin, end = device.split_of(work.range, cost, blocks, CONFIG.overhead)
+        begin, end = ranges.split_of(work.range, cost, blocks, CONFIG.overhead)
         return SparseDecodeSplit(begin, end, blocks, own, length, extra_length)
     else:
         return SparseDecodeSplit(blocks * 0, blocks, blocks, own, length, extra_length)

@@ -19,7 +19,7 @@ from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes,
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device
+from flashlatte.split_kv import combine, device, ranges
 from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
@@ -156,17 +156,17 @@ def sparse_decode_kernel(
     first_item = number
     stop_item = number + 1
     if CONFIG.balanced:
-        cta_range = device.find_range(number, num_ranges, key_lengths, BLOCK_N, CONFIG.overhead)
+        cta_range = ranges.find_range(number, num_ranges, key_lengths, BLOCK_N, CONFIG.overhead)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
-        continued = device.continued_item(cta_range, CONFIG.overhead)
+        continued = ranges.continued_item(cta_range, CONFIG.overhead)
     for item in range(first_item, stop_item):
         blocks = device.item_blocks(item, key_lengths, BLOCK_N)
         first_block = 0
         stop_block = blocks
         if CONFIG.balanced:
-            first_block, stop_block = device.split_of(cta_range, cost, blocks, CONFIG.overhead)
+            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, CONFIG.overhead)
             cost += blocks + CONFIG.overhead
         if first_block < stop_block:
             request, token = device.request_and_token(item, outputs.tokens)

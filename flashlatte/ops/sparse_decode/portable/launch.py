@@ -78,16 +78,7 @@ def sparse_decode(params: SparseDecodeParams) -> None:
     q_align, out_align = row_align(q), row_align(out)
     query = SparseQuery(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
-    outputs = outputs_of(
-        out,
-        params.lse,
-        params.attn_sink,
-        tokens=s_q,
-        heads=h_q,
-        rows=h_q,
-        empty_lse=params.empty_lse,
-        row_align=out_align,
-    )
+    outputs = outputs_of(out, params.lse, params.attn_sink, params.empty_lse, out_align)
     split = launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None

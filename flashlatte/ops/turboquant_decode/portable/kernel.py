@@ -3,7 +3,7 @@
 A score is the dot product of a query with centroids, times the key's norm divided by the length of the centroids. The
 squared length is computed by another MMA, of ones with the squares. A value is its code relative to the middle code,
 times its scale, plus the middle value. The scale is multiplied into P, and each row accumulates the weighted sum of the
-middle values. ``split_kv.device`` splits the keys of all requests over CTAs.
+middle values. ``split_kv.ranges`` splits the keys of all requests over CTAs.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -24,7 +24,7 @@ from flashlatte.ops.turboquant_decode.portable.records import load_keys, load_no
 from flashlatte.ops.turboquant_decode.portable.words import keep_tables, key_dims, value_dims, value_unit
 from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device
+from flashlatte.split_kv import combine, device, ranges
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
@@ -239,7 +239,7 @@ def turboquant_decode_kernel(
         first_item = number
         stop_item = number + 1
     else:
-        cta_range = device.find_range(number, grid.num_splits, key_lengths, N, OVERHEAD)
+        cta_range = ranges.find_range(number, grid.num_splits, key_lengths, N, OVERHEAD)
         first_item = cta_range.first
         stop_item = cta_range.stop
         cost = cta_range.first_cost
@@ -248,7 +248,7 @@ def turboquant_decode_kernel(
         first_block = 0
         stop_block = blocks
         if not IS_WHOLE:
-            first_block, stop_block = device.split_of(cta_range, cost, blocks, OVERHEAD)
+            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, OVERHEAD)
             cost += blocks + OVERHEAD
         if first_block < stop_block:
             item64 = tl.zeros([], tl.int64) + item
@@ -281,4 +281,4 @@ def turboquant_decode_kernel(
                 combine.write_partial(scratch, partial, outputs.rows - first_row, values, lse2, v_dims, M, D)
     if not IS_WHOLE:
         metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, M * (D + 1))
-        tl.store(metadata + number, device.continued_item(cta_range, OVERHEAD).to(tl.float32))
+        tl.store(metadata + number, ranges.continued_item(cta_range, OVERHEAD).to(tl.float32))

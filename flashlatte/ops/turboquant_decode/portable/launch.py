@@ -66,16 +66,7 @@ def turboquant_decode(params: TurboQuantDecodeParams) -> None:
         token_stride=records.stride_token if has_usual_stride else None,
     )
     q_align, out_align = row_align(q), row_align(out)
-    outputs = outputs_of(
-        out,
-        params.lse,
-        None,
-        tokens=None,
-        heads=heads,
-        rows=s_q * heads,
-        empty_lse=params.empty_lse,
-        row_align=out_align,
-    )
+    outputs = outputs_of(out, params.lse, None, params.empty_lse, out_align, h_kv=h_kv)
     rotated = torch.empty(batch, s_q, h_q, head_dim, dtype=torch.float16, device=device)
     row_scale = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=device)
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None

@@ -92,10 +92,6 @@ def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) ->
     )
 
 
-def _clamped(side: int) -> int:
-    return max(min(side, _MAX_WINDOW), -_MAX_WINDOW)
-
-
 @functools.lru_cache(maxsize=1024)
 def concurrent_heads(heads: int, group_kv: int, max_seqlen_k: int, elements: int) -> int:
     """Query heads whose keys and values fit in the L2 cache together: a divisor of ``heads``, in whole groups of a kv

@@ -1,4 +1,4 @@
-"""``gluon_device``: its functions, run in Python with PyTorch's integers."""
+"""``ranges``: its functions, run in Python with PyTorch's integers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from flashlatte.split_kv import device, gluon_device
+from flashlatte.split_kv import device, ranges
 
 BLOCK_N = 16
 # Work items per step of the scan.
@@ -22,7 +22,7 @@ LIMIT = 2000
 
 
 class Arithmetic:
-    """The subset of ``gl`` and ``tl`` that the functions use, with integers of the kernel's width."""
+    """The subset of ``tl`` that the functions use, with integers of the kernel's width."""
 
     int32 = torch.int32
     int64 = torch.int64
@@ -34,16 +34,12 @@ class Arithmetic:
         assert condition, message
 
     @staticmethod
-    def num_warps() -> int:
-        return 1
-
-    @staticmethod
     def to_tensor(value: Any) -> torch.Tensor:
         return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int32)
 
     @staticmethod
-    def arange(start: int, end: int, layout: object) -> torch.Tensor:
-        return torch.arange(start, end, dtype=torch.int32)
+    def cast(value: Any, dtype: torch.dtype) -> torch.Tensor:
+        return Arithmetic.to_tensor(value).to(dtype)
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
@@ -66,7 +62,7 @@ class Arithmetic:
         return values.sum(axis, dtype=values.dtype)
 
     @staticmethod
-    def associative_scan(values: torch.Tensor, axis: int, add: object) -> torch.Tensor:
+    def cumsum(values: torch.Tensor, axis: int) -> torch.Tensor:
         return values.cumsum(axis, dtype=values.dtype)
 
     @staticmethod
@@ -93,7 +89,9 @@ def in_python(module: types.ModuleType, **others: Any) -> Any:
 
 
 DEVICE = in_python(device, tl=Arithmetic)
-GLUON = in_python(gluon_device, gl=Arithmetic, device=DEVICE, _ITEMS=ITEMS, _in_each_warp=lambda warps: None)
+RANGES = in_python(ranges, tl=Arithmetic, item_blocks=DEVICE.item_blocks)
+# The work items that a scan reads at a time.
+SCAN = torch.arange(ITEMS, dtype=torch.int32)
 
 
 class Split(NamedTuple):
@@ -114,20 +112,21 @@ def ranges_and_splits(
 ) -> tuple[list[Any], list[list[Split]]]:
     """All ranges, and the splits of each item."""
     items = key_lengths(lengths)
-    uniform = keep_items_whole and gluon_device.uniform_ranges_of(keep_items_whole, len(lengths), overhead)
-    ranges = [
-        GLUON.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, uniform) for n in range(num_ranges)
+    uniform = keep_items_whole and ranges.uniform_ranges_of(keep_items_whole, len(lengths), overhead)
+    found = [
+        RANGES.find_range(n, num_ranges, items, BLOCK_N, overhead, granularity, uniform, SCAN)
+        for n in range(num_ranges)
     ]
     splits: list[list[Split]] = [[] for _ in lengths]
-    for number, cta_range in enumerate(ranges):
+    for number, cta_range in enumerate(found):
         cost = cta_range.first_cost
         for item in range(cta_range.first, cta_range.stop):
             blocks = blocks_of(lengths[item], granularity)
-            begin, end = DEVICE.split_of(cta_range, cost, torch.tensor(blocks), overhead)
+            begin, end = RANGES.split_of(cta_range, cost, torch.tensor(blocks), overhead)
             if begin < end:
                 splits[item].append(Split(number, int(begin), int(end)))
             cost = cost + blocks + overhead
-    return ranges, splits
+    return found, splits
 
 
 def blocks_of(length: int, granularity: int = 1) -> int:
@@ -161,14 +160,14 @@ def check_splits(lengths: list[int], splits: list[list[Split]], granularity: int
 
 @given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3), st.sampled_from([1, 2, 4]))
 def test_ranges_cover_every_block_once_in_order(lengths, num_ranges, overhead, granularity):
-    ranges, splits = ranges_and_splits(lengths, num_ranges, overhead * granularity, granularity)
+    found, splits = ranges_and_splits(lengths, num_ranges, overhead * granularity, granularity)
     check_splits(lengths, splits, granularity)
-    has_work = [bool(cta_range.begin < cta_range.end) for cta_range in ranges]
+    has_work = [bool(cta_range.begin < cta_range.end) for cta_range in found]
     assert has_work == sorted(has_work)
     granules = sum(blocks_of(length, granularity) // granularity + overhead for length in lengths)
     in_use = sum(has_work)
     assert in_use == min(num_ranges, max(granules // (overhead + 1), 1))
-    assert all(cta_range.end - cta_range.begin <= -(-granules // in_use) * granularity for cta_range in ranges)
+    assert all(cta_range.end - cta_range.begin <= -(-granules // in_use) * granularity for cta_range in found)
 
 
 @given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3), st.integers(0, 39))
@@ -177,7 +176,7 @@ def test_ranges_cover_every_block_once_in_order(lengths, num_ranges, overhead, g
 @example([500] * 3, 9, 2, 1)
 def test_uniform_lengths_use_uniform_ranges(lengths, num_ranges, overhead, fewer):
     keep_items_whole = max(num_ranges - fewer, 1)
-    ranges, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=keep_items_whole)
+    found, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=keep_items_whole)
     check_splits(lengths, splits)
     if len(set(lengths)) == 1:
         blocks = blocks_of(lengths[0])
@@ -187,19 +186,21 @@ def test_uniform_lengths_use_uniform_ranges(lengths, num_ranges, overhead, fewer
             assert max(each) - min(each) <= 1
         else:
             costs = len(lengths) * (blocks + overhead)
-            in_use = sum(bool(cta_range.begin < cta_range.end) for cta_range in ranges)
+            in_use = sum(bool(cta_range.begin < cta_range.end) for cta_range in found)
             assert in_use == min(keep_items_whole, costs)
-            assert all(cta_range.end - cta_range.begin <= -(-costs // in_use) for cta_range in ranges)
+            assert all(cta_range.end - cta_range.begin <= -(-costs // in_use) for cta_range in found)
 
 
 @given(lengths_of_items(), st.integers(1, 40), st.integers(0, 3))
 @example([1, 17], 9, 1)
-def test_ranges_of_item_agree_with_find_range(lengths, num_ranges, overhead):
+def test_ranges_with_item_agree_with_find_range(lengths, num_ranges, overhead):
     _, splits = ranges_and_splits(lengths, num_ranges, overhead, keep_items_whole=num_ranges)
     items = key_lengths(lengths)
-    uniform = gluon_device.uniform_ranges_of(num_ranges, len(lengths), overhead)
+    uniform = ranges.uniform_ranges_of(num_ranges, len(lengths), overhead)
     for item, of_item in enumerate(splits):
-        first, count = GLUON.ranges_of_item(torch.tensor(item, dtype=torch.int32), uniform, items, BLOCK_N, overhead)
+        first, count = RANGES.ranges_with_item(
+            torch.tensor(item, dtype=torch.int32), uniform, SCAN, items, BLOCK_N, overhead
+        )
         assert (int(first), int(count)) == (of_item[0].range, len(of_item))
 
 
@@ -207,6 +208,6 @@ def test_ranges_of_item_agree_with_find_range(lengths, num_ranges, overhead):
 def test_range_containing(ranges, total, data):
     ranges = min(ranges, total)
     cost = data.draw(st.integers(0, total - 1))
-    number = GLUON.range_containing(cost, total, ranges)
+    number = RANGES.range_containing(cost, total, ranges)
     assert number * total // ranges <= cost < (number + 1) * total // ranges
     assert 0 <= number < ranges

@@ -1,0 +1,61 @@
+"""Sequences that are packed in the rows of a call without an attention mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashlatte.layers.training import TrainingBatch
+from flashlatte.runtime import checks
+
+# The boundaries of sequences, as transformers' collators pass them for FlashAttention.
+_QUERIES, _KEYS = "cu_seq_lens_q", "cu_seq_lens_k"
+_ARGUMENTS = ("position_ids", _QUERIES, _KEYS)
+
+
+def rest(call: dict[str, Any]) -> dict[str, Any]:
+    """A call without the arguments that separate sequences."""
+    return {name: value for name, value in call.items() if name not in _ARGUMENTS}
+
+
+def refusal(call: dict[str, Any], tokens: torch.Tensor) -> str | None:
+    """Why position_ids or cu_seq_lens_q do not separate the tokens [b, s] of a call into sequences; None if they do, or
+    are not given. Synchronises with the device if there are boundaries."""
+    requests, length = tokens.shape[:2]
+    positions, boundaries = call.get("position_ids"), call.get(_QUERIES)
+    if positions is not None and (positions.dim() != 2 or positions.shape[0] not in (1, requests)):
+        return f"its position_ids have shape {list(positions.shape)}"
+    if boundaries is None:
+        return None if call.get(_KEYS) is None else f"it has {_KEYS} without {_QUERIES}"
+    if call.get("attention_mask") is not None:
+        return f"it has {_QUERIES} and an attention_mask"
+    if boundaries.dim() != 1 or boundaries.shape[0] < 2 or boundaries.dtype not in checks.INDEX_DTYPES:
+        return f"its {_QUERIES} are not int32 or int64 [n + 1]"
+    keys = call.get(_KEYS)
+    if keys is not None and keys is not boundaries and not torch.equal(keys.to(boundaries), boundaries):
+        return f"its {_KEYS} differ from its {_QUERIES}"
+    ends = (boundaries[0] == 0) & (boundaries[-1] == requests * length)
+    if not bool(ends & (boundaries.diff() >= 0).all()):
+        return f"its {_QUERIES} do not lead from 0 to its {requests * length} tokens"
+    return None
+
+
+def batch(call: dict[str, Any], tokens: torch.Tensor) -> TrainingBatch | None:
+    """The sequences of the tokens [b, s] of a call without a mask that ``refusal`` accepts; None for one in each row.
+
+    They are those of cu_seq_lens_q. Without it, a row's sequence ends where its position_ids do not go on by 1, as
+    transformers' masks without a cache have it, or with the row.
+    """
+    requests, length = tokens.shape[:2]
+    count = requests * length
+    boundaries, positions = call.get(_QUERIES), call.get("position_ids")
+    if boundaries is None:
+        if positions is None:
+            return None
+        begins = positions.diff(dim=1, prepend=positions[:, :1]) != 1
+        begins[:, 0] = True
+        starts = begins.expand(requests, -1).flatten().nonzero().flatten()
+        boundaries = torch.nn.functional.pad(starts, (0, 1), value=count)
+    boundaries = boundaries.to(tokens.device)
+    return TrainingBatch.packed(boundaries, int(boundaries.diff().max()), count)
