@@ -14,6 +14,7 @@ PLACES = {
     "cache_gather": "flashlatte.layers.prefill",
     "merge_states": "flashlatte.layers.prefill",
     "attend_selected_rows": SPARSE,
+    "index_query": "flashlatte.integrations.vllm.backends.fused_rows",
     "sparse_decode": SPARSE,
     "paged_index_logits": INDEXER,
     "global_topk": INDEXER,

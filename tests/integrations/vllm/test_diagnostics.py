@@ -101,11 +101,11 @@ def test_doctor_of_a_model_that_is_not_mla_in_vllm(monkeypatch, tmp_path, model_
     ]
 
 
-def test_doctor_of_deepseek_v4(monkeypatch, tmp_path):
+def test_doctor_of_deepseek_v4(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: "0.33.0")
     monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
-    assert doctor.diagnose(model=tmp_path)["vllm"]["refusal"] == support.V41_UNSUPPORTED
+    facts = diagnostics.diagnose(torch.bfloat16, v4=True, model_type="deepseek_v41")
+    assert facts["refusal"] == support.V41_UNSUPPORTED
 
     def lines():
         return diagnostics.report(diagnostics.diagnose(torch.bfloat16, v4=True, model_type="deepseek_v4"))[1:]

@@ -145,5 +145,4 @@ def test_a_model_generates_with_them(checkpoint, monkeypatch, cache, bound):
     expected = [Generated(*tiny_checkpoints.greedy(model, ids, NEW_TOKENS)) for ids in prompts(MIXED)]
     with engine(model, max_num_batched_tokens=96, dtype="bfloat16", kv_cache_dtype=cache, **FUSED) as vllm:
         assert 0 < largest_difference(vllm.generate(prompts(MIXED)), expected) < bound
-        # vLLM's function would write the keys itself.
-        assert "index_quantize" in vllm.calls()[0]
+        assert "index_query" in vllm.calls()[0]
