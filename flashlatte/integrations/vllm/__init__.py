@@ -65,6 +65,7 @@ def register() -> None:
     if compat.indexer_refusal() is None:
         models = support.CPU_INDEXER_MODELS if on_cpu else support.INDEXER_MODELS
         compat.configure_models(models, after=configure_indexer_model)
+        compat.configure_models(support.GLM_NEXT_MODELS, after=use_ds_mla_cache)
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
@@ -79,11 +80,15 @@ def configure_indexer_model(vllm_config: Any, architecture: str) -> None:
     An fp8 cache becomes ``fp8_ds_mla``, as with vLLM's own sparse MLA backends. A model class that the user configured
     is kept.
     """
-    if not support.selects_flashlatte(vllm_config):
-        return
-    vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS}:{architecture}")
+    if support.selects_flashlatte(vllm_config):
+        vllm_config.model_config.model_class_overrides.setdefault(architecture, f"{MODELS}:{architecture}")
+        use_ds_mla_cache(vllm_config, architecture)
+
+
+def use_ds_mla_cache(vllm_config: Any, architecture: str) -> None:
+    """Store an fp8 cache as ``fp8_ds_mla`` if the configuration selects FlashLatte."""
     cache = vllm_config.cache_config
-    if cache.cache_dtype in ("fp8", "fp8_e4m3"):
+    if support.selects_flashlatte(vllm_config) and cache.cache_dtype in ("fp8", "fp8_e4m3"):
         cache.cache_dtype = "fp8_ds_mla"
 
 

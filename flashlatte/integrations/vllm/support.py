@@ -67,6 +67,8 @@ WITHOUT_MLA = {
 
 # Architectures of models whose indexer FlashLatte replaces. It attends to the selection of vLLM's indexer in others.
 INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
+# With vLLM's own indexer.
+GLM_NEXT_MODELS = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
 # On a CPU, vLLM runs the others with the layers of ``model_executor.models.deepseek_v2``.
 CPU_INDEXER_MODELS = ("HYV4ForCausalLM",)
 

@@ -136,3 +136,43 @@ def test_lengths_of_index_keys_are_vllms_buffers(shared):
     buffer = batch.dcp_local_seq_lens if shared else batch.seq_lens
     assert lengths.tolist() == buffer.tolist()
     assert lengths.data_ptr() == buffer.data_ptr()
+
+
+def with_sink(scores, values, sink):
+    """Causal attention of queries over keys: scores [h, q, k], values [h, k, v], and a logit [h] without a value."""
+    queries, keys = scores.shape[1:]
+    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    logits = torch.cat((scores.masked_fill(hidden, -torch.inf), sink[:, None, None].expand(-1, queries, 1)), -1)
+    return (logits.softmax(-1)[..., :-1] @ values).transpose(0, 1)
+
+
+def test_sinks_without_an_indexer():
+    """Layers of Hy4 that attend to all tokens: decode in absorbed form, and prefill."""
+    from flashlatte.integrations.vllm.backends import dense
+    from flashlatte.layers.prefill import Expansion
+
+    heads, tokens, scale, draw = 2, 9, 0.1, torch.Generator().manual_seed(0)
+    rows, sink = torch.randn(tokens, 576, generator=draw), torch.tensor([1.0, -2.0])
+    kv_b = 0.1 * torch.randn(512, heads * 256, generator=draw)
+    impl = object.__new__(dense.FlashLatteMLAImpl)
+    impl.uses_other_prefill, impl.is_fp8, impl.scale, impl.sinks, impl.dcp_world_size = False, False, scale, sink, 1
+    impl.num_heads, impl.kv_lora_rank, impl.v_head_dim, impl.need_to_return_lse_for_decode = heads, 512, 128, False
+    impl.expansion = Expansion(lambda latent: latent @ kv_b, 512, 128, 64, 128)
+    cache = torch.zeros(2, 16, 576)
+    cache[1, :tokens] = rows
+
+    query = torch.randn(1, heads, 576, generator=draw)
+    decode = SimpleNamespace(seq_lens=torch.tensor([tokens]), block_table=torch.tensor([[1]]))
+    out, _ = impl.forward_mqa(query, cache, SimpleNamespace(decode=decode), SimpleNamespace(_k_scale=torch.ones(())))
+    latents = rows[:, :512].expand(heads, -1, -1)
+    torch.testing.assert_close(out, with_sink(scale * query.transpose(0, 1) @ rows.T, latents, sink))
+
+    query = torch.randn(tokens, heads, 192, generator=draw)
+    keys, values = impl.expansion.keys_and_values(rows)
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    prefill = SimpleNamespace(chunked_context=None, query_start_loc=starts, max_query_len=tokens)
+    out = torch.empty(tokens, heads * 128)
+    batch = SimpleNamespace(prefill=prefill)
+    impl.forward_mha(query, rows[:, :512], rows[:, None, 512:], cache, batch, torch.ones(()), out)
+    scores = scale * query.transpose(0, 1) @ keys.permute(1, 2, 0)
+    torch.testing.assert_close(out.view(tokens, heads, 128), with_sink(scores, values.transpose(0, 1), sink))

@@ -300,6 +300,16 @@ def test_models_with_an_indexer_are_ours_where_named(given, taken):
     assert config.cache_config.cache_dtype == taken
 
 
+@pytest.mark.parametrize(("backend", "taken"), [("CUSTOM", "fp8_ds_mla"), ("FLASHMLA_SPARSE", "fp8")])
+def test_fp8_is_ds_mla_with_vllms_own_indexer_too(configurations, backend, taken):
+    table, _ = configurations
+    compat.configure_models(support.GLM_NEXT_MODELS, after=vllm.use_ds_mla_cache)
+    config = _indexer_config(backend, "fp8")
+    table["Glm5NextForCausalLM"].verify_and_update_config(config)
+    assert config.cache_config.cache_dtype == taken
+    assert config.model_config.model_class_overrides == {}
+
+
 @pytest.mark.parametrize(
     ("backend", "kinds", "ours"),
     [
