@@ -52,7 +52,7 @@ _FIELDS = {
 }
 
 
-class KeyRanges(Protocol):
+class SelectableKeys(Protocol):
     """int32 [T], the range of keys that each token may select."""
 
     @property
@@ -213,7 +213,7 @@ def _rotate_index(x: torch.Tensor, rotation: Rotation, config: IndexerConfig) ->
 
 
 @torch.no_grad()
-def select(operands: IndexOperands, ranges: KeyRanges, topk: int) -> torch.Tensor:
+def select(operands: IndexOperands, ranges: SelectableKeys, topk: int) -> torch.Tensor:
     """int32 [T, 1, topk]: the keys that each token selects, ascending, then -1."""
     dtype = torch.bfloat16 if operands.q.dtype == torch.bfloat16 else torch.float32
     q, k = (x.detach().to(dtype) for x in (operands.q, operands.k))

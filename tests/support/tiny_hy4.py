@@ -47,7 +47,8 @@ ROTATED = (
 
 def write(path: Path, **changes: Any) -> tuple[Path, Path]:
     """Write a model in float32: the folders of transformers' and of vLLM's checkpoint."""
-    config = transformers.HYV4Config(**COMMON | INDEXER | OPTIONS | changes)
+    options: dict[str, Any] = COMMON | INDEXER | OPTIONS | changes
+    config = transformers.HYV4Config(**options)
     torch.manual_seed(0)
     model = transformers.HYV4ForCausalLM(config).float()
     with torch.no_grad():

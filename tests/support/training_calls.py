@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import torch
 
-from flashlatte.layers import MLAAttention, MLAConfig, training
+from flashlatte.layers import MLAAttention, MLAConfig, V4Attention, V4Config, training
+from flashlatte.layers.v4 import training as v4_training
+
+# Parameters that are float32 in a layer of any dtype.
+_WIDE_IN_V4 = ("norm.weight", "sinks", "position_bias")
 
 
 def relative_errors(
-    config: MLAConfig,
+    config: MLAConfig | V4Config,
     lengths: Sequence[int],
     *,
     dense: bool,
@@ -28,13 +33,16 @@ def relative_errors(
         autocast: bf16 by autocast over float32 parameters, which are those of the step in float32.
     """
     generator = torch.Generator(device).manual_seed(0)
-    layer = MLAAttention(config, dtype=torch.float32, device=device).requires_grad_(True)
+    is_v4 = isinstance(config, V4Config)
+    layer_class: Any = V4Attention if is_v4 else MLAAttention
+    layer = layer_class(config, dtype=torch.float32, device=device).requires_grad_(True)
     for parameter in layer.parameters():
         shift = 1.0 if parameter.dim() == 1 else 0.0
         parameter.data.normal_(shift, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
     half = layer if autocast else copy.deepcopy(layer).bfloat16()
-    if half.indexer is not None:
-        half.indexer.weights_proj.float()
+    for name, parameter in half.named_parameters():
+        if name.endswith(_WIDE_IN_V4 if is_v4 else "indexer.weights_proj.weight"):
+            parameter.data = parameter.data.float()
     layer = copy.deepcopy(layer)
     for exact, rounded in zip(layer.parameters(), half.parameters(), strict=True):
         exact.data.copy_(rounded.data)
@@ -42,7 +50,7 @@ def relative_errors(
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0)
     weights = torch.randn(hidden.shape, generator=generator, device=device)
 
-    def step(module: MLAAttention, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    def step(module: Any, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = hidden.clone().requires_grad_()
         result = module.forward_training(hidden, boundaries, max(lengths), dense=dense)
         found = {"out": result.out}
@@ -56,8 +64,9 @@ def relative_errors(
         return {name: x.detach().double() for name, x in found.items()} | {"hidden": hidden.grad.double()}
 
     selected: list[torch.Tensor] = []
+    host = v4_training if is_v4 else training
     select = training.select
-    with mock.patch.object(training, "select", lambda *args: selected.append(select(*args)) or selected[0]):
+    with mock.patch.object(host, "select", lambda *args: selected.append(select(*args)) or selected[0]):
         device_type = torch.device(device).type
         with torch.autocast(device_type, torch.bfloat16, enabled=autocast):
             results = step(half, hidden)

@@ -48,8 +48,8 @@ def own_process(monkeypatch):
 def exact_indexer(monkeypatch):
     """Keep index queries and keys in float32, as in transformers."""
     import torch
-    from vllm.plugins import load_general_plugins
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+    from vllm.plugins import load_general_plugins  # pyright: ignore[reportMissingImports]
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec  # pyright: ignore[reportMissingImports]
 
     load_general_plugins()
     from support import vllm_fused_model
