@@ -21,7 +21,8 @@ from flashlatte.layers.indexer import Indexer, StepIndexer, make_step_indexer
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.parts import hidden_projections
 from flashlatte.layers.rope import rotary_table, table_id
-from flashlatte.layers.training import Rotation, TrainingBatch, TrainingOutput, attend, check_config
+from flashlatte.layers.training import TrainingOutput, attend, check_config
+from flashlatte.layers.training_batch import Rotation, TrainingBatch
 from flashlatte.layers.training_ranks import TrainingRanks
 from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.norm_rope.rotary import Rotary

@@ -25,7 +25,7 @@ def test_the_target_is_the_mean_over_the_heads_of_all_ranks(ranks, dense):
 
 @two_or_three
 @pytest.mark.parametrize("zigzag", [True, False])
-@pytest.mark.parametrize("kind", ["sparse", "warm-up", "dense"])
+@pytest.mark.parametrize("kind", ["sparse", "warm-up", "dense", "head", "channel", "query"])
 def test_tokens_over_ranks(ranks, kind, zigzag):
     """35 tokens, so that ranks have different numbers of them."""
     ranks.run(rank_training_jobs.tokens_over_ranks, kind, zigzag)
@@ -44,7 +44,7 @@ def test_autocast_of_ranks(ranks, kind):
 
 
 @two_or_three
-@pytest.mark.parametrize("kind", ["sparse", "warm-up", "dense", "without q_lora"])
+@pytest.mark.parametrize("kind", ["sparse", "warm-up", "dense", "without q_lora", "head", "channel", "query"])
 def test_heads_over_ranks(ranks, kind):
     """7 heads, so that ranks have different numbers of them."""
     ranks.run(rank_training_jobs.heads_over_ranks, kind)

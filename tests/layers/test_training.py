@@ -14,7 +14,7 @@ from support.training_calls import relative_errors
 from torch.utils.checkpoint import checkpoint
 
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig
-from flashlatte.layers.training import TrainingBatch
+from flashlatte.layers.training_batch import TrainingBatch
 
 LENGTHS = (5, 1, 20)
 FEW = ("v2-lite", "v3", "v3-yarn", "v3-half-bias", "longcat", "ling3", "kimi-linear", "mistral4", "minicpm3")

@@ -14,7 +14,7 @@ from support.indexer_loss_calls import arguments, with_gradients
 from torch.utils.checkpoint import checkpoint
 
 from flashlatte.distributed import ContextShard, TensorParallelAttention
-from flashlatte.layers import MLAAttention, MLAConfig
+from flashlatte.layers import MLAAttention, MLAConfig, QueryScaling
 from flashlatte.ops.indexer_loss import indexer_loss, reference
 from flashlatte.testing.cases import SparsePrefillCase
 
@@ -41,8 +41,13 @@ TOKENS = sum(LENGTHS) + 2
 
 
 def training_config(kind: str) -> MLAConfig:
-    """``kind``: "sparse", "warm-up" (dense, with an indexer), "dense", or "without q_lora"."""
-    sizes = rank_layer_jobs.config(7, "index_fp32" if kind in ("sparse", "warm-up") else None)
+    """``kind``: "sparse", "warm-up" (dense, with an indexer), "dense", "without q_lora", or a form of ``output_gate``
+    with sinks, and, without an indexer, a window."""
+    gate = kind if kind in ("head", "channel", "query") else None
+    sizes = rank_layer_jobs.config(7, "index_fp32" if kind in ("sparse", "warm-up", "query") else None)
+    if gate is not None:
+        sizes = replace(sizes, output_gate=gate, attn_sink=True, key_rope_norm=True)
+        return replace(sizes, query_scaling=QueryScaling(0.1, 4), window=None if sizes.indexer else 5)
     return replace(sizes, q_lora_rank=None) if kind == "without q_lora" else sizes
 
 
@@ -62,8 +67,8 @@ def step(
 
     result = checkpoint(attend, hidden, use_reentrant=False) if checkpointed else attend(hidden)
     found, total = {"out": result.out}, (result.out * outputs).sum()
-    assert (result.indices is not None) == (kind == "sparse")
-    assert (result.indexer_loss is not None) == (kind in ("sparse", "warm-up"))
+    assert (result.indices is not None) == (kind in ("sparse", "query"))
+    assert (result.indexer_loss is not None) == (kind in ("sparse", "warm-up", "query"))
     if result.indexer_loss is not None:
         rows = result.num_rows
         mean = result.indexer_loss / rows if part is None else part.mean(result.indexer_loss, rows)

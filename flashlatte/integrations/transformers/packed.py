@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.layers.training import TrainingBatch
+from flashlatte.layers.training_batch import TrainingBatch
 from flashlatte.runtime import checks
 
 # The boundaries of sequences, as transformers' collators pass them for FlashAttention.

@@ -15,7 +15,8 @@ from flashlatte.integrations.transformers.indexer_losses import IndexerLosses
 from flashlatte.layers import training
 from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.parts import part
-from flashlatte.layers.training import Rotation, TrainingBatch, TrainingOutput, product_dtype
+from flashlatte.layers.training import TrainingOutput, product_dtype
+from flashlatte.layers.training_batch import Rotation, TrainingBatch
 
 # The argument by which a decoder passes the step to its layers.
 STEP = "flashlatte_step"

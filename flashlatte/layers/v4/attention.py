@@ -10,7 +10,8 @@ from torch import nn
 
 from flashlatte.layers import rope
 from flashlatte.layers.fused_projections import bmm_into, fuse_weights, linear
-from flashlatte.layers.training import TrainingBatch, TrainingOutput
+from flashlatte.layers.training import TrainingOutput
+from flashlatte.layers.training_batch import TrainingBatch
 from flashlatte.layers.v4 import training
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.cache_attention import attend_cache

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from flashlatte.layers.training import (
     IndexOperands,
-    TrainingBatch,
     TrainingOutput,
     check_fields,
     check_names,
@@ -21,6 +20,7 @@ from flashlatte.layers.training import (
     requires_gradient,
     select,
 )
+from flashlatte.layers.training_batch import TrainingBatch
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
 from flashlatte.layers.v4.modules import output_matrix
 from flashlatte.layers.weights import norm_weight

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from flashlatte.integrations.vllm import support
 from flashlatte.integrations.vllm.backends import common, sparse_host
 from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
-from flashlatte.integrations.vllm.backends.sparse_host import SelectedRows
+from flashlatte.integrations.vllm.backends.sparse_host import PhaseRows
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
@@ -273,10 +273,10 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank)
 
 
-def _by_phase(pages: torch.Tensor, slots: torch.Tensor, num_decode_tokens: int) -> Iterator[SelectedRows]:
+def _by_phase(pages: torch.Tensor, slots: torch.Tensor, num_decode_tokens: int) -> Iterator[PhaseRows]:
     """The tokens of decode requests, then those of prompts; with batch invariance all together."""
     tokens = slots.shape[0]
     decoding = tokens if common.BATCH_INVARIANT else min(num_decode_tokens, tokens)
     for phase, in_prompt in ((slice(decoding), False), (slice(decoding, tokens), True)):
         if slots[phase].shape[0] or not tokens:
-            yield SelectedRows(phase, pages, slots[phase], in_prompt)
+            yield PhaseRows(phase, pages, slots[phase], in_prompt)

@@ -24,7 +24,7 @@ class HostRows(NamedTuple):
     index: int
 
 
-class SelectedRows(NamedTuple):
+class PhaseRows(NamedTuple):
     """Rows on the GPU that some of a batch's tokens attend to.
 
     Attributes:
@@ -58,7 +58,7 @@ def register(
 
 def selected_rows(
     host: HostRows, topk: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
-) -> Iterator[SelectedRows]:
+) -> Iterator[PhaseRows]:
     """Copy the rows that tokens selected (positions ``topk`` [T, k], valid ones first) from ``kv_cache`` on the host.
 
     Decode tokens read rows that stay on the GPU between steps. So do those of prompts, if all of their pages are there;
@@ -73,8 +73,8 @@ def selected_rows(
         )
         pages = group.physical_kv_cache(index).view(kv_cache.dtype)
         absent = torch.arange(slots.shape[1], device=slots.device) >= counts[:, None]
-        yield SelectedRows(slice(resident), pages, slots.masked_fill(absent, -1), not decoding)
+        yield PhaseRows(slice(resident), pages, slots.masked_fill(absent, -1), not decoding)
     if resident < tokens:
         pages, block_table, requests = group.stage_prefill_rows(index, kv_cache, attn_metadata)
         slots = index_convert(topk[resident:], block_table, pages.shape[1], request_ids=requests[: tokens - resident])
-        yield SelectedRows(slice(resident, tokens), pages, slots, True)
+        yield PhaseRows(slice(resident, tokens), pages, slots, True)
