@@ -21,6 +21,8 @@ OPERATION = "sparse_attention"
 BACKWARD = "sparse_attention_backward"
 # Gradients of a tile of keys are accumulated in registers.
 _PORTABLE_MAX_HEAD_DIM = 576
+# A program sums over all heads of a token.
+_HOPPER_MAX_HEADS = 128
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
@@ -29,6 +31,22 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
         or refusals.triton(call)
         or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
     )
+
+
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.capability(call, 9, 0)
+        or refusals.head_dims(call, (576, 512), (512, 512))
+        or refusals.unaligned(call)
+        or (None if (call.h_q or 0) <= _HOPPER_MAX_HEADS else f"takes up to {_HOPPER_MAX_HEADS} heads, not {call.h_q}")
+    )
+
+
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.sparse_attention.hopper import backward
+
+    return backward
 
 
 def _load_portable() -> dispatch.Function:
@@ -47,6 +65,8 @@ dispatch.define(
     BACKWARD,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", _load_reference),
+    # Behind the others, so that only a caller who names it gets it: it has not run on a GPU.
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
 )
 
 
