@@ -63,10 +63,11 @@ def _load_reference() -> dispatch.Function:
 
 dispatch.define(
     BACKWARD,
+    dispatch.Implementation(
+        "hopper", _load_hopper, _refuses_hopper, only_if_named="runs if backend names it: no GPU has run it yet"
+    ),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", _load_reference),
-    # Behind the others, so that only a caller who names it gets it: it has not run on a GPU.
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
 )
 
 
@@ -102,7 +103,8 @@ def sparse_attention(
             are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch and, for each
             256 MiB of contributions (4 · s_q · topk · d bytes in all), a sort and two launches.
         backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
-            refused. "hopper" has no backward pass.
+            refused. The backward pass of "hopper" has not run on a GPU yet, and runs only if named; it takes up to
+            128 heads, and up to 256 MiB of scratch more.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype, and lse, natural logarithm over the selected keys, float32 (float64 for

@@ -23,7 +23,7 @@ def _element(thread: int, number: int) -> tuple[int, int]:
 
 def _stores(elements: int, first: int, columns: int) -> list[dict[int, tuple[int, list[tuple[int, int]]]]]:
     """For each store instruction, the address and the elements of each thread."""
-    code = staged_rows._stage_asm(elements, first, columns, STRIDE).strip("{} ")
+    code = str(staged_rows._stage_asm(elements, first, columns, STRIDE)).strip("{} ")
     stores = []
     registers: list[dict[str, int]] = [{"%laneid": thread % 32, "global_smem": START} for thread in range(128)]
     unused = elements // 4
@@ -35,7 +35,7 @@ def _stores(elements: int, first: int, columns: int) -> list[dict[int, tuple[int
             continue
         name, rest = line.split(" ", 1)
         if name == "st.shared.v2.f32":
-            base, offset, one, two = re.fullmatch(r"\[(\w+) \+ (\d+)\], \{\$(\d+), \$(\d+)\}", rest).groups()
+            base, offset, one, two = re.findall(r"\w+", rest)
             numbers = [int(one) - unused, int(two) - unused]
             stores.append(
                 {

@@ -108,10 +108,12 @@ def test_nan_in_a_query_stays_with_the_keys_that_it_selected(emulate):
     torch.testing.assert_close(results[3][~touched], expected[3][~touched], rtol=1e-2, atol=1e-5)
 
 
-def test_runs_only_if_named():
+def test_runs_only_if_named(monkeypatch):
     """It has not run on a GPU."""
-    call = dispatch.CallSpec(api.BACKWARD, torch.device("cuda"), torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128)
-    assert list(dispatch._REGISTRY[api.BACKWARD])[-1] == "hopper"
-    assert dispatch.select(replace(call, dtype=torch.float32)) == "reference"
-    with pytest.raises(ValueError, match=r"takes up to 128 heads, not 129|needs compute capability 9\.0"):
+    monkeypatch.setattr(machine, "compute_capability", lambda _: (9, 0))
+    device = torch.device("cuda", 0)
+    call = dispatch.CallSpec(api.BACKWARD, device, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128)
+    assert dispatch.select(call) == "portable"
+    assert dispatch.select(call, "hopper") == "hopper"
+    with pytest.raises(ValueError, match="it takes up to 128 heads, not 129"):
         dispatch.select(replace(call, h_q=129), "hopper")

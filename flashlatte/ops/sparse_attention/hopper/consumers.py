@@ -11,6 +11,7 @@ overwrites it.
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

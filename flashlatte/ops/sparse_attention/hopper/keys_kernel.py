@@ -7,6 +7,7 @@ stages the result over dS and P, and adds its rows to dkv. The RoPE columns of a
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

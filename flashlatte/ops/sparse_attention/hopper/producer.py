@@ -5,6 +5,7 @@ It refills a quarter of the keys as soon as a consumer releases it, in the order
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
