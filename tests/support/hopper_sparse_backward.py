@@ -48,11 +48,12 @@ def query_gradients(program, rows, keys, selection, piece, dq, topk, softmax_sca
         scores, dp = q @ k.T, dout @ k[:, :512].T
         p = torch.where(valid, torch.exp2(scores * (softmax_scale * 1.4426950408889634) - lse[:, None]), 0.0)
         exchanged = p.to(dtype)
-        ds = exchanged.float() * (dp * (weight * softmax_scale)[:, None] - (delta * softmax_scale)[:, None])
-        ds = torch.where(exchanged != 0, ds, 0.0).to(dtype)
+        dp = dp * (weight * softmax_scale)[:, None] - (delta * softmax_scale)[:, None]
+        ds = (exchanged.float() * dp).to(dtype)
         total += ds.float() @ k
         for part, tile in ((state.DS, ds), (state.P, (p * weight[:, None]).to(dtype))):
             _put(piece.scores, tile, _score_row(piece, token, step, head_block, part), 0)
+    total[lse == torch.inf] = 0.0
     for column in range(0, q.shape[1], 64):
         _put(dq, total[:, column : column + 64].to(dtype), token, head, column)
 

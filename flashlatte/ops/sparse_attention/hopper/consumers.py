@@ -111,6 +111,13 @@ def _store_scores(args, step, tile, PART: gl.constexpr):
 
 
 @gluon.jit
+def _stage(args, staging, dq):
+    """Write columns of dq to shared memory: 0 for a head without keys, whose dout may be NaN."""
+    lse = _row_sums(args, 0, float("inf"), gl.SliceLayout(1, dq.type.layout))
+    staging.store(gl.where((lse == float("inf"))[:, None], 0.0, dq).to(staging.dtype))
+
+
+@gluon.jit
 def _store_columns(args, FIRST: gl.constexpr, tile):
     WIDTH: gl.constexpr = tile.shape[1]
     for column in gl.static_range(0, WIDTH, BOX):
@@ -118,10 +125,10 @@ def _store_columns(args, FIRST: gl.constexpr, tile):
 
 
 @gluon.jit
-def _row_sums(args, NUMBER: gl.constexpr, OTHER: gl.constexpr):
+def _row_sums(args, NUMBER: gl.constexpr, OTHER: gl.constexpr, LAYOUT: gl.constexpr = SCORE_ROWS):
     """Row NUMBER of ``row_sums`` of the block's heads, OTHER after the last head."""
     rows = args.rows
-    head = args.head + gl.arange(0, HEADS, SCORE_ROWS)
+    head = args.head + gl.arange(0, HEADS, LAYOUT)
     start = rows.sums + NUMBER * rows.rows + args.token.to(gl.int64) * rows.h_q
     return gl.load(start + head, mask=head < rows.h_q, other=OTHER)
 
@@ -132,7 +139,7 @@ def consume_scores(args, HAS_ROPE: gl.constexpr):
     arrive(K_QUARTER0_EMPTY, PAIR_THREADS)
     arrive(K_QUARTER1_EMPTY, PAIR_THREADS)
     lse = _row_sums(args, 0, float("inf"))
-    weight = _row_sums(args, 1, 0.0)
+    tiles.weight.store(_row_sums(args, 1, 0.0))
     scale_log2 = args.softmax_scale * 1.4426950408889634
     dq0 = gl.zeros([HEADS, QUARTER], gl.float32, GRADIENT)
     dq1 = gl.zeros([HEADS, QUARTER], gl.float32, GRADIENT)
@@ -155,6 +162,8 @@ def consume_scores(args, HAS_ROPE: gl.constexpr):
         wait(DS_FULL, PAIR_THREADS)
         dq0 = warpgroup_mma(ds_tile, k_left.slice(0, QUARTER, dim=1), dq0, is_async=True)
         dq1 = warpgroup_mma(ds_tile, k_left.slice(QUARTER, QUARTER, dim=1), dq1, is_async=True)
+        # From shared memory: otherwise the compiler computes the weighted P before the other consumer gets P.
+        weight = tiles.weight.load(SCORE_ROWS)
         p_tile.store((p * weight[:, None]).to(p_tile.dtype))
         fence_async_shared()
         _store_scores(args, step, p_tile, P)
@@ -167,8 +176,8 @@ def consume_scores(args, HAS_ROPE: gl.constexpr):
 
     # q is not read any more: dq goes through its tiles.
     staging = tiles.q.left.index(0)
-    staging.slice(0, QUARTER, dim=1).store(dq0.to(staging.dtype))
-    staging.slice(QUARTER, QUARTER, dim=1).store(dq1.to(staging.dtype))
+    _stage(args, staging.slice(0, QUARTER, dim=1), dq0)
+    _stage(args, staging.slice(QUARTER, QUARTER, dim=1), dq1)
     fence_async_shared()
     cta_barrier()
     _store_columns(args, 0, staging)
@@ -192,12 +201,11 @@ def consume_values(args, HAS_ROPE: gl.constexpr):
         p_tile, ds_tile, k_right = tiles.p.index(zero), tiles.ds.index(zero), tiles.k.right.index(zero)
         pending = _start_products(tiles.dout, tiles, step & 1, zero, unused, False)
         _wait_stored()
-        dp = warpgroup_mma_wait(0, deps=[pending])
+        dp = warpgroup_mma_wait(0, deps=[pending]) * weight[:, None] - delta[:, None]
         wait(P_FULL, PAIR_THREADS)
         p = p_tile.load(SCORES)
-        ds = p.to(gl.float32) * (dp * weight[:, None] - delta[:, None])
-        # P of keys that are not valid is 0, and dP may be NaN.
-        ds = gl.where(p != 0, ds, 0.0).to(ds_tile.dtype)
+        # NaN if dout is, also for keys that are not valid, whose gradients are not stored.
+        ds = (p.to(gl.float32) * dp).to(ds_tile.dtype)
         ds_tile.store(ds)
         fence_async_shared()
         arrive(DS_FULL, PAIR_THREADS)
@@ -220,10 +228,10 @@ def consume_values(args, HAS_ROPE: gl.constexpr):
             arrive(K_QUARTER3_EMPTY, PAIR_THREADS)
 
     staging = tiles.q.right.index(0)
-    staging.slice(0, QUARTER, dim=1).store(dq2.to(staging.dtype))
-    staging.slice(QUARTER, QUARTER, dim=1).store(dq3.to(staging.dtype))
+    _stage(args, staging.slice(0, QUARTER, dim=1), dq2)
+    _stage(args, staging.slice(QUARTER, QUARTER, dim=1), dq3)
     if HAS_ROPE:
-        tiles.q.rope.index(0).store(dq_rope.to(staging.dtype))
+        _stage(args, tiles.q.rope.index(0), dq_rope)
     fence_async_shared()
     cta_barrier()
     _store_columns(args, HALF, staging)

@@ -48,6 +48,7 @@ class SparseBackwardTiles(NamedTuple):
     p: Any  # [1, 64, 64]
     ds: Any  # [1, 64, 64]
     mask: Any  # int32 [64], 0 for keys that are not valid
+    weight: Any  # float32 [64], of the sink
     q_full: Any
     dout_full: Any
     k_full: KeyFullBarriers
@@ -70,6 +71,7 @@ def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
         allocate_square(DTYPE),
         allocate_square(DTYPE),
         allocate_vector(gl.int32),
+        allocate_vector(gl.float32),
         allocate_mbarrier(),
         allocate_mbarrier(),
         KeyFullBarriers(
