@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -93,6 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--all", action="store_true", help="list every implementation that cannot run, with the reason")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--report",
+        nargs="?",
+        const=Path("-"),
+        type=Path,
+        metavar="FILE",
+        help="check and time the kernels of sparse MLA, and write JSON to FILE, or to standard output without FILE",
+    )
     doctor.set_defaults(run=_doctor)
 
     compile_parser = commands.add_parser("compile", help="compile the kernels that a model needs ahead of time")
@@ -120,9 +129,29 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from flashlatte import doctor
 
+    if arguments.report is not None:
+        return _doctor_report(arguments)
     facts = doctor.diagnose(arguments.dtype, arguments.model)
     print(json.dumps(facts, indent=2) if arguments.json else doctor.report(facts, every_reason=arguments.all))
     return 0
+
+
+def _doctor_report(arguments: argparse.Namespace) -> int:
+    from flashlatte.doctor import hardware
+
+    if arguments.model is not None or arguments.all or arguments.json or arguments.dtype != "bf16":
+        raise ValueError("--report takes no other option")
+    file = None if arguments.report == Path("-") else arguments.report
+    if file is not None:
+        file.write_text("")  # before the cases run, which takes minutes
+    report = hardware.collect(functools.partial(print, file=sys.stderr, flush=True))
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    if file is None:
+        print(text)
+    else:
+        file.write_text(text + "\n", encoding="utf-8")
+        print(f"{hardware.summary(report)}; written to {file}", file=sys.stderr)
+    return int(set(report["counts"]) != {"ok"})
 
 
 if __name__ == "__main__":

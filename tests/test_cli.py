@@ -100,6 +100,42 @@ def test_doctor_of_a_model_with_an_indexer(tmp_path, capsys):
     assert re.search(r"^paged_index_logits over index_fp8(, index_bf16)? +\w+$", printed, re.MULTILINE)
 
 
+DOTS3 = MODEL | {
+    "model_type": "dots3_note",
+    "num_hidden_layers": 3,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 512,
+    "per_layer_config": {"1": {"kv_lora_rank": 1024, "num_attention_heads": 64}},
+}
+
+
+def test_doctor_of_layers_that_differ(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(DOTS3))
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 3 layers: 20 heads of 192 + 64 and 256, rows of 512 + 64" in printed
+    assert re.search(r"^1 of 3 layers: 64 heads of .*, a window of 512 tokens$", printed, re.MULTILINE)
+    operations = doctor.diagnose(model=tmp_path)["operations"]
+    assert {entry["layers"] for entry in operations} == {"2 of 3 layers", "1 of 3 layers"}
+    # Only the narrow rows fit the formats of DeepSeek.
+    formats = {(entry["layers"], entry["cache_format"]) for entry in operations if entry["operation"] == "cache_write"}
+    assert {layers for layers, cache_format in formats if cache_format == "v32"} == {"2 of 3 layers"}
+
+
+def test_doctor_names_the_backend_of_calls_with_sinks(tmp_path, capsys):
+    sizes = {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 2048, "num_hidden_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | sizes | {"model_type": "hy_v4"}))
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "attention sinks: sparse_decode and sparse_prefill take them" in printed
+    assert re.search(r"^sparse_decode with attn_sink over bf16, v32, nvfp4_ds_mla +\w+$", printed, re.MULTILINE)
+    assert re.search(r"^sparse_prefill with attn_sink +\w+$", printed, re.MULTILINE)
+    assert "dense_decode with attn_sink" not in printed
+
+
 V4_MODEL = {
     "model_type": "deepseek_v4",
     "num_hidden_layers": 5,
@@ -126,7 +162,8 @@ def test_doctor_of_deepseek_v4(tmp_path, capsys):
     assert "2 of 5 layers: a window of 128 tokens only" in printed
     assert "2 of 5 layers: a window of 128 tokens and 512 groups of 4, selected by 32 heads of 128" in printed
     assert "1 of 5 layers: a window of 128 tokens and all groups of 128" in printed
-    assert re.search(r"^(sparse_decode|cache_gather) over bf16, model1, v41, v41_fp4 +\w+$", printed, re.MULTILINE)
+    for operation in ("sparse_decode with attn_sink", "cache_gather"):
+        assert re.search(rf"^{operation} over bf16, model1, v41, v41_fp4 +\w+$", printed, re.MULTILINE)
     assert "dense_decode" not in printed
 
 
@@ -135,7 +172,7 @@ def test_doctor_of_deepseek_v41_says_that_no_layer_is_its(tmp_path, capsys):
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "model: DeepSeek-V4.1. It has no layer in flashlatte.layers" in printed
-    assert re.search(r"^sparse_decode over v41, v41_fp4, v41 with v41_fp4 +\w+$", printed, re.MULTILINE)
+    assert re.search(r"^sparse_decode with attn_sink over v41, v41_fp4, v41 with v41_fp4 +\w+$", printed, re.MULTILINE)
     assert re.search(r"^cache_gather over v41, v41_fp4 +\w+$", printed, re.MULTILINE)
     assert re.search(r"^sparse_index_logits over index_mxfp4 +\w+$", printed, re.MULTILINE)
     assert "dense_decode" not in printed

@@ -6,10 +6,12 @@ from flashlatte.distributed.layer import TensorParallelAttention
 from flashlatte.distributed.metadata import shard_metadata
 from flashlatte.distributed.prefill import PrefillRing
 from flashlatte.distributed.shard_plan import ShardPlan
+from flashlatte.distributed.training import ContextShard
 from flashlatte.kv_cache.sharding import Sharding
 
 __all__ = [
     "ContextParallel",
+    "ContextShard",
     "PrefillRing",
     "ShardPlan",
     "Sharding",

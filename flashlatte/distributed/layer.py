@@ -11,8 +11,10 @@ from torch import nn
 
 from flashlatte.distributed.agreement import Agreement, as_group
 from flashlatte.distributed.peer_memory import RankSum
+from flashlatte.distributed.training import ContextShard, HeadRanks
 from flashlatte.layers import MLAAttention, MLAConfig
 from flashlatte.layers.metadata import MLAMetadata
+from flashlatte.layers.training import TrainingOutput
 
 
 class TensorParallelAttention(nn.Module):
@@ -69,3 +71,31 @@ class TensorParallelAttention(nn.Module):
         if isinstance(hidden, torch.Tensor):
             self._agreement.check("forward", {"hidden": tuple(hidden.shape), "dtype": hidden.dtype})
         return self._sum(self.layer(hidden, cache, metadata, **options))
+
+    def forward_training(
+        self,
+        hidden: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        *,
+        shard: ContextShard | None = None,
+        **options: Any,
+    ) -> TrainingOutput:
+        """``MLAAttention.forward_training`` with all heads, over which the target of the indexer's loss is the mean.
+
+        Gradients are whole on every rank: those of q_b_proj, kv_b_proj and o_proj are of its own heads, and those of
+        hidden and of the other parameters are the same on all ranks. None must be summed over these ranks. (The bias of
+        o_proj is on the first rank only.) In the backward pass the gradients of the queries' and keys' latents are
+        summed over the ranks in float32.
+
+        Args:
+            hidden: [tokens, hidden_size], the same on every rank of the group.
+            shard: the rank's tokens of the batch, for context parallelism over another group: its ranks have the same
+                heads and other tokens, and gradients of parameters are the terms of a sum over them.
+            options: the other arguments of ``MLAAttention.forward_training``: indices, dense.
+        """
+        ranks = HeadRanks(self.group, shard)
+        if isinstance(hidden, torch.Tensor):
+            self._agreement.check("forward_training", {"hidden": tuple(hidden.shape), "dtype": hidden.dtype})
+        output = self.layer.forward_training(hidden, cu_seqlens, max_seqlen, ranks=ranks, **options)
+        return output._replace(out=ranks.sum(output.out))

@@ -2,8 +2,9 @@
 
 ``Engine`` (engine.py) gets a step from the ``Scheduler`` (scheduler.py, over pages.py), runs it with the ``Runner``
 (runner.py) on a ``Model`` (model.py), and returns the tokens. request.py defines what is scheduled, batch.py the inputs
-of a step, paged.py what all models share, logits_processing.py and sampling.py the choice of tokens. ``AsyncEngine``
-(async_engine.py) runs an engine in a thread, for asyncio.
+of a step, paged.py what all models share, states.py and linear_attention.py the states of linear attention,
+logits_processing.py and sampling.py the choice of tokens. ``AsyncEngine`` (async_engine.py) runs an engine in a thread,
+for asyncio.
 """
 
 from typing import TYPE_CHECKING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,7 @@ class EngineLimits:
         max_num_batched_tokens: tokens of a step.
         max_num_seqs: requests of a step.
         num_speculative_tokens: draft tokens of a request in a step.
+        num_snapshots: snapshots of the states of linear attention, for the prefix cache.
     """
 
     num_pages: int
@@ -28,6 +29,17 @@ class EngineLimits:
     max_num_batched_tokens: int
     max_num_seqs: int
     num_speculative_tokens: int = 0
+    num_snapshots: int = 0
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of states on the device: zeros, requests, snapshots."""
+        return 1 + self.max_num_seqs + self.num_snapshots
+
+    @property
+    def num_host_states(self) -> int:
+        """Slots of states on the host. A request that is swapped out has a page there, or more."""
+        return min(self.swap_space, self.max_num_seqs)
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,9 @@ class StepBatch:
             device has.
         rows: rows of the flat batch whose logits are needed: to sample, then to score prompt tokens.
         kept: state index at which each sampled token is stored; empty if the host verifies draft tokens first.
+        state_swap_out, state_swap_in, state_copies: slots of states to copy then, as in ``Step``.
+        state_slots: slot of the states of each request.
+        snapshots: those that are taken of each request, as in ``ScheduledRequest``.
     """
 
     swap_out: PageCopies
@@ -57,6 +72,11 @@ class StepBatch:
     tokens: list[int]
     rows: list[int]
     kept: list[int]
+    state_swap_out: PageCopies = field(default_factory=list)
+    state_swap_in: PageCopies = field(default_factory=list)
+    state_copies: PageCopies = field(default_factory=list)
+    state_slots: list[int] = field(default_factory=list)
+    snapshots: list[list[tuple[int, int]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, step: Step) -> StepBatch:
@@ -84,6 +104,11 @@ class StepBatch:
             tokens,
             [*sampled, *scored],
             [] if any(one.num_drafts for one in sampling) else [one.request.state_index for one in sampling],
+            step.state_swap_out,
+            step.state_swap_in,
+            step.state_copies,
+            [one.request.states.slot for one in step.scheduled],
+            [one.snapshots for one in step.scheduled],
         )
 
     @property

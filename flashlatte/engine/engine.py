@@ -72,29 +72,24 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         tensor_parallel: int = 1,
         context_parallel: int = 1,
     ) -> None:
-        options = {
-            "cache_format": cache_format,
-            "num_pages": num_pages,
-            "page_size": page_size,
-            "cuda_graphs": cuda_graphs,
-        }
-        options |= {
+        sizes = {
             "swap_space": swap_space,
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_num_seqs": max_num_seqs,
             "num_speculative_tokens": num_speculative_tokens,
         }
+        options = {"cache_format": cache_format, "num_pages": num_pages, "page_size": page_size, **sizes}
+        options["cuda_graphs"] = cuda_graphs
         self.model = create_model(model, tensor_parallel, context_parallel, options)
         self.ranks = self.model.ranks
         with self.ranks.failing_together():
             self.cache_format = self.model.plain_format if cache_format is None else cache_format
             page_size = checks.positive_int("page_size", self.model.page_size if page_size is None else page_size)
-            if num_pages is None:
-                num_pages = self.model.default_pages(self.cache_format, page_size)
             if tokenizer is None and self.ranks.is_leader:
                 tokenizer = tokenizer_of(model)
+            num_snapshots = max_num_seqs if enable_prefix_caching and self.model.has_states else 0
             limits = EngineLimits(
-                num_pages, page_size, swap_space, max_num_batched_tokens, max_num_seqs, num_speculative_tokens
+                1 if num_pages is None else num_pages, page_size, **sizes, num_snapshots=num_snapshots
             )
             check_options(
                 self.model,
@@ -104,13 +99,17 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 enable_prefix_caching=enable_prefix_caching,
                 cuda_graphs=cuda_graphs,
             )
+            if num_pages is None:
+                num_pages = self.model.default_pages(self.cache_format, page_size, limits.num_state_slots)
+                limits = dataclasses.replace(limits, num_pages=num_pages)
             self.runner = Runner(self.model, self.cache_format, limits, cuda_graphs=cuda_graphs)
         facts = {"model": self.model.config, "dtype": self.model.dtype, "cache_format": self.cache_format}
         self.ranks.agree(facts | dataclasses.asdict(limits) | {"cuda_graphs": cuda_graphs})
-        self.pool = PagePool(num_pages, page_size * self.ranks.kv_ranks)
+        self.pool = PagePool(limits.num_pages, page_size * self.ranks.kv_ranks)
         self.scheduler = Scheduler(
             self.pool,
             host_pool=PagePool(swap_space, self.pool.page_size),
+            num_snapshots=limits.num_snapshots if self.model.has_states else None,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             starvation_limit=starvation_limit,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.engine.pooled_indexer import layer_configs
 from flashlatte.kv_cache import FORMAT_NAMES, CacheFormat, get_format
 from flashlatte.layers import MLAConfig, V4Config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
@@ -17,7 +18,7 @@ def check_cache_format(config: Any, cache_format: Any, dtype: torch.dtype | None
     if config.model_type == V4_MODEL_TYPE:
         window_format(V4Config.layers(config)[0], cache_format, dtype)
     else:
-        for layer in dict.fromkeys(MLAConfig.layers(config)):
+        for layer in dict.fromkeys(layer_configs(config)):
             latent_format(layer, cache_format)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from flashlatte.distributed.model.weight_names import in_transformers
 from flashlatte.engine.paged import config_of
+from flashlatte.engine.text_part import MULTIMODAL
 from flashlatte.layers.checkpoint import open_safetensors, safetensors_files
 from flashlatte.layers.missing_weights import check_loaded, check_stored
 
@@ -22,9 +23,10 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
         ValueError: a file is damaged; the model has weights that the checkpoint lacks, or the checkpoint has some of
             another shape, or biases and scales that the model does not have.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = config_of(path)
+    auto = AutoModelForImageTextToText if config.model_type in MULTIMODAL else AutoModelForCausalLM
     dtypes = {
         in_transformers(name, config.model_type): file.get_slice(name).get_dtype()
         for file in map(open_safetensors, safetensors_files(Path(path)))
@@ -32,7 +34,7 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
     }
     check_stored(path, config, dtypes)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             path,
             config=config,
             dtype=dtype or "auto",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,14 @@ from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
+from flashlatte.engine.linear_attention import HybridMetadata, LinearAttention, token_groups
 from flashlatte.engine.loading import load
 from flashlatte.engine.model_types import MODEL_TYPES
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of
-from flashlatte.engine.residuals import residual_of
+from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of, is_linear
+from flashlatte.engine.pooled_indexer import PooledIndexer, PooledStep, layer_configs, selects_pools
+from flashlatte.engine.residuals import Block, residual_of
+from flashlatte.engine.sublayers import sublayers
+from flashlatte.engine.text_part import text_config, text_part
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
@@ -29,16 +35,17 @@ from flashlatte.layers.parts import check_weights, hidden_projections
 class Model(PagedModel):
     """An MLA model that computes the logits of a flat batch over paged caches.
 
-    It shares the weights of the transformers model. ``attention`` holds the attention of each layer. With several
-    ranks, each has some of the heads and some of the intermediate columns of every MLP (copied from a transformers
-    model), and all other weights.
+    It shares the weights of the transformers model. ``attention`` holds the MLA layers, and ``linear`` those of linear
+    attention by their index. With several ranks, each has some of the heads and some of the intermediate columns of
+    every MLP (copied from a transformers model), and all other weights.
 
     Args:
-        model: a transformers model of one of ``MODEL_TYPES``, or the directory of its checkpoint.
+        model: a transformers model of one of ``MODEL_TYPES``, also as the language model of a multimodal model, or the
+            directory of its checkpoint.
         dtype, device: for a checkpoint's weights; default: the stored dtype, and the rank's GPU if there is one.
         backend: backend of the decode operation; None chooses.
         batch_invariant: whether an engine's results must be bitwise independent of other requests, as far as PyTorch's
-            products of one shape are (see the guide); not with an indexer or several ranks.
+            products of one shape are (see the guide); not with an indexer, linear attention or several ranks.
         ranks: ranks that compute it together; None: this process.
 
     Raises:
@@ -63,37 +70,41 @@ class Model(PagedModel):
     ) -> None:
         if batch_invariant and ranks is not None:
             raise ValueError("batch_invariant needs a model on one device: sums over ranks do not promise it")
-        check_type(config := config_of(model), MODEL_TYPES)
+        whole = config_of(model)
+        check_type(config := text_config(whole), MODEL_TYPES)
+        self.layers = layer_configs(config)
+        self.config = self.layers[0]
+        if ranks is not None:
+            _check_ranks(whole, config, self.layers, ranks)
         of_checkpoint, slices = isinstance(model, (str, Path)), None
         check_placement(model, dtype, device if ranks is None else None)
         if of_checkpoint:
             slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
             # Each rank copies its part to its GPU: the whole may not fit on one.
             model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
+        model = text_part(model)
         check_parts(model)
         if ranks is not None:
             check_divisible(model)
             model = model if of_checkpoint else copied(model)
-        self.layers = MLAConfig.layers(model.config)
-        self.config = self.layers[0]
-        if ranks is not None and len(set(self.layers)) > 1:
-            raise ValueError(
-                f"tensor_parallel must be 1 for a {config.model_type}, whose layers have different heads, "
-                f"got {ranks.size}"
-            )
-        if ranks is not None and ranks.kv_ranks > 1 and self.config.attn_sink:
-            raise ValueError(
-                f"context_parallel must be 1 for a {config.model_type}: attention sinks need the whole cache on each "
-                f"rank, got {ranks.kv_ranks}"
-            )
         self.batch_invariant = batch_invariant
+        self._decoder_layers = sublayers(model)
+        layers = dict(enumerate(self._decoder_layers))
+        self.linear = {n: LinearAttention(layers.pop(n).self_attn) for n in list(layers) if is_linear(model.config, n)}
+        self.pooled = {
+            n: PooledIndexer(layer.self_attn)
+            for n, layer in layers.items()
+            if selects_pools(model.config) and layer.self_attn.indexer is not None
+        }
+        self.has_states, self.has_graphs = len(self.linear) > 0, not (self.linear or self.pooled)
+        self._check_eager(config.model_type)
         if ranks is None:
-            fuse_weights_on_gpu(hidden_projections(layer.self_attn) for layer in model.model.layers)
-        self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in enumerate(model.model.layers)]
+            fuse_weights_on_gpu(hidden_projections(layer.self_attn) for layer in layers.values())
+        self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in layers.items()]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
             # It replaces parameters.
-            for attention, layer in zip(self.attention, model.model.layers, strict=True):
+            for attention, layer in zip(self.attention, layers.values(), strict=True):
                 _share_parameters(attention, layer.self_attn)
         elif ranks is not None:
             # Every process may have made the model on the first GPU.
@@ -108,11 +119,12 @@ class Model(PagedModel):
         )
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[kv_cache.CacheFormat, int]]:
-        """Every layer's latents, then index keys of each layer with an indexer."""
-        caches = [latent_format(config, cache_format) for config in self.layers]
+        """Every MLA layer's latents, then index keys of each layer with an indexer."""
+        caches = [latent_format(layer.config, cache_format) for layer in self.attention]
         for layer, layout in zip(self.attention, tuple(caches), strict=True):
             if layer.indexer is not None:
                 caches.append(kv_cache.get_format(index_format_beside(layout), layer.indexer.config.head_dim))
+        caches += [kv_cache.get_format(self.plain_format, indexer.state_width) for indexer in self.pooled.values()]
         return [(cache, page_size) for cache in caches]
 
     def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
@@ -131,28 +143,38 @@ class Model(PagedModel):
             windows=sorted({config.window for config in self.layers if config.window is not None}),
         )
 
-        def plan(batch: StepBatch, pad_to: int | None) -> MLAMetadata:
+        def plan(batch: StepBatch, pad_to: int | None) -> MLAMetadata | HybridMetadata:
             starts = [0, *itertools.accumulate(batch.counts)]
-            return builder.build(starts, batch.lengths, batch.page_table(), pad_requests_to=pad_to)
+            metadata = builder.build(starts, batch.lengths, batch.page_table(), pad_requests_to=pad_to)
+            if self.has_graphs:
+                return metadata
+            pools = PooledStep.of(batch, page_size, self.device) if self.pooled else None
+            return HybridMetadata(metadata, token_groups(batch, self.device) if self.linear else [], pools)
 
         return plan
 
+    def allocate_states(self, num_slots: int, *, on_host: bool = False) -> list[torch.Tensor]:
+        device = torch.device("cpu") if on_host else self.device
+        try:
+            states = [layer.allocate_states(num_slots, self.dtype, device) for layer in self.linear.values()]
+            pairs = itertools.chain.from_iterable(states)
+            return [state.pin_memory() for state in pairs] if device != self.device and num_slots else [*pairs]
+        except RuntimeError as error:
+            memory = "the host's" if device.type == "cpu" else "the GPU's"
+            raise ValueError(
+                f"max_num_seqs must fit {memory} free memory, got states of linear attention for {num_slots} slots"
+            ) from error
+
     @torch.inference_mode()
     def __call__(
-        self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: MLAMetadata, rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        caches: list[torch.Tensor],
+        metadata: MLAMetadata | HybridMetadata,
+        rows: torch.Tensor,
     ) -> torch.Tensor:
         streams = self._residual.begin(self._body.embed_tokens(tokens))
-        index_caches = iter(caches[len(self.attention) :])
-        for layer, attention, cache in zip(self._body.layers, self.attention, caches, strict=False):
-            index_cache = None if attention.indexer is None else next(index_caches)
-
-            def attend(
-                hidden: torch.Tensor,
-                attention: MLAAttention = attention,
-                cache: torch.Tensor = cache,
-                index_cache: torch.Tensor | None = index_cache,
-            ) -> torch.Tensor:
-                return self.ranks.sum(attention(hidden, cache, metadata, index_cache=index_cache))
+        for layer, attend in zip(self._decoder_layers, self._attention_blocks(caches, metadata), strict=True):
 
             def feed(hidden: torch.Tensor, mlp: Any = layer.mlp) -> torch.Tensor:
                 # Mixtures of experts take [batch, tokens, hidden].
@@ -163,6 +185,48 @@ class Model(PagedModel):
         hidden = self._residual.end(self._body, streams[rows])
         # Hy4's head is float32 in a bf16 model.
         return self._head(hidden.float() if self._has_float32_head else hidden)
+
+    def _attention_blocks(self, caches: list[torch.Tensor], metadata: MLAMetadata | HybridMetadata) -> Iterator[Block]:
+        """The attention of each layer, bound to a step."""
+        step = metadata if isinstance(metadata, HybridMetadata) else HybridMetadata(metadata)
+        num_latents = len(self.attention)
+        num_paged = num_latents + len(self.pooled) + sum(layer.indexer is not None for layer in self.attention)
+        latents, index_caches = iter(caches[:num_latents]), iter(caches[num_latents:num_paged])
+        layers, states = iter(self.attention), iter(caches[num_paged:])
+        for number in range(len(self._decoder_layers)):
+            if number in self.linear:
+                linear = self.linear[number]
+                yield functools.partial(linear, conv=next(states), recurrent=next(states), groups=step.groups)
+                continue
+            attention, pooled = next(layers), self.pooled.get(number)
+            index_cache = next(index_caches) if pooled is not None or attention.indexer is not None else None
+            yield functools.partial(
+                self._attend, attention, pooled, cache=next(latents), index_cache=index_cache, step=step
+            )
+
+    def _attend(
+        self,
+        attention: MLAAttention,
+        pooled: PooledIndexer | None,
+        hidden: torch.Tensor,
+        *,
+        cache: torch.Tensor,
+        index_cache: torch.Tensor | None,
+        step: HybridMetadata,
+    ) -> torch.Tensor:
+        if step.pools is None:
+            return self.ranks.sum(attention(hidden, cache, step.attention, index_cache=index_cache))
+        if pooled is not None and index_cache is not None:
+            pooled.select(hidden, index_cache, step.pools)
+        return attention(hidden, cache, step.attention, indices=step.pools.selection())
+
+    def _check_eager(self, name: str) -> None:
+        """Raise ValueError for what a model with linear attention, or with a pooled indexer, does not support."""
+        if len(self.linear) == len(self.layers):
+            raise ValueError(f"layer_types of a {name} must have a layer of MLA, got linear_attention only")
+        if self.batch_invariant and not self.has_graphs:
+            part = "indexer" if self.pooled else "linear attention"
+            raise ValueError(f"batch_invariant must be False for a {name}: PyTorch computes its {part}")
 
     def _adopt(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> MLAAttention:
         """An attention layer that shares the weights of a decoder layer's module, or this rank's part of them."""
@@ -175,12 +239,36 @@ class Model(PagedModel):
             heads=heads,
             backend=backend,
             batch_invariant=self.batch_invariant,
-            shares_selection=config.indexer is not None and number in config.indexer.shared_layers,
+            shares_selection=config.indexer is not None
+            and (number in config.indexer.shared_layers or number in self.pooled),
             device="meta",
         )
-        _share_parts(attention, layer.self_attn)
+        _share_parts(attention, layer.self_attn, ("indexer",) if number in self.pooled else ())
         check_weights(attention, attention.kv_a_layernorm.weight.dtype)
         return attention
+
+
+def _check_ranks(whole: Any, config: Any, layers: Sequence[MLAConfig], ranks: Ranks) -> None:
+    """Raise ValueError for a model that several ranks cannot compute together.
+
+    Args:
+        whole, config: config of the model, and of its language model.
+    """
+    reasons = {
+        "whose layers have different heads": len(set(layers)) > 1,
+        "whose layers of linear attention are not divided": any(is_linear(config, n) for n in range(len(layers))),
+        "whose indexer of pools is not divided": selects_pools(config),
+        "which is a part of another model": whole is not config,
+        "whose decoder layers have two attentions": config.model_type == "longcat_flash",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"tensor_parallel must be 1 for a {config.model_type}, {reason}, got {ranks.size}")
+    if ranks.kv_ranks > 1 and layers[0].attn_sink:
+        raise ValueError(
+            f"context_parallel must be 1 for a {config.model_type}: attention sinks need the whole cache on each "
+            f"rank, got {ranks.kv_ranks}"
+        )
 
 
 def _share_parameters(layer: nn.Module, module: nn.Module) -> None:
@@ -200,15 +288,18 @@ def _share_parameters(layer: nn.Module, module: nn.Module) -> None:
         setattr(layer, name, getattr(module, name))
 
 
-def _share_parts(layer: nn.Module, module: nn.Module) -> None:
+def _share_parts(layer: nn.Module, module: nn.Module, others: Collection[str] = ()) -> None:
     """Replace a layer's projections and norms by those of a transformers module, of any type.
+
+    Args:
+        others: further parts that the module must have.
 
     Raises:
         TypeError: the module has other parts.
     """
     _share_parameters(layer, module)
     names = dict(layer.named_children()).keys()
-    if names != (found := dict(module.named_children()).keys()):
+    if names | {*others} != (found := dict(module.named_children()).keys()):
         raise TypeError(f"{type(module).__name__} must have the parts {', '.join(names)}, got {', '.join(found)}")
     for name, part in list(layer.named_children()):
         shared = module.get_submodule(name)

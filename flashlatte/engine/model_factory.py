@@ -14,6 +14,7 @@ from flashlatte.engine.formats import check_cache_format
 from flashlatte.engine.model import Model
 from flashlatte.engine.model_types import MODEL_TYPES
 from flashlatte.engine.paged import PagedModel, check_type, config_of
+from flashlatte.engine.text_part import text_config
 from flashlatte.engine.v4 import V4Model
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 
@@ -49,7 +50,7 @@ def create_model(
                 f"tensor_parallel and context_parallel must be {made_for}, as in the Model, got {requested}"
             )
     with Rendezvous(joins=not single) as rendezvous:
-        config = config_of(model)
+        config = text_config(config_of(model))
         check_type(config, (*MODEL_TYPES, V4_MODEL_TYPE))
         if options and options.get("cache_format") is not None:
             stored = (config if isinstance(model, (str, Path)) else model).dtype

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-# Models whose decoder layers are norm, MLA, norm, MLP, with residual streams around each pair.
+# Models whose decoder layers are norm, attention, norm, MLP, with residual streams around each pair, or two such pairs
+# (LongCat-Flash). Attention is MLA, and in some layers of a hybrid model linear attention.
 MODEL_TYPES = (
     "axk1",
     "axk2",
+    "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
     "dots3_note_text",
     "glm4_moe_lite",
+    "glm5_next_text",
     "glm_moe_dsa",
     "hy_v4",
+    "hy_v4_vl_text",
     "kimi_k2",
+    "kimi_linear",
+    "longcat_flash",
+    "minicpm3",
     "mistral4",
     "sarvam_mla",
     "youtu",
 )
 
-_LINEAR = "most of its layers are linear attention, and the engine has no pool of their states"
 REFUSED = {
-    "bailing_hybrid": _LINEAR,
     "dots3_note": "it has vision and audio, and the engine takes tokens",
-    "glm5_next": _LINEAR,
-    "hy_v4_vl": "it is a vision model, and the engine takes tokens",
-    "kimi_linear": _LINEAR,
-    "longcat_flash": "its decoder layers have two attentions and a shortcut around the experts",
-    "minicpm3": "its decoder scales embeddings, residuals and logits",
     "mistral_large4": "its layers share latents, and the frequencies of its rotation are learned",
 }
 

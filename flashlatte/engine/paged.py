@@ -45,12 +45,16 @@ class PagedModel:
         prefix_overlap: tokens at the end of a shared prefix that are recomputed without being written, because later
             tokens need state of theirs that is not in pages.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
+        has_states: whether some layers have states of linear attention, which cannot go back to an earlier token.
+        has_graphs: whether steps of equally many tokens can be captured as CUDA graphs.
     """
 
     config: Any
     page_size = 64
     prefix_overlap = 0
     batch_invariant = False
+    has_states = False
+    has_graphs = True
 
     def __init__(self, model: Any, device: torch.device, ranks: SingleProcess | None = None) -> None:
         self.ranks, self.device = ranks or SingleProcess(), device
@@ -77,7 +81,10 @@ class PagedModel:
     def __call__(
         self, tokens: torch.Tensor, caches: list[torch.Tensor], metadata: Any, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [n, vocabulary] of the ``rows`` (int64 [n]) of a flat batch of ``tokens`` (int64 [T])."""
+        """Logits [n, vocabulary] of the ``rows`` (int64 [n]) of a flat batch of ``tokens`` (int64 [T]).
+
+        ``caches`` are those of ``allocate``, then those of ``allocate_states``.
+        """
         raise NotImplementedError
 
     @property
@@ -89,11 +96,12 @@ class PagedModel:
                 return name
         raise ValueError(f"cache_format must be given for a model in {self.dtype}")
 
-    def default_pages(self, cache_format: str, page_size: int) -> int:
-        """Default number of pages; the same on all ranks."""
+    def default_pages(self, cache_format: str, page_size: int, num_state_slots: int = 0) -> int:
+        """Default number of pages beside so many slots of states; the same on all ranks."""
         if self.device.type != "cuda":
             return -(-CPU_TOKENS // page_size)
-        return self.ranks.all_reduce_min(max(self._pages_that_fit(cache_format, page_size, self.device), 1))
+        states = sum(state.nbytes for state in self.allocate_states(1)) * num_state_slots
+        return self.ranks.all_reduce_min(max(self._pages_that_fit(cache_format, page_size, self.device, states), 1))
 
     def allocate(
         self, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False
@@ -119,12 +127,20 @@ class PagedModel:
                 f"{name} must fit {memory} free memory: of {num_pages} pages of {page_size} tokens about {fit} do"
             ) from error
 
-    def _pages_that_fit(self, cache_format: str, page_size: int, device: torch.device) -> int:
+    def allocate_states(self, num_slots: int, *, on_host: bool = False) -> list[torch.Tensor]:
+        """States of linear attention [num_slots, …], zeros, or their copies on the host; none by default.
+
+        Raises:
+            ValueError: they do not fit the memory.
+        """
+        return []
+
+    def _pages_that_fit(self, cache_format: str, page_size: int, device: torch.device, reserved: int = 0) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
         page_bytes = sum(layout.page_bytes(rows) for layout, rows in self.layouts(cache_format, page_size))
-        return int(free * CACHE_SHARE) // page_bytes
+        return max(int(free * CACHE_SHARE) - reserved, 0) // page_bytes
 
 
 def config_of(model: Any) -> Any:
@@ -170,6 +186,11 @@ def check_type(config: Any, known: Sequence[str]) -> None:
         )
 
 
+def is_linear(config: Any, layer: int) -> bool:
+    """Whether a layer of a model is linear attention."""
+    return (getattr(config, "layer_types", None) or {layer: None})[layer] == "linear_attention"
+
+
 def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """A transformers RMSNorm in one kernel instead of seven.
 
@@ -184,8 +205,8 @@ def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
 def check_parts(model: Any) -> None:
     """Raise TypeError for a model without a head, or with hooks or a replaced forward on a module that is not called.
 
-    The engine calls the MLPs and projections of decoder layers, and reads the weights of norms (``normed``). Warns of
-    weights that were missing in the checkpoint.
+    The engine calls the MLPs, linear attention and projections of decoder layers, and reads the weights of norms
+    (``normed``). Warns of weights that were missing in the checkpoint.
     """
     if not (hasattr(model, "lm_head") and hasattr(getattr(model, "model", None), "layers")):
         raise TypeError(
@@ -193,8 +214,9 @@ def check_parts(model: Any) -> None:
             f"{type(model).__name__}"
         )
     for number, layer in enumerate(model.model.layers):
+        called = {"mlp", "mlps", "self_attn"} if is_linear(model.config, number) else {"mlp", "mlps"}
         for name, part in layer.named_modules():
-            if name.split(".")[0] == "mlp":
+            if name.split(".")[0] in called:
                 continue
             # Projections are called, and the forward of a norm may be replaced by a kernel.
             got = (

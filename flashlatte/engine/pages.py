@@ -56,6 +56,10 @@ class PagePool:
     def references(self, page: int) -> int:
         return self._pages[page].references
 
+    def keys(self, pages: Sequence[int]) -> list[bytes]:
+        """The hashes of registered pages."""
+        return [key for page in pages if (key := self._pages[page].key) is not None]
+
     def root_hash(self, cache_salt: str = "") -> bytes:
         """The hash before a request's first page. Requests with different salts never share a page."""
         return hashlib.sha256(repr((cache_salt, self._generation)).encode()).digest()

@@ -8,6 +8,33 @@ from typing import Any
 from flashlatte.engine.prompt_lookup import PromptLookup
 
 PageCopies = list[tuple[int, int]]
+# The slot of the states before a request's first token.
+ZERO_STATES = 0
+
+
+@dataclass
+class RequestStates:
+    """Where the states of a request's layers of linear attention are (``StateSlots``).
+
+    Attributes:
+        slot: slot on the device while the request runs; ``ZERO_STATES`` otherwise.
+        host_slot: slot on the host while the request is swapped out; -1 otherwise.
+        source: slot of the states from which the request starts.
+        num_matched_tokens: leading tokens whose pages were cached at the start, also those without a snapshot.
+        last_known_border: number of tokens in full pages that precede the last token that was known at the start.
+        taken: slots of snapshots that are not registered yet, by the number of tokens before them.
+        keys: page hashes of the snapshots that the request has registered.
+        generated: the latest of them that follows generated tokens.
+    """
+
+    slot: int = ZERO_STATES
+    host_slot: int = -1
+    source: int = ZERO_STATES
+    num_matched_tokens: int = 0
+    last_known_border: int = 0
+    taken: dict[int, int] = field(default_factory=dict)
+    keys: list[bytes] = field(default_factory=list)
+    generated: bytes | None = None
 
 
 @dataclass(eq=False)
@@ -37,6 +64,7 @@ class Request:
         prompt_lookup: proposes the draft tokens.
         order: position in the queues.
         state_index: row of the request in the runner's per-request state, from its first step on; -1 before.
+        states: slots of the states of linear attention.
     """
 
     id: str
@@ -62,6 +90,7 @@ class Request:
     finished: bool = False
     order: tuple[int, int] = (0, 0)
     state_index: int = -1
+    states: RequestStates = field(default_factory=RequestStates)
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -86,6 +115,7 @@ class ScheduledRequest:
     ``samples``: whether the step computes the request's last token, so that it samples the next one.
     ``num_scored``: prompt tokens whose log-probabilities the step computes; the last of them is at position
     ``start + count``, or ends the prompt.
+    ``snapshots``: (number of its tokens, slot): the states after so many tokens are copied to the slot.
     """
 
     request: Request
@@ -94,6 +124,7 @@ class ScheduledRequest:
     num_drafts: int
     samples: bool
     num_scored: int = 0
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def scored(self) -> range:
@@ -109,6 +140,8 @@ class Step:
     Attributes:
         swap_out: (device page, host page) pairs to copy.
         swap_in: (host page, device page) pairs to copy.
+        state_swap_out, state_swap_in: the same of slots of states.
+        state_copies: (slot, slot) pairs of the device: snapshots, or zeros, that are copied to requests that start.
         scheduled: requests that generate, then chunks of prompts.
         token_budget: tokens that can still be added.
         preempted: whether the step preempted a request.
@@ -116,6 +149,9 @@ class Step:
 
     swap_out: PageCopies = field(default_factory=list)
     swap_in: PageCopies = field(default_factory=list)
+    state_swap_out: PageCopies = field(default_factory=list)
+    state_swap_in: PageCopies = field(default_factory=list)
+    state_copies: PageCopies = field(default_factory=list)
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     token_budget: int = 0
     preempted: bool = False

@@ -20,7 +20,7 @@ from flashlatte.engine.logprobs import LogprobRows, RankedToken, num_top_tokens
 from flashlatte.engine.paged import PagedModel
 from flashlatte.engine.request import PageCopies, Request, ScheduledRequest, Step
 from flashlatte.engine.sampling import sample
-from flashlatte.ops.cache_copy import swap_blocks
+from flashlatte.ops.cache_copy import copy_blocks, swap_blocks
 from flashlatte.runtime.transfer import to_device
 
 # Decode steps of these numbers of requests have a CUDA graph each. Other steps are padded to the next size.
@@ -91,6 +91,8 @@ class Runner:
         self.host_caches: list[torch.Tensor] = []
         if limits.swap_space:
             self.host_caches = model.allocate(cache_format, limits.swap_space, limits.page_size, on_host=True)
+        self.states = model.allocate_states(limits.num_state_slots)
+        self.host_states = model.allocate_states(limits.num_host_states, on_host=True)
         self._plan = model.planner(cache_format, limits)
         max_num_seqs = limits.max_num_seqs
         # With one size, all decode steps run the same kernels.
@@ -98,7 +100,7 @@ class Runner:
         self._sizes = [size for size in smaller if size < max_num_seqs] + [max_num_seqs]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._buffers_of_graphs: object = None
-        self._use_graphs = cuda_graphs and model.device.type == "cuda"
+        self._use_graphs = cuda_graphs and model.device.type == "cuda" and model.has_graphs
         with torch.inference_mode(False), torch.device(model.device):
             self._tokens = torch.zeros(max(limits.max_num_batched_tokens, max_num_seqs), dtype=torch.int64)
             # Graphs read this tensor, so it keeps its address.
@@ -170,9 +172,13 @@ class Runner:
             self._history.grow(len(self._last))
 
     def _compute(self, batch: StepBatch) -> torch.Tensor:
-        """Copy pages, then run the forward pass: logits [rows, vocabulary] of ``batch.rows``."""
+        """Copy pages and states, then run the forward pass: logits [rows, vocabulary] of ``batch.rows``."""
         self._move_pages(batch.swap_out, self.caches, self.host_caches)
         self._move_pages(batch.swap_in, self.host_caches, self.caches)
+        self._move_pages(batch.state_swap_out, self.states, self.host_states)
+        self._move_pages(batch.state_swap_in, self.host_states, self.states)
+        if batch.state_copies and self.states:
+            copy_blocks(self.states, *to_device(batch.state_copies, self._tokens.device).unbind(1))
         if not batch.counts:
             return torch.empty(0, self.model.vocabulary, device=self._last.device)
         self._ensure_state(max(batch.state_indices) + 1)
@@ -203,14 +209,14 @@ class Runner:
     def _move_pages(self, pairs: PageCopies, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         if not pairs:
             return
-        # Copied to the device once, for the caches of all layers.
+        # Copied to the device once, for all layers.
         from_pages, to_pages = to_device(pairs, self._tokens.device).unbind(1)
         for source, target in zip(sources, targets, strict=True):
             swap_blocks(source, target, from_pages, to_pages)
 
     def _logits(self, metadata: Any, rows: torch.Tensor) -> torch.Tensor:
         metadata = self.ranks.shard(metadata, self._cache_format)
-        return self.model(self._tokens[: metadata.num_tokens], self.caches, metadata, rows)
+        return self.model(self._tokens[: metadata.num_tokens], [*self.caches, *self.states], metadata, rows)
 
     def _padded(self, size: int, metadata: Any) -> torch.Tensor:
         """Logits of a decode step of ``size`` requests, from its graph, which is captured when first needed.

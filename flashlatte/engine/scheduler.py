@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request, ScheduledRequest, Step
+from flashlatte.engine.states import NoStates, StateSlots
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Scheduler:
     Args:
         pool: pages of the cache.
         host_pool: pages of its copy on the host; None: preempted requests are recomputed.
+        num_snapshots: snapshots of the states of linear attention; None: the model has no such layers.
         max_num_batched_tokens: tokens of a step.
         max_num_seqs: requests that run at a time.
         starvation_limit: steps by which a priority that is lower by one moves a request forward.
@@ -56,6 +58,7 @@ class Scheduler:
         pool: PagePool,
         *,
         host_pool: PagePool | None = None,
+        num_snapshots: int | None = None,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 64,
         starvation_limit: int = 64,
@@ -64,6 +67,10 @@ class Scheduler:
         batch_invariant: bool = False,
     ) -> None:
         self.pool, self.host_pool = pool, host_pool or PagePool(0, pool.page_size)
+        self.states = NoStates()
+        if num_snapshots is not None:
+            num_host = min(self.host_pool.num_pages, max_num_seqs)
+            self.states = StateSlots(pool.page_size, max_num_seqs, num_snapshots, num_host)
         self.max_num_batched_tokens, self.max_num_seqs, self.starvation_limit = (
             max_num_batched_tokens,
             max_num_seqs,
@@ -127,6 +134,7 @@ class Scheduler:
         self._running, self._waiting, self._unfinished = [], [], {}
         self.pool.release_all()
         self.host_pool.release_all()
+        self.states.release_all()
 
     def schedule(self) -> Step | None:
         """The next step; None if nothing can be computed now."""
@@ -187,6 +195,7 @@ class Scheduler:
                     request.num_computed_tokens, request.verifying = one.start + len(new), False
             if fails:
                 self.pool.unregister(request.pages)
+                self.states.unregister(request)
             elif request.pages and self.enable_prefix_caching:
                 self._register_pages(request)
             if one.samples and (len(request.tokens) >= request.max_length or fails or request.id in stopped):
@@ -232,7 +241,8 @@ class Scheduler:
             end = min(begin + count + 1, len(request.prompt))
             num_scored = max(end - request.num_scored_tokens, 0)
             request.num_scored_tokens += num_scored
-        step.add(ScheduledRequest(request, begin, count, drafts, samples, num_scored))
+        snapshots = self.states.take_snapshots(request, begin, begin + count)
+        step.add(ScheduledRequest(request, begin, count, drafts, samples, num_scored, snapshots))
         request.pending += samples
         request.verifying = drafts > 0
 
@@ -257,12 +267,14 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: Step) -> None:
         step.preempted = True
-        host = self.host_pool.allocate(len(request.pages))
+        host = self.host_pool.allocate(len(request.pages)) if self.states.can_swap_out() else None
         if host is not None:
+            self.states.swap_out(request, step)
             step.swap_out += zip(request.pages, host, strict=True)
             request.host_pages = host
             self.statistics.swapped += 1
         else:
+            self.states.release(request)
             request.num_computed_tokens, request.num_registered_pages, request.verifying = 0, 0, False
             self.statistics.recomputed += 1
         self._release_pages(request)
@@ -297,6 +309,7 @@ class Scheduler:
             request.num_registered_pages, request.page_hash = 0, self.pool.root_hash(request.cache_salt)
             self.statistics.cached_tokens += request.num_computed_tokens
         request.pages += new_pages
+        self.states.start(request, step)
         _insert(self._running, self._waiting.pop(0))
         self._add_to(request, count, step)
         return True
@@ -307,8 +320,10 @@ class Scheduler:
         if not self.enable_prefix_caching or (
             request.scores_prompt and request.num_scored_tokens < len(request.prompt)
         ):
-            return []
-        found = self.pool.match(request.tokens[: request.length - 1], request.cache_salt)
+            found = []
+        else:
+            found = self.pool.match(request.tokens[: request.length - 1], request.cache_salt)
+        found = found[: self.states.usable_pages(request, self.pool.keys(found))]
         while self.batch_invariant and len(found) * self.pool.page_size % self.max_num_batched_tokens:
             found.pop()
         self.pool.acquire(found)
@@ -326,12 +341,14 @@ class Scheduler:
                 request.pages[request.num_registered_pages], request.page_hash, chunk
             )
             request.num_registered_pages += 1
+            self.states.register(request, begin + size, request.page_hash)
 
     def _finish(self, request: Request) -> None:
         request.finished = True
         del self._unfinished[request.id]
         self._release_pages(request)
         self._release_host_pages(request)
+        self.states.release(request)
         for queue in (self._running, self._waiting):
             if request in queue:
                 queue.remove(request)

@@ -134,10 +134,15 @@ def check_options(
 ) -> None:
     """Raise TypeError or ValueError for sizes below 1, options that the model does not support, or no tokenizer."""
     for name, value in (dataclasses.asdict(limits) | {"starvation_limit": starvation_limit}).items():
-        checks.positive_int(name, value, or_zero=name in ("swap_space", "num_speculative_tokens"))
+        checks.positive_int(name, value, or_zero=name in ("swap_space", "num_speculative_tokens", "num_snapshots"))
     if limits.num_speculative_tokens and model.batch_invariant:
         raise ValueError(
             f"num_speculative_tokens must be 0 for a batch_invariant model, got {limits.num_speculative_tokens}"
+        )
+    if limits.num_speculative_tokens and model.has_states:
+        raise ValueError(
+            f"num_speculative_tokens must be 0 for a {model.name}, whose states of linear attention cannot go back to "
+            f"the last accepted token, got {limits.num_speculative_tokens}"
         )
     checks.flag("enable_prefix_caching", enable_prefix_caching)
     checks.flag("cuda_graphs", cuda_graphs)

@@ -11,7 +11,7 @@ from torch import nn
 
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.kv_cache.codec import as_cache
-from flashlatte.layers import checkpoint, models
+from flashlatte.layers import checkpoint
 from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
@@ -22,6 +22,7 @@ from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.parts import hidden_projections
 from flashlatte.layers.rope import rotary_table, table_id
 from flashlatte.layers.training import Rotation, TrainingBatch, TrainingOutput, attend, check_config
+from flashlatte.layers.training_ranks import TrainingRanks
 from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch, gradients
@@ -270,6 +271,7 @@ class MLAAttention(nn.Module):
         *,
         indices: torch.Tensor | None = None,
         dense: bool = False,
+        ranks: TrainingRanks | None = None,
     ) -> TrainingOutput:
         """Causal attention of packed sequences without a cache, with gradients of the input and of the parameters.
 
@@ -284,10 +286,13 @@ class MLAAttention(nn.Module):
             max_seqlen: tokens of the longest sequence.
             indices: the selection of the layer before, from its output, for a layer with ``shares_selection``.
             dense: attend to every token in spite of an indexer, which then learns from all of them (the warm-up).
+            ranks: a ``distributed.ContextShard`` of the batch that cu_seqlens describes: hidden, indices and results
+                are of its tokens, and a parameter's gradients are the terms of a sum over ranks.
 
         Returns:
-            The layer's output [tokens, hidden_size] (for a shard, its summand), the loss of its indexer, and its
-            selection. The target of a shard's loss is the mean over the shard's heads.
+            The layer's output [tokens, hidden_size] (for a shard of heads, its summand), the loss of its indexer, and
+            its selection, which numbers the tokens of the batch. Without ranks, the target of a shard's loss is the
+            mean over the shard's heads.
 
         Raises:
             TypeError, ValueError: arguments of a wrong type, dtype, shape or device; a config with parts that have no
@@ -308,12 +313,14 @@ class MLAAttention(nn.Module):
             )
         if indices is not None:
             checks.tensor("indices", indices, (tokens, 1, "topk"), checks.INDEX_DTYPES, weight.device)
-        batch = TrainingBatch.packed(cu_seqlens, max_seqlen, tokens)
+        batch = TrainingBatch.of_ranks(cu_seqlens, max_seqlen, tokens, ranks)
         positions = (batch.key_end - 1 - batch.key_start).clamp_(0, config.rope.max_position - 1)
-        cosines, sines = rotary_table(self._rope_table_id, weight.device)[positions].chunk(2, dim=-1)
-        rotation = Rotation(cosines, sines, config.rope.layout == models.INTERLEAVED)
-        options = {"indexer": self.indexer, "config": config.indexer, "indices": indices}
-        return attend(self, hidden, batch, rotation, **options, dense=checks.flag("dense", dense))
+        rotation = Rotation.at(rotary_table(self._rope_table_id, weight.device), positions, config.rope.layout)
+        scaling = config.query_scaling
+        factors = None if scaling is None else scaling.factors(positions)
+        options = {"indexer": self.indexer, "config": config.indexer, "indices": indices, "window": config.window}
+        options |= {"query_factors": factors, "dense": checks.flag("dense", dense), "ranks": ranks}
+        return attend(self, hidden, batch, rotation, **options)
 
     def _step_indexer(
         self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary

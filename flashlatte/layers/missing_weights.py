@@ -92,7 +92,7 @@ def check_complete(
 
 def own_tensors(model: Any, names: Iterable[str]) -> list[str]:
     """The tensors of a checkpoint without those of layers after the model's last (multi-token prediction)."""
-    count = model.config.num_hidden_layers
+    count = model.config.get_text_config().num_hidden_layers
     layers = {name: re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in names}
     return sorted(name for name, layer in layers.items() if layer is None or int(layer[1]) < count)
 

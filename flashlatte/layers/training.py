@@ -7,8 +7,8 @@ alone, and the selection has no gradient.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,18 @@ from flashlatte.layers import models
 from flashlatte.layers.absorbed import up_projections
 from flashlatte.layers.config import IndexerConfig, MLAConfig
 from flashlatte.layers.indexer import IndexProjections
+from flashlatte.layers.parts import (
+    QueryLatent,
+    has_query_latent,
+    key_rope_norm,
+    latent_factor,
+    project_output,
+    project_query,
+    sinks,
+    softmax_scale,
+)
+from flashlatte.layers.training_batch import Rotation, TrainingBatch
+from flashlatte.layers.training_ranks import TrainingRanks, attend_blocks
 from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.index_select import index_select
@@ -24,60 +36,30 @@ from flashlatte.ops.sparse_attention import sparse_attention
 
 # The modules of the layers whose gradients are computed. Others would be left out without an error.
 _PARTS = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"}
-_PARTS |= {"o_proj", "indexer"}
+_PARTS |= {"o_proj", "indexer", "g_proj", "gate_proj", "q_gate_proj", "sinks", "k_rope_only_layernorm"}
 # The fields of configs that it reads, or that no gradient depends on.
 _FIELDS = {
     MLAConfig: {
         *("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
         *("v_head_dim", "rope", "norm_eps", "attention_bias", "query_factor", "latent_factor", "indexer"),
+        *("output_gate", "attn_sink", "key_rope_norm", "query_scaling", "window"),
     },
     # Training computes in the dtype of the layer: index keys are not quantised.
-    IndexerConfig: {"num_heads", "head_dim", "topk", "rope_layout", "hadamard", "scale_rounding", "shared_layers"},
+    IndexerConfig: {
+        *("num_heads", "head_dim", "topk", "rope_layout", "rope_last", "norm_eps", "hadamard", "scale_rounding"),
+        "shared_layers",
+    },
 }
 
 
-@dataclass(frozen=True)
-class TrainingBatch:
-    """The sequences of a flat batch of T tokens.
+class KeyRanges(Protocol):
+    """int32 [T], the range of keys that each token may select."""
 
-    Attributes:
-        cu_seqlens: int32 [n + 1], boundaries of the sequences, which follow each other. Runs of padding are sequences
-            too, so that they attend to each other only.
-        max_seqlen: tokens of the longest sequence, or more.
-        key_start, key_end: int32 [T], the range of tokens that each token may select: those of its sequence up to its
-            own. Empty for padding, which selects nothing and has no part in the indexer's loss.
-    """
+    @property
+    def key_start(self) -> torch.Tensor: ...
 
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    key_start: torch.Tensor
-    key_end: torch.Tensor
-
-    @staticmethod
-    def packed(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int) -> TrainingBatch:
-        """Sequences without padding. Tokens outside the boundaries belong to none."""
-        cu_seqlens = cu_seqlens.int().contiguous()
-        token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
-        sequence = torch.searchsorted(cu_seqlens, token, right=True)
-        inside = (sequence > 0) & (sequence < cu_seqlens.shape[0])
-        start = cu_seqlens[(sequence - 1).clamp_min(0)]
-        return TrainingBatch(cu_seqlens, max_seqlen, torch.where(inside, start, 0), torch.where(inside, token + 1, 0))
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines [T, rope / 2] of a batch's tokens, and whether dims 2i and 2i + 1 form a pair."""
-
-    cosines: torch.Tensor
-    sines: torch.Tensor
-    interleaved: bool
-
-    def __call__(self, x: torch.Tensor, interleaved: bool | None = None) -> torch.Tensor:
-        """Rotate x [T, h, rope] in float32. The first dims of all pairs come first: products depend on no order."""
-        wide = x.float()
-        interleaved = self.interleaved if interleaved is None else interleaved
-        first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
-        cosines, sines = self.cosines.float()[:, None], self.sines.float()[:, None]
-        return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(x.dtype)
+    @property
+    def key_end(self) -> torch.Tensor: ...
 
 
 class TrainingOutput(NamedTuple):
@@ -109,12 +91,15 @@ def attend(
     module: Any,
     hidden: torch.Tensor,
     batch: TrainingBatch,
-    rotation: Rotation,
+    rotation: Rotation | None,
     *,
     indexer: IndexProjections | None = None,
     config: IndexerConfig | None = None,
     indices: torch.Tensor | None = None,
     dense: bool = False,
+    ranks: TrainingRanks | None = None,
+    query_factors: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> TrainingOutput:
     """Attention of a flat batch [T, hidden_size] through a module with transformers' names of the projections.
 
@@ -122,52 +107,83 @@ def attend(
     into queries and outputs. Under autocast products and attention are in autocast's dtype.
 
     Args:
+        rotation: of queries and keys; None: they are not rotated.
         indexer: the module's indexer; None if it has none, or shares the selection of the layer before.
         config: of the indexer; None for a layer that attends to every token.
         indices: the selection of the layer before, for a layer that shares it.
         dense: attend to every token in spite of a config, as in the warm-up of the indexer, which learns from all keys.
+        ranks: the ranks among which the step is divided. hidden, rotation and the results are then those of this rank's
+            tokens, and indices and key ranges number the tokens of the whole batch.
+        query_factors: [T] or [T, h], factors of queries; None: none.
+        window: tokens that a layer without an indexer attends to, the query's own included; None: all up to it.
 
     Raises:
         TypeError, ValueError: a module with other parts than these; a layer that shares a selection without one.
     """
-    _check_parts(module)
+    check_names(module, _PARTS)
     dense = dense or config is None or batch.max_seqlen <= config.topk
     if not dense and indexer is None and indices is None:
         raise ValueError("indices must be those of the layer before for a layer that shares a selection, got None")
-    dtype = _dtype(module, hidden)
-    nope, rope, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
-    q_latent = None if module.q_lora_rank is None else module.q_a_layernorm(module.q_a_proj(hidden))
-    query = module.q_proj(hidden) if q_latent is None else module.q_b_proj(q_latent)
-    q_nope, q_rope = query.unflatten(-1, (-1, nope + rope)).split((nope, rope), dim=-1)
+    dtype = product_dtype(module.kv_a_proj_with_mqa.weight)
+    rope, rank = module.qk_rope_head_dim, module.kv_lora_rank
+    to_heads = torch.nn.Identity() if ranks is None else ranks.to_heads
+    q_latent = of_heads = None
+    if has_query_latent(module):
+        projected = module.q_a_proj(hidden)
+        q_latent = QueryLatent(projected, module.q_a_layernorm(projected))
+        of_heads = QueryLatent(to_heads(projected), to_heads(q_latent.normalised))
+    query, gate = project_query(module, to_heads(hidden), of_heads, query_factors)
+    q_nope, q_rope = query.split((module.qk_nope_head_dim, rope), dim=-1)
     latent, k_rope = module.kv_a_proj_with_mqa(hidden).split((rank, rope), dim=-1)
-    latent = module.kv_a_layernorm(latent) * getattr(module, "mla_scale_kv_lora", 1.0)
-    q_rope, k_rope = rotation(q_rope).to(dtype), rotation(k_rope.unsqueeze(1)).to(dtype)
-    scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
+    latent = module.kv_a_layernorm(latent) * latent_factor(module)
+    if key_rope_norm(module) is not None:
+        k_rope = module.k_rope_only_layernorm(k_rope)
+    k_rope = k_rope.unsqueeze(1)
+    if rotation is not None:
+        q_rope, k_rope = rotation(q_rope), rotation(k_rope)
+    q_rope, k_rope = q_rope.to(dtype), k_rope.to(dtype)
+    if ranks is not None:
+        rows = ranks.gather(to_heads(torch.cat((latent.to(dtype), k_rope.squeeze(1)), dim=-1)))
+        latent, k_rope = rows[:, :rank], rows[:, None, rank:]
+    scale = softmax_scale(module)
+    sink = sinks(module)
 
     operands = None
     # Also where none is recorded, as in the first pass of a reentrant checkpoint, which must have the same results.
-    learns = indexer is not None and _requires_gradient(indexer)
+    learns = indexer is not None and requires_gradient(indexer)
     if indexer is not None and config is not None and q_latent is not None and (learns or not dense):
-        operands = index_operands(indexer, config, hidden.detach(), q_latent.detach(), rotation, dtype)
+        normalised = q_latent.normalised.detach()
+        operands = index_operands(indexer, config, hidden.detach(), normalised, rotation, dtype)
+        if ranks is not None:
+            operands = operands._replace(k=ranks.gather(operands.k))
     seen: dict[str, Any]
     if dense:
-        out, lse = _attend_heads(module, q_nope, q_rope, latent, k_rope, batch, scale, dtype)
+        out, lse = _attend_heads(module, q_nope, q_rope, latent, k_rope, batch, scale, dtype, window, sink)
         seen, indices = {"key_start": batch.key_start, "key_end": batch.key_end}, None
     else:
         if operands is not None and config is not None:
             indices = select(operands, batch, config.topk)
         assert indices is not None
-        out, lse = _attend_selected(module, q_nope, q_rope, latent, k_rope, indices, scale, dtype)
+        out, lse = _attend_selected(module, q_nope, q_rope, latent, k_rope, indices, scale, dtype, sink)
         seen = {"indices": indices}
     loss = num_rows = None
     if learns and operands is not None:
         with torch.no_grad():
             folded, rows = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
+            # The target is the attention, of which a sink takes a part.
+            total = lse if sink is None else torch.logaddexp(lse, sink)
         deterministic = torch.are_deterministic_algorithms_enabled()
         loss, num_rows = indexer_loss(
-            *operands, folded, rows, **seen, lse=lse.detach(), softmax_scale=scale, deterministic=deterministic
+            *operands,
+            folded,
+            rows,
+            **seen,
+            lse=total.detach(),
+            softmax_scale=scale,
+            deterministic=deterministic,
+            group=None if ranks is None else ranks.heads_group,
         )
-    return TrainingOutput(module.o_proj(out.flatten(1)), loss, num_rows, indices)
+    return TrainingOutput(project_output(module, out, gate), loss, num_rows, indices)
 
 
 def index_operands(
@@ -175,27 +191,35 @@ def index_operands(
     config: IndexerConfig,
     hidden: torch.Tensor,
     q_latent: torch.Tensor,
-    rotation: Rotation,
+    rotation: Rotation | None,
     dtype: torch.dtype,
 ) -> IndexOperands:
     """Operands of index logits in ``dtype``, unquantised, for hidden states [T, hidden_size] and queries' latents."""
-    rope = 2 * rotation.cosines.shape[-1]
     q = indexer.wq_b(q_latent).unflatten(-1, (-1, config.head_dim))
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(1)
-    interleaved = config.rope_layout == models.INTERLEAVED
-    q, k = (torch.cat((rotation(x[..., :rope], interleaved), x[..., rope:]), dim=-1).to(dtype) for x in (q, k))
+    if rotation is not None:
+        q, k = (_rotate_index(x, rotation, config) for x in (q, k))
+    q, k = q.to(dtype), k.to(dtype)
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
     return IndexOperands(q, k.squeeze(1), weights * config.num_heads**-0.5)
 
 
+def _rotate_index(x: torch.Tensor, rotation: Rotation, config: IndexerConfig) -> torch.Tensor:
+    """Rotate the first dims of x [T, h, d_i], or the last ones; the result begins with the rotated dims."""
+    rope = 2 * rotation.cosines.shape[-1]
+    widths = (x.shape[-1] - rope, rope) if config.rope_last else (rope, x.shape[-1] - rope)
+    rotated, others = x.split(widths, dim=-1)[:: -1 if config.rope_last else 1]
+    return torch.cat((rotation(rotated, config.rope_layout == models.INTERLEAVED), others), dim=-1)
+
+
 @torch.no_grad()
-def select(operands: IndexOperands, batch: TrainingBatch, topk: int) -> torch.Tensor:
-    """int32 [T, 1, topk]: the tokens that each token selects, ascending, then -1."""
+def select(operands: IndexOperands, ranges: KeyRanges, topk: int) -> torch.Tensor:
+    """int32 [T, 1, topk]: the keys that each token selects, ascending, then -1."""
     dtype = torch.bfloat16 if operands.q.dtype == torch.bfloat16 else torch.float32
     q, k = (x.detach().to(dtype) for x in (operands.q, operands.k))
     weights = operands.weights.detach() * q.shape[-1] ** -0.5
-    positions = index_select(q, k, weights, batch.key_start, batch.key_end, topk)
-    return torch.where(positions >= 0, positions + batch.key_start[:, None], -1).unsqueeze(1)
+    positions = index_select(q, k, weights, ranges.key_start, ranges.key_end, topk)
+    return torch.where(positions >= 0, positions + ranges.key_start[:, None], -1).unsqueeze(1)
 
 
 def _attend_heads(
@@ -207,24 +231,40 @@ def _attend_heads(
     batch: TrainingBatch,
     scale: float,
     dtype: torch.dtype,
+    window: int | None,
+    sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention in multi-head form: out [T, h, v] and lse [T, h]."""
+    """Causal attention in multi-head form: out [T, h, v] and lse [T, h] over keys, without the sink."""
+    if batch.blocks is not None:
+        end = max(block.stop for block in batch.blocks)
+        latent, k_rope = latent[:end], k_rope[:end]
     per_head = module.kv_b_proj(latent).unflatten(-1, (-1, module.qk_nope_head_dim + module.v_head_dim)).to(dtype)
     k_nope, values = per_head.split((module.qk_nope_head_dim, module.v_head_dim), dim=-1)
     query = torch.cat((q_nope.to(dtype), q_rope), dim=-1)
     keys = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1)), dim=-1)
-    return dense_prefill(
-        query,
-        keys,
-        values,
-        batch.cu_seqlens,
-        batch.cu_seqlens,
-        batch.max_seqlen,
-        batch.max_seqlen,
-        softmax_scale=scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    if batch.blocks is None:
+        out, lse = dense_prefill(
+            query,
+            keys,
+            values,
+            batch.cu_seqlens,
+            batch.cu_seqlens,
+            batch.max_seqlen,
+            batch.max_seqlen,
+            softmax_scale=scale,
+            causal=True,
+            window=window,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+    else:
+        out, lse = attend_blocks(
+            query, keys, values, batch.blocks, batch.cu_seqlens, batch.max_seqlen, scale, window=window
+        )
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink).unsqueeze(-1).to(dtype)
+    if batch.has_padding:
+        out = torch.where((batch.key_end > batch.key_start)[:, None, None], out, 0.0)
+    return out, lse
 
 
 def _attend_selected(
@@ -236,12 +276,18 @@ def _attend_selected(
     indices: torch.Tensor,
     scale: float,
     dtype: torch.dtype,
+    sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the selected tokens in absorbed form: out [T, h, v] and lse [T, h]."""
+    """Attention to the selected tokens in absorbed form: out [T, h, v] and lse [T, h] over keys, without the sink."""
     query, rows = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
-    deterministic = torch.are_deterministic_algorithms_enabled()
     out, lse = sparse_attention(
-        query, rows, indices, softmax_scale=scale, d_v=module.kv_lora_rank, deterministic=deterministic
+        query,
+        rows,
+        indices,
+        attn_sink=sink,
+        softmax_scale=scale,
+        d_v=module.kv_lora_rank,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     _, w_uv = _up_projections(module, dtype)
     return torch.einsum("thl,hvl->thv", out, w_uv), lse
@@ -267,30 +313,31 @@ def _up_projections(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     return up_projections(weight, module.qk_nope_head_dim, module.v_head_dim)
 
 
-def _dtype(module: Any, hidden: torch.Tensor) -> torch.dtype:
-    """The dtype of products and attention."""
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return module.kv_a_proj_with_mqa.weight.dtype
+def product_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The dtype of products and attention in a layer with this weight: autocast's, or the weight's."""
+    device_type = weight.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
 
-def _requires_gradient(indexer: Any) -> bool:
+def requires_gradient(indexer: Any) -> bool:
     return any(parameter.requires_grad for parameter in indexer.parameters())
 
 
-def _check_parts(module: Any) -> None:
-    others = [name for name, _ in module.named_children() if name not in _PARTS]
-    others += [name for name, _ in module.named_parameters(recurse=False)]
-    if others:
-        raise ValueError(f"module must have the parts of DeepSeek-V3's attention only, got {', '.join(others)}")
+def check_names(module: Any, parts: Collection[str]) -> None:
+    """Raise ValueError if a module has submodules or parameters other than ``parts``."""
+    names = [name for name, _ in module.named_children()] + [name for name, _ in module.named_parameters(recurse=False)]
+    if others := [name for name in names if name not in parts]:
+        raise ValueError(f"module must have no parts but those that train, got {', '.join(others)}")
+
+
+def check_fields(config: Any, trained: Collection[str]) -> None:
+    """Raise ValueError if a config's field that is not among ``trained`` has another value than its default."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in trained and value != field.default:
+            raise ValueError(f"{field.name} must be {field.default!r} in a layer that trains, got {value!r}")
 
 
 def check_config(config: MLAConfig | IndexerConfig) -> None:
     """Raise ValueError for a config with a field that has no gradient here, unless it has its default value."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in _FIELDS[type(config)] and value != field.default:
-            raise ValueError(f"{field.name} must be {field.default!r} in a layer that trains, got {value!r}")
-    if isinstance(config, MLAConfig) and config.rope.layout not in (models.INTERLEAVED, models.HALF):
-        raise ValueError(f"rope.layout must be interleaved or half in a layer that trains, got {config.rope.layout!r}")
+    check_fields(config, _FIELDS[type(config)])

@@ -98,7 +98,7 @@ def linear_weight(layer: Any, name: str, dtype: torch.dtype, *, of_subclass: boo
         raise TypeError(_refusal(layer, name, type(module).__name__))
     if has_custom_forward(module):
         raise TypeError(_refusal(layer, name, "one with another forward"))
-    if module.bias is not None or not (quantised or weight.dtype in checks.FLOAT_DTYPES):
+    if module.bias is not None or not (quantised or weight.dtype in (*checks.FLOAT_DTYPES, torch.float64)):
         raise TypeError(_refusal(layer, name, f"a bias, or a weight of {weight.dtype}"))
     return dequantised_weight(module, dtype) if quantised else weight
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,10 +16,11 @@ from typing import Any
 
 import torch
 
-from flashlatte.doctor import DTYPES, read_fields
+from flashlatte.doctor.calls import DTYPES
+from flashlatte.doctor.models import layer_kinds, read_fields
 from flashlatte.kv_cache import FORMAT_NAMES
 from flashlatte.kv_cache.registry import DEEPSEEK_V4_FORMAT
-from flashlatte.layers import MLAConfig, V4Config
+from flashlatte.layers import V4Config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.warmup import warmup_steps as warmup_steps_v4
 from flashlatte.layers.warmup import warmup_steps
@@ -100,12 +102,15 @@ def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[pre
 
 
 def _mla_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
-    """``warmup_steps`` of a rank, to be called with the other options."""
-    config = MLAConfig.from_transformers(fields)
-    _check_ranks("heads", config.num_attention_heads, ranks)
+    """``warmup_steps`` of a rank, to be called with the other options: those of each kind of layer in turn."""
+    configs = [kind.config for kind in layer_kinds(fields)]
+    for config in configs:
+        _check_ranks("heads", config.num_attention_heads, ranks)
     # The hidden size does not change attention's kernels.
-    config = replace(config, hidden_size=min(config.hidden_size, 1024))
-    return functools.partial(warmup_steps, config, heads=config.num_attention_heads // ranks)
+    configs = [replace(config, hidden_size=min(config.hidden_size, 1024)) for config in configs]
+    return lambda **options: itertools.chain.from_iterable(
+        warmup_steps(config, heads=config.num_attention_heads // ranks, **options) for config in configs
+    )
 
 
 def _v4_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:

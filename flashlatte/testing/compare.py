@@ -62,6 +62,26 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolera
         raise AssertionError(f"{name}: cosine difference {cosine:.3g}, accepted is {tolerance.cos:.3g}")
 
 
+def deviation(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> tuple[float, float]:
+    """The error of the element that comes closest to its tolerance or exceeds it most, and its accepted error.
+
+    Infinities and NaN at the same positions do not count; the error is inf or NaN where only one of the two has one.
+
+    Raises:
+        AssertionError: the shapes differ.
+    """
+    actual, expected = _comparable(actual, expected, "result")
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, (actual - expected).abs())
+    allowed = (tolerance.rel * (expected.abs() + 1e-6)).clamp_min(tolerance.abs)
+    if not difference.numel():
+        return 0.0, tolerance.abs
+    share = (difference / allowed.clamp_min(torch.finfo(torch.float64).tiny)).nan_to_num(nan=torch.inf)
+    share = torch.where(same, 0.0, share)
+    at = torch.unravel_index(share.argmax(), share.shape)
+    return difference[at].item(), allowed[at].nan_to_num(nan=tolerance.abs, posinf=tolerance.abs).item()
+
+
 def assert_accurate(actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, name: str = "result") -> None:
     """Check each element's error: at most twice the baseline's largest error plus one bf16 ulp of the element.
 

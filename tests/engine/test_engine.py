@@ -27,7 +27,14 @@ FAMILIES = (
     "Dots3Note",
     "Mistral4",
     "SarvamMLA",
+    "KimiLinear",
+    "BailingHybrid",
+    "Glm5Next",
+    "HYV4VL",
+    "LongcatFlash",
+    "MiniCPM3",
 )
+QUICK = ("DeepseekV3", "Glm4MoeLite", "GlmMoeDsa", "AXK2", "HYV4", "Dots3Note", *FAMILIES[-4:])
 LENGTHS = (3, 17, 40, 1, 26)
 
 
@@ -46,9 +53,7 @@ def check(engine: Engine, family: str = "DeepseekV3", new: int = 9) -> list[Any]
     return outputs
 
 
-@pytest.mark.parametrize(
-    "family", mostly_full(FAMILIES, "DeepseekV3", "Glm4MoeLite", "GlmMoeDsa", "AXK2", "HYV4", "Dots3Note")
-)
+@pytest.mark.parametrize("family", mostly_full(FAMILIES, *QUICK))
 def test_mixed_lengths(family):
     check(engine(family), family)
 
@@ -69,6 +74,10 @@ def test_every_chunk_size(max_num_batched_tokens):
         ("GlmMoeDsa", 12),
         ("HYV4", 0),
         ("Dots3Note", 12),
+        ("Glm5Next", 0),
+        pytest.param("Glm5Next", 12, marks=pytest.mark.full),
+        ("HYV4VL", 12),
+        ("LongcatFlash", 0),
         pytest.param("AXK2", 0, marks=pytest.mark.full),
     ],
 )
@@ -86,6 +95,7 @@ def test_a_pool_so_small_that_requests_give_way(family, swap_space):
         pytest.param("DeepseekV3", 1, marks=pytest.mark.full),
         ("DeepseekV32", 3),
         pytest.param("Dots3Note", 3, marks=pytest.mark.full),
+        pytest.param("LongcatFlash", 3, marks=pytest.mark.full),
     ],
 )
 def test_drafts_change_no_token(family, num_speculative_tokens):
@@ -99,7 +109,7 @@ def test_drafts_change_no_token(family, num_speculative_tokens):
     check(speculating, family)
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa", "HYV4", "AXK2", "Dots3Note"])
+@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa", "HYV4", "AXK2", "Dots3Note", "Glm5Next", "LongcatFlash"])
 def test_a_prefix_is_computed_once(family):
     shared = prompt(40)
     served = engine(family)
@@ -343,11 +353,11 @@ def test_a_prompt_may_be_a_tensor():
 
 
 def test_a_model_with_other_layers_is_refused_by_name():
-    other: Any = type("Other", (), {"config": type("Config", (), {"model_type": "minicpm3"})})
-    with pytest.raises(ValueError, match=r"deepseek_v3.*got 'minicpm3'"):
+    other: Any = type("Other", (), {"config": type("Config", (), {"model_type": "llama"})})
+    with pytest.raises(ValueError, match=r"deepseek_v3.*got 'llama'$"):
         Engine(other)
-    other.config.model_type = "hy_v4_vl"
-    with pytest.raises(ValueError, match=r"got 'hy_v4_vl': it is a vision model, and the engine takes tokens$"):
+    other.config.model_type = "dots3_note"
+    with pytest.raises(ValueError, match=r"got 'dots3_note': it has vision and audio, and the engine takes tokens$"):
         Engine(other)
     with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
         Engine(None)
@@ -409,16 +419,24 @@ def test_a_checkpoint_of_kimi_k2(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("model.norm", "the last norm of the model"), ("model", "the decoder"), ("", "the model")]
+    ("family", "name", "told"),
+    [
+        ("DeepseekV3", "model.norm", "the last norm of the model"),
+        ("DeepseekV3", "model", "the decoder"),
+        ("DeepseekV3", "", "the model"),
+        ("HYV4VL", "model.language_model", "the decoder"),
+        ("HYV4VL", "model", "the model"),
+        ("HYV4VL", "", "the model"),
+    ],
 )
-def test_hooks_around_the_layers_are_refused(name, told):
-    hooked = copy.deepcopy(model())
+def test_hooks_around_the_layers_are_refused(family, name, told):
+    hooked = copy.deepcopy(model(family))
     hooked.get_submodule(name).register_forward_hook(lambda *called: called[2])
     with pytest.raises(TypeError, match=f"^{told} must have no hooks"):
         Engine(hooked, num_pages=24, page_size=16)
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4", "Glm5Next", "HYV4VL"])
 def test_a_model_that_is_enabled_is_served(family):
     """The hooks of ``enable`` are none of the engine's."""
     enabled = enable(copy.deepcopy(model(family)))
@@ -437,3 +455,21 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on():
         served.abort("a")
     with pytest.raises(TypeError, match="request_id must be of type str, got list"):
         served.abort(["a"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["Glm5Next", "HYV4VL", "KimiLinear", "BailingHybrid", "LongcatFlash", "MiniCPM3"])
+def test_a_checkpoint_with_other_layers_or_another_model_around(family, tmp_path):
+    model(family).save_pretrained(tmp_path)
+    (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
+
+
+def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
+    with pytest.raises(
+        ValueError, match=r"^cache_format must be bf16, fp16 or fp32 for rows of 32 \+ 0 and an indexer"
+    ):
+        engine("Glm5Next", cache_format="fp8")
+    dense = model("Glm5Next", layer_types=("indexed_attention",) * 4)
+    with pytest.raises(ValueError, match=r"batch_invariant must be False for a glm5_next_text: PyTorch .* indexer$"):
+        Model(dense, batch_invariant=True)
+    assert not Model(dense).has_graphs

@@ -27,6 +27,7 @@ from flashlatte.engine import (
     request,
     runner,
     scheduler,
+    states,
 )
 from flashlatte.engine.batch import StepBatch
 from flashlatte.engine.paged import PagedModel
@@ -35,13 +36,14 @@ VOCABULARY = 11
 # Some begin alike, some repeat themselves.
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [8, 9] * 4, [3]]
 NEW = 5
-PLANNING = (engine, live_requests, scheduler, pages)
+PLANNING = (engine, live_requests, scheduler, pages, states)
 ALL = (*PLANNING, batch, outputs, prompt_lookup, request, runner)
 OPTIONS = [
     {"num_pages": 7, "swap_space": 4},
     {"num_pages": 7, "num_speculative_tokens": 2},
     {"num_pages": 7, "swap_space": 2, "max_num_batched_tokens": 3, "num_speculative_tokens": 1},
     {"num_pages": 40, "enable_prefix_caching": False, "max_num_seqs": 2},
+    {"num_pages": 7, "swap_space": 4, "has_states": True},
 ]
 
 
@@ -58,11 +60,15 @@ class Hashes(PagedModel):
     vocabulary, max_position, dtype, device = VOCABULARY, 64, torch.float32, torch.device("cpu")
     config, name, eos_token_ids = None, "hashes", ()
 
-    def __init__(self) -> None:
-        self.ranks, self.fails_at, self.calls = SingleProcess(), -1, 0
+    def __init__(self, has_states: bool = False) -> None:
+        self.ranks, self.fails_at, self.calls, self.has_states = SingleProcess(), -1, 0, has_states
 
     def allocate(self, cache_format: str, num_pages: int, page_size: int, *, on_host: bool = False) -> Any:
         return [torch.zeros(num_pages, page_size, dtype=torch.bfloat16)]
+
+    def allocate_states(self, num_slots: int, *, on_host: bool = False) -> Any:
+        """Of each slot, one more than each token before."""
+        return [torch.zeros(num_slots, self.max_position)] if self.has_states else []
 
     def planner(self, cache_format: str, limits: Any) -> Any:
         return lambda batch, pad_to: Plan(batch)
@@ -71,14 +77,34 @@ class Hashes(PagedModel):
         self.calls += 1
         if self.calls == self.fails_at:
             raise RuntimeError("out of memory")
-        (cache,), new = caches, iter(tokens.tolist())
+        cache, new = caches[0], iter(tokens.tolist())
         chosen = []
-        for count, length, table in zip(metadata.counts, metadata.lengths, metadata.pages, strict=True):
+        if self.has_states:
+            self.update_states(caches[1], tokens.tolist(), metadata)
+        for count, length, table, slot in zip(
+            metadata.counts, metadata.lengths, metadata.pages, metadata.state_slots, strict=True
+        ):
             for place in range(length - count, length):
                 cache[table[place // cache.shape[1]], place % cache.shape[1]] = next(new)
             context = cache[table].flatten().int().tolist()
+            if self.has_states:
+                assert (caches[1][slot, :length] - 1).int().tolist() == context[:length]
             chosen += [next_token(context[: place + 1]) for place in range(length - count, length)]
         return torch.nn.functional.one_hot(torch.tensor(chosen)[rows], VOCABULARY).float()
+
+    def update_states(self, states: torch.Tensor, tokens: list[int], metadata: Any) -> None:
+        """Check that a request's states follow as many tokens as it has computed, and add the new ones."""
+        row = 0
+        for count, length, slot, snapshots in zip(
+            metadata.counts, metadata.lengths, metadata.state_slots, metadata.snapshots, strict=True
+        ):
+            state = states[slot].clone()
+            assert int((state > 0).sum()) == length - count, "the states must follow the tokens before"
+            for index in range(count):
+                state[length - count + index] = 1 + tokens[row + index]
+                for target in (where for taken, where in snapshots if taken == index + 1):
+                    states[target] = state
+            states[slot], row = state, row + count
 
 
 class Plan:
@@ -86,7 +112,7 @@ class Plan:
 
     def __init__(self, batch: StepBatch) -> None:
         self.counts, self.lengths, self.pages = batch.counts, batch.lengths, batch.pages
-        self.num_tokens = len(batch.tokens)
+        self.num_tokens, self.state_slots, self.snapshots = len(batch.tokens), batch.state_slots, batch.snapshots
 
 
 def expected(prompt: list[int]) -> list[int]:
@@ -98,7 +124,7 @@ def expected(prompt: list[int]) -> list[int]:
 
 def made(**options: Any) -> Engine:
     settings: dict[str, Any] = {"cache_format": "bf16", "page_size": 2, "max_num_batched_tokens": 8, "max_num_seqs": 3}
-    return Engine(Hashes(), **settings | options)
+    return Engine(Hashes(options.pop("has_states", False)), **settings | options)
 
 
 def serve(served: Engine) -> None:
@@ -140,6 +166,13 @@ def check_consistent(served: Engine) -> None:
         assert pool.in_use == len(references)
         assert sorted([*pool._free, *pool._evictable]) == sorted(set(range(pool.num_pages)) - set(references))
         assert all(pool._pages[page].key == key for key, page in pool._registered.items())
+    if isinstance(slots := plans.states, states.StateSlots):
+        used = [one.states.slot for one in requests if one.states.slot]
+        taken = [slot for one in requests for slot in one.states.taken.values()]
+        assert sorted([*used, *slots._free]) == [*slots._of_requests]
+        assert sorted([*taken, *slots._snapshots.values(), *slots._free_snapshots]) == [*slots._of_snapshots]
+        hosted = [one.states.host_slot for one in requests if one.states.host_slot >= 0]
+        assert sorted([*hosted, *slots._free_host]) == [*slots._of_host]
 
 
 class Interrupts:
@@ -189,6 +222,7 @@ def check_interrupted(modules: tuple[Any, ...], options: dict[str, Any], at: int
         again = served.generate(PROMPTS, greedy(NEW))
         assert [output.outputs[0].token_ids for output in again] == [expected(prompt) for prompt in PROMPTS]
         assert served.unfinished == served.pool.in_use == served.scheduler.host_pool.in_use == 0
+        check_consistent(served)
     except Exception as failure:
         raise AssertionError(f"interrupted at {interrupts.reached[-1]}, number {at} of its lines") from failure
 
@@ -216,7 +250,7 @@ def handles_signals(line: tuple[str, int]) -> bool:
 
 def test_each_line_once():
     seen: set[tuple[str, int]] = set()
-    for options, use in ((OPTIONS[0], serve), (OPTIONS[0], fail), (OPTIONS[1], serve)):
+    for options, use in ((OPTIONS[0], serve), (OPTIONS[0], fail), (OPTIONS[1], serve), (OPTIONS[4], serve)):
         for number, line in enumerate(lines(PLANNING, options, use)):
             if line not in seen and handles_signals(line):
                 check_interrupted(PLANNING, options, number, use)

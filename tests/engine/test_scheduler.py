@@ -11,6 +11,7 @@ from support.engine_machine import Machine, next_token, run_long
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
 from flashlatte.engine.scheduler import Scheduler
+from flashlatte.engine.states import NoStates, StateSlots
 
 
 def generated_alone(prompt, max_new_tokens):
@@ -167,6 +168,62 @@ def test_apart_whole_chunks_of_a_prompt_are_shared_and_nothing_else():
     assert seen == [(0, 4), (4, 8), (8, 8), (4, 8)]
 
 
+def serve_one(machine, name, prompt, new=1):
+    """Run a request alone; returns the number of tokens that the prefix cache had."""
+    request = Request(name, prompt, new)
+    machine.add(request)
+    machine.finish()
+    assert generated(request) == generated_alone(prompt, new)
+    machine.check_pages()
+    assert machine.pool.in_use == machine.scheduler.states.in_use == 0
+    return request.num_cached_tokens
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 5])
+def test_a_prefix_is_shared_up_to_a_snapshot(max_num_batched_tokens):
+    """Pages of 4: after 16 tokens of 19 there is a snapshot; after 12 of them there is none before two requests part
+    there."""
+    machine = Machine(40, 4, 0, num_snapshots=8, max_num_batched_tokens=max_num_batched_tokens)
+    prompt = [1, 2] * 9 + [3]
+    assert serve_one(machine, "first", prompt) == 0
+    assert serve_one(machine, "same", prompt) == 16
+    assert serve_one(machine, "longer", [*prompt, *[5] * 9]) == 16
+    parts = [[*prompt[:14], token, *[token] * 9] for token in (6, 7, 8)]
+    assert [serve_one(machine, f"parts{one[14]}", one) for one in parts] == [0, 12, 12]
+    assert serve_one(machine, "longest", [*prompt, *[5] * 12]) == 28
+
+
+def test_generated_tokens_keep_their_last_snapshot():
+    machine = Machine(40, 4, 0, num_snapshots=8)
+    prompt = [1, 2, 3, 4, 5]
+    serve_one(machine, "first", prompt, new=12)
+    assert len(machine.scheduler.states._snapshots) == 2
+    answered = [*prompt, *generated_alone(prompt, 12)]
+    assert serve_one(machine, "continued", [*answered, 9]) == 16
+    assert serve_one(machine, "again", [*prompt, 9]) == 4
+
+
+def test_the_snapshot_that_was_not_used_for_longest_is_evicted():
+    machine = Machine(40, 4, 0, num_snapshots=2)
+    one, two, three = ([token] * 6 for token in (1, 2, 3))
+    cached = [serve_one(machine, f"r{n}", prompt) for n, prompt in enumerate((one, two, one, three, one, two))]
+    assert cached == [0, 0, 4, 0, 4, 0]
+
+
+def test_without_a_slot_on_the_host_a_request_is_recomputed():
+    machine = Machine(6, 4, 8, max_num_seqs=4, num_snapshots=0, enable_prefix_caching=False)
+    slots = machine.scheduler.states
+    assert isinstance(slots, StateSlots)
+    slots._free_host = []
+    for number in range(4):
+        machine.add(Request(f"r{number}", [number] * 7, 12))
+    for _ in range(20):
+        machine.run_step()
+        machine.update()
+    assert machine.scheduler.statistics.recomputed > 0
+    assert machine.scheduler.statistics.swapped == 0
+
+
 def test_errors_name_the_argument():
     scheduler = Scheduler(PagePool(2, 4))
     scheduler.add(Request("a", [1], 1))
@@ -190,9 +247,12 @@ class Serving(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         prefix_overlap=st.sampled_from([0, 1, 5]),
         batch_invariant=st.booleans(),
+        num_snapshots=st.sampled_from([None, 0, 1, 3, 20]),
     )
-    def start(self, pages, page_size, swap_space, prefix_overlap, batch_invariant, **limits):
+    def start(self, pages, page_size, swap_space, prefix_overlap, batch_invariant, num_snapshots, **limits):
         limits |= {"batch_invariant": batch_invariant, "prefix_overlap": 0 if batch_invariant else prefix_overlap}
+        if num_snapshots is not None:
+            limits |= {"num_snapshots": num_snapshots, "batch_invariant": False, "prefix_overlap": 0}
         self.machine = Machine(pages, page_size, swap_space, **limits)
         self.requests = {}
         self.count = 0
@@ -218,7 +278,9 @@ class Serving(RuleBasedStateMachine):
 
     @rule(guesses=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def draft(self, guesses):
-        if not self.machine.in_flight and not self.machine.scheduler.batch_invariant:
+        scheduler = self.machine.scheduler
+        rolls_back = type(scheduler.states) is NoStates and not scheduler.batch_invariant
+        if not self.machine.in_flight and rolls_back:
             for request in self.requests.values():
                 request.draft_tokens = list(guesses)
 
@@ -249,6 +311,7 @@ class Serving(RuleBasedStateMachine):
         while self.machine.in_flight:
             self.machine.update()
         self.machine.finish()
+        self.machine.check_pages()
         assert self.machine.pool.in_use == 0
         for request in self.requests.values():
             assert generated(request) == generated_alone(request.prompt, request.max_tokens)

@@ -1,5 +1,6 @@
 """``flashlatte doctor`` for SGLang, with fake sources of empty functions."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from flashlatte.integrations.sglang import diagnostics, hooks
-from flashlatte.layers import MLAConfig
+from flashlatte.layers import IndexerConfig, MLAConfig
 
 V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 
@@ -46,6 +47,8 @@ def test_what_is_said_where_all_is_there(installed):
         "chooses FlashAttention on Hopper",
     ]
     assert "SGLang runs caches of V4.1" in diagnostics.report(diagnostics.diagnose(v4=True))[1]
+    sinks = dataclasses.replace(V3, indexer=IndexerConfig(), attn_sink=True)
+    assert "attention sinks with its DSA backend flashmla_sparse" in diagnostics.report(diagnostics.diagnose(sinks))[1]
 
 
 def test_what_an_sglang_lacks_is_named(installed):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES
+from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES, SUPPORTED, _stock
 
 from flashlatte.integrations.transformers import disable, enable
 from flashlatte.integrations.transformers.calls import CACHE
@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", INDEXED),
     "glm5": ("GlmMoeDsa", GLM5),
 }
+REFUSED = ["glm5-next", "large4"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -29,7 +30,17 @@ def name(request) -> str:
     return request.param
 
 
+@pytest.fixture(params=[*FAMILIES, "v4"])
+def any_name(request) -> str:
+    return request.param
+
+
 def make(name: str, **options: Any) -> Any:
+    if name == "v4":
+        pytest.importorskip("transformers.models.deepseek_v4")
+        from support.transformers_v4 import model_of
+
+        return model_of(**options).requires_grad_(True).train()
     family, of_family = FAMILIES[name]
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
@@ -60,7 +71,8 @@ def checkpointing(model: Any, use_reentrant: bool) -> None:
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
     error = ((result - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-    assert error < 1e-4, f"{what} differs by {error:.2e} of its largest element"
+    # Gradients of the weights of residual streams are small differences of large sums.
+    assert error < (1e-3 if "hc_head" in what else 1e-4), f"{what} differs by {error:.2e} of its largest element"
 
 
 @pytest.fixture
@@ -101,6 +113,38 @@ def test_gradients_are_stock_attention_s(name, prompts, attended, side):
     assert all(found[key].abs().sum() > 0 for key in of_indexers)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in REFUSED])
+def test_gradients_of_every_family(name, side, attended):
+    """With padding whose embedding is not 0; the token after padding on the left is predicted from padding."""
+    stock = copy.deepcopy(_stock(name)).requires_grad_(True).train()
+    model = enable(copy.deepcopy(stock))
+    ids = torch.randint(1, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, slice(0, 5) if side == "left" else slice(-5, None)] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected, outputs = step(stock, inputs, use_cache=False), step(model, inputs, use_cache=False)
+    assert attended
+    assert any(attended) == (outputs.get("indexer_loss") is not None)
+    assert_close(outputs.loss - outputs.get("indexer_loss", 0), expected.loss, "loss")
+    found, wanted = gradients(model), gradients(stock)
+    assert {key for key in found if ".indexer." not in key} == wanted.keys()
+    for key, gradient in wanted.items():
+        assert_close(found[key], gradient, key)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_do_not_train_are_refused(name, prompts, attended):
+    inputs = prompts((0, 0), length=LENGTH)
+    model = enable(copy.deepcopy(_stock(name)).requires_grad_(True).train())
+    with pytest.raises(ValueError, match=r"compute this training step: its (indexer selects pools|layers share)"):
+        step(model, inputs)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." not in key)
+    step(model, inputs)
+    assert not attended
+
+
 def test_short_sequences_attend_to_every_token(prompts, attended):
     inputs = prompts((0, 3), length=6)
     stock = make("v32")
@@ -114,36 +158,72 @@ def test_short_sequences_attend_to_every_token(prompts, attended):
         assert_close(found[key], gradient, key)
 
 
-def test_checkpointing_changes_nothing(name, prompts):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing(any_name, prompts, use_reentrant):
+    """A reentrant checkpoint records no graph in its first pass; indexers learn in spite of it."""
     inputs = prompts((0, 4), length=LENGTH)
-    model = enable(make(name))
+    model = enable(make(any_name))
     outputs = step(model, inputs)
     wanted = gradients(model)
     model.zero_grad()
-    checkpointing(model, use_reentrant=False)
+    checkpointing(model, use_reentrant)
     again = step(model, inputs)
     assert again.loss.equal(outputs.loss)
-    assert all(gradient.equal(wanted[key]) for key, gradient in gradients(model).items())
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    assert all(gradient.equal(wanted[key]) for key, gradient in found.items())
 
 
-def test_reentrant_checkpointing_is_refused_where_an_indexer_learns(prompts):
+@pytest.mark.parametrize("name", ["v32", "v4"])
+def test_indexers_alone_learn(name, prompts):
+    """As in the warm-up."""
     inputs = prompts((0, 4), length=LENGTH)
-    model = enable(make("v32"))
-    model.enable_input_require_grads()
-    checkpointing(model, use_reentrant=True)
-    with pytest.raises(ValueError, match=r"^gradient checkpointing must not be reentrant"):
+    model = enable(make(name))
+    step(model, inputs)
+    wanted = {key: gradient for key, gradient in gradients(model).items() if ".indexer." in key}
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." in key)
+    for use_reentrant in (None, False, True):
+        model.zero_grad()
+        if use_reentrant is not None:
+            # transformers then makes embeddings require a gradient too.
+            model.disable_input_require_grads()
+            checkpointing(model, use_reentrant)
+        step(model, inputs)
+        found = gradients(model)
+        assert found.keys() == wanted.keys()
+        assert all(gradient.equal(wanted[key]) for key, gradient in found.items())
+    model.disable_input_require_grads()
+    with pytest.raises(ValueError, match=r"^a reentrant checkpoint around an indexer that learns must have"):
         step(model, inputs)
 
 
-def test_autocast(name, prompts):
+def test_gradients_of_each_loss(prompts):
+    """The indexers' gradients are those of their loss, with any factor, and absent without it."""
     inputs = prompts((0, 4), length=LENGTH)
-    stock = make(name)
+    model = enable(make("v32"))
+    outputs = model(**inputs)
+    outputs.indexer_loss.backward(retain_graph=True)
+    once = gradients(model)
+    assert all(".indexer." in key for key in once)
+    model.zero_grad()
+    (3 * outputs.indexer_loss + outputs.logits.sum()).backward(retain_graph=True)
+    for key, gradient in once.items():
+        assert_close(gradients(model)[key], 3 * gradient, key)
+    model.zero_grad()
+    outputs.logits.sum().backward()
+    assert all(gradients(model)[key].abs().sum() == 0 for key in once)
+
+
+def test_autocast(any_name, prompts):
+    inputs = prompts((0, 4), length=LENGTH)
+    stock = make(any_name)
     model = enable(copy.deepcopy(stock))
     with torch.autocast("cpu", torch.bfloat16):
         expected, outputs = stock(**inputs), model(**inputs, labels=inputs["input_ids"])
     outputs.loss.backward()
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
-    if name == "v3":
+    if any_name == "v3":
         # The indexers' selections differ where scores are close.
         shown = inputs["attention_mask"].bool()
         error = (outputs.logits.float() - expected.logits.float())[shown].abs().max() / expected.logits.abs().max()
@@ -164,14 +244,99 @@ def test_a_decoder_alone_returns_the_loss(prompts):
     assert {key.split(".")[3] for key in gradients(decoder)} == {"indexer"}
 
 
-@pytest.mark.parametrize("option", ["position_ids", "output_attentions", CACHE, "mask", "dropout", "implementation"])
+# Some sequences are shorter than the indexers select.
+LENGTHS = (20, 1, 4, 9)
+
+
+def packed_inputs(by: str) -> dict[str, torch.Tensor]:
+    """Sequences in one row, which ``by`` separates: "position_ids", "cu_seq_lens" or "both"."""
+    tokens = torch.randint(SIZES["vocab_size"], (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(4))
+    inputs = {"input_ids": tokens}
+    boundaries = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    if by != "cu_seq_lens":
+        inputs["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    if by != "position_ids":
+        inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries.clone()}
+    return inputs
+
+
+def weighted_logits(outputs: Any, first: int = 0) -> torch.Tensor:
+    weights = torch.randn(sum(LENGTHS), SIZES["vocab_size"], generator=torch.Generator().manual_seed(5))
+    logits = outputs.logits[0]
+    return (logits * weights[first : first + logits.shape[0]]).sum()
+
+
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens", "both"])
+def test_packed_sequences_are_those_alone(name, attended, by):
+    model, tokens = enable(make(name)), packed_inputs(by)["input_ids"]
+    alone, first = torch.zeros(()), 0
+    for length in LENGTHS:
+        outputs = model(input_ids=tokens[:, first : first + length])
+        # The mean over the rows of each sequence.
+        alone = alone + weighted_logits(outputs, first) + outputs.get("indexer_loss", 0.0) * length / sum(LENGTHS)
+        first += length
+    alone.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    attended.clear()
+    outputs = model(**packed_inputs(by))
+    assert attended == [name != "v3"] * len(model.model.layers)
+    total = weighted_logits(outputs) + outputs.get("indexer_loss", 0.0)
+    assert_close(total, alone)
+    total.backward()
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert_close(found[key], gradient, key)
+
+
+def test_packed_sequences_are_stock_attention_s(name, attended):
+    """Of the model, whose indexers have no loss in stock attention. Two rows: of other sequences, and of the same."""
+    stock, inputs = make(name), packed_inputs("position_ids")
+    model = enable(copy.deepcopy(stock))
+    tokens = inputs["input_ids"].repeat(2, 1)
+    positions = inputs["position_ids"]
+    others = torch.cat([torch.arange(length) for length in reversed(LENGTHS)])[None]
+    for given in (torch.cat((positions, others)), positions):
+        # With a cache, stock attention ignores where sequences end.
+        expected = stock(input_ids=tokens, position_ids=given, use_cache=False)
+        outputs = model(input_ids=tokens, position_ids=given)
+        assert len(attended) == len(model.model.layers)
+        assert_close(outputs.logits, expected.logits, "logits")
+        for one, result in ((stock, expected), (model, outputs)):
+            one.zero_grad()
+            weighted_logits(result).backward()
+        found = gradients(model)
+        for key, gradient in gradients(stock).items():
+            assert_close(found[key], gradient, key)
+        attended.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 20, 35])}, "its cu_seq_lens_q do not lead from 0 to its 34 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 20, 10, 34])}, "its cu_seq_lens_q do not lead from 0 to its 34 tokens"),
+        ({"cu_seq_lens_k": torch.tensor([0, 12, 34])}, "its cu_seq_lens_k differ from its cu_seq_lens_q"),
+        ({"cu_seq_lens_q": None}, "it has cu_seq_lens_k without cu_seq_lens_q"),
+        ({"attention_mask": torch.ones(1, 34).long()}, "it has cu_seq_lens_q and an attention_mask"),
+        ({"cu_seq_lens_q": torch.zeros(2)}, r"its cu_seq_lens_q are not int32 or int64 \[n \+ 1\]"),
+    ],
+)
+def test_boundaries_that_are_not_those_of_the_tokens(change, reason):
+    inputs = packed_inputs("cu_seq_lens")
+    if "cu_seq_lens_q" in change and change["cu_seq_lens_q"] is not None:
+        del inputs["cu_seq_lens_k"]
+    with pytest.raises(ValueError, match=f": {reason}. Freeze the indexer"):
+        enable(make("v32"))(**inputs | change)
+
+
+@pytest.mark.parametrize("option", ["output_attentions", CACHE, "mask", "dropout", "implementation"])
 def test_other_steps_are_stock_attention_s_or_refused(prompts, attended, option):
     """They are refused where the indexer would not learn."""
     inputs = prompts((0, 0), length=12)
     options: dict[str, Any] = {}
-    if option == "position_ids":
-        options[option] = torch.arange(12)[None]
-    elif option == "output_attentions":
+    if option == "output_attentions":
         options[option] = True
     elif option == "mask":
         inputs["attention_mask"][0, 4:6] = 0

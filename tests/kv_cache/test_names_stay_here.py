@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2] / "flashlatte"
 NAMES = {name for name, layout in (FORMATS | INDEX_FORMATS).items() if not layout.plain}
 NAMES |= set(TURBOQUANT_NAMES)
 # Rooms that users name formats to, or that name some to users: as options, cases of a benchmark or of a test.
-USERS = ("bench", "cli.py", "demo", "doctor.py", "integrations", "testing")
+USERS = ("bench", "cli.py", "demo", "doctor", "integrations", "testing")
 FILES = [
     path
     for path in sorted(ROOT.rglob("*.py"))

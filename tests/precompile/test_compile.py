@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from flashlatte import cli
+from flashlatte.precompile import command
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -99,6 +100,38 @@ def test_kernels_of_an_indexer_are_those_of_short_and_of_long_prefills(compile_a
     counts = Counter(compile_ahead(*options, config=CONFIG | indexer)["kernels"])
     # By tokens, by groups of them, and by tokens again where a group's numbers are not finite.
     assert (counts["sparse_prefill_kernel"], counts["union_kernel"]) == (3, 1)
+
+
+DOTS3 = CONFIG | {
+    "model_type": "dots3_note",
+    "num_hidden_layers": 3,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 64,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 512,
+    "per_layer_config": {"1": {"num_attention_heads": 32}},
+}
+
+
+def test_every_kind_of_layer_runs_its_steps(monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "warmup_steps", lambda config, **options: seen.append((config, options)) or iter("s"))
+    steps = command._mla_steps(DOTS3, 4)
+    assert list(steps(cache_format="bf16")) == ["s", "s"]
+    assert [(config.window, config.num_attention_heads, options["heads"]) for config, options in seen] == [
+        (None, 16, 4),
+        (512, 32, 8),
+    ]
+
+
+@pytest.mark.full
+def test_kernels_of_layers_that_differ(compile_ahead):
+    options = ("--target", "sm_90", "--max-batch", "1", "--list")
+    counts = Counter(compile_ahead(*options, config=DOTS3)["kernels"])
+    # 16 heads with an indexer and 32 with a window.
+    assert counts["sparse_decode_kernel"] >= 2
+    assert counts["topk_kernel"] >= 1
 
 
 @pytest.mark.full

@@ -303,6 +303,7 @@ def indexer_loss(
         index_scale=index_dim**-0.5,
         use_relu=use_relu,
         deterministic=deterministic,
+        group=None,
         with_gradient=with_gradient,
     )
     results = IndexerLossResults(

@@ -10,10 +10,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
 
 from flashlatte.engine.pages import PagePool
-from flashlatte.engine.request import Request, ScheduledRequest, Step
+from flashlatte.engine.request import ZERO_STATES, Request, ScheduledRequest, Step
 from flashlatte.engine.scheduler import Scheduler
+from flashlatte.engine.states import NoStates, StateSlots
 
 EMPTY = None
+NO_TOKENS = "", []
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -31,6 +33,9 @@ class Machine:
         self.scheduler = Scheduler(self.pool, host_pool=self.host, **limits)
         self.device_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(pages)]
         self.host_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(swap_space)]
+        # The tokens, with their salt, that a slot's states follow.
+        self.states: list[Any] = [NO_TOKENS, *[EMPTY] * 100]
+        self.host_states: list[Any] = [EMPTY] * 100
         self.in_flight: list[tuple[Step, dict[str, list[int]]]] = []
         self.known: dict[str, list[int]] = {}
         self.ended: dict[str, Request] = {}
@@ -55,6 +60,14 @@ class Machine:
             self.host_memory[target] = list(self.device_memory[source])
         for source, target in step.swap_in:
             self.device_memory[target] = list(self.host_memory[source])
+        for source, target in step.state_swap_out:
+            self.host_states[target] = self.states[source]
+        for source, target in step.state_swap_in:
+            self.states[target] = self.host_states[source]
+        copied = [(target, self.states[source]) for source, target in step.state_copies]
+        for target, state in copied:
+            assert target != ZERO_STATES
+            self.states[target] = state
         written: set[tuple[int, int]] = set()
         self.in_flight.append((step, {}))
         for one in step.scheduled:
@@ -82,6 +95,7 @@ class Machine:
             assert self.pool.references(place[0]) == 1
             written.add(place)
             self.device_memory[place[0]][place[1]] = (request.cache_salt, inputs[: position + 1])
+        self._compute_states(one, inputs, written)
         if not one.samples:
             return
         new = [next_token(tokens[:length])]
@@ -91,6 +105,19 @@ class Machine:
             new.append(next_token([*tokens[:length], *new]))
         self.known[request.id] = [*tokens[:length], *new]
         self.in_flight[-1][1][request.id] = new
+
+    def _compute_states(self, one: ScheduledRequest, inputs: list[int], written: set[tuple[int, int]]) -> None:
+        """The request's states must follow all tokens before; those after the new ones replace them."""
+        if type(self.scheduler.states) is NoStates:
+            assert not one.snapshots
+            return
+        salt, slot = one.request.cache_salt, one.request.states.slot
+        assert self.states[slot] == ((salt, inputs[: one.start]) if one.start else NO_TOKENS)
+        for tokens, target in (*one.snapshots, (one.count, slot)):
+            assert target != ZERO_STATES
+            assert (-1, target) not in written
+            written.add((-1, target))
+            self.states[target] = salt, inputs[: one.start + tokens]
 
     def _at(self, request: Request, position: int) -> Any:
         return self.device_memory[request.pages[position // self.size]][position % self.size]
@@ -125,6 +152,19 @@ class Machine:
         if self.host is not None:
             held = [page for request in self.scheduler._waiting for page in request.host_pages]
             assert len(held) == len(set(held)) == self.host.in_use
+        if isinstance(slots := self.scheduler.states, StateSlots):
+            self._check_states(slots)
+
+    def _check_states(self, slots: StateSlots) -> None:
+        running = [request.states for request in self.scheduler._running]
+        waiting = [request.states for request in self.scheduler._waiting]
+        assert all(states.slot == ZERO_STATES and not states.taken for states in waiting)
+        held = [states.slot for states in running] + [slot for states in running for slot in states.taken.values()]
+        held += slots._snapshots.values()
+        assert len({*held, ZERO_STATES}) == 1 + len(held)
+        swapped = [states.host_slot for states in waiting if states.host_slot >= 0]
+        assert len(set(swapped)) == len(swapped)
+        assert slots.in_use == len(held) - len(slots._snapshots) + len(swapped)
 
 
 def run_long(machine: type[RuleBasedStateMachine], steps: int, examples: int) -> None:

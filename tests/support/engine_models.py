@@ -47,6 +47,13 @@ MISTRAL = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+# Layers of MLA between layers of linear attention, whose heads have another dim.
+HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_local_experts": 4,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "Mistral4": {"rope_parameters": MISTRAL},
     "SarvamMLA": {"q_lora_rank": None},
@@ -71,7 +78,45 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 14,
     },
     "GlmMoeDsa": INDEXED | FOUR_LAYERS,
+    "KimiLinear": HYBRID | {"q_lora_rank": None, "linear_head_dim": 20, "linear_num_heads": 3},
+    "BailingHybrid": HYBRID | {"head_dim": 20},
+    # Two of pools of four tokens are selected; the third layer reuses the selection of the second.
+    "Glm5Next": INDEXED
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "index_kpool": 4,
+        "hc_mult": 3,
+        "linear_head_dim": 20,
+        "linear_num_heads": 3,
+        "qk_rope_head_dim": 0,
+    },
+    "HYV4VL": INDEXED
+    | FOUR_LAYERS
+    | {
+        "hc_mult": 3,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+    },
+    "LongcatFlash": {
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+        "head_dim": 8,
+        "zero_expert_num": 2,
+    },
+    "MiniCPM3": {"scale_emb": 3, "scale_depth": 1.2, "dim_model_base": 16},
 }
+# Fields that these families do not have.
+ABSENT = {
+    "BailingHybrid": ("n_routed_experts",),
+    "Glm5Next": ("first_k_dense_replace",),
+    "LongcatFlash": ("num_hidden_layers", "intermediate_size", "num_experts_per_tok"),
+}
+VISION = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
 # Whose model is of another family than its config.
 CLASSES = {"SarvamMLA": "DeepseekV3"}
 # Groups of 4 tokens, of which an indexer selects, and of 8, beside a window of 6.
@@ -130,12 +175,21 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     sizes = (V4_SIZES if family == "DeepseekV4" else SIZES | OPTIONS.get(family, {})) | changes
+    absent = ABSENT.get(family, ())
+    # Arguments are tuples, which can be cached.
+    sizes = {name: [*size] if isinstance(size, tuple) else size for name, size in sizes.items() if name not in absent}
     config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
-    made = getattr(transformers, f"{CLASSES.get(family, family)}ForCausalLM")(config)
+    name = CLASSES.get(family, family)
+    if hasattr(transformers, f"{name}ForCausalLM"):
+        made = getattr(transformers, f"{name}ForCausalLM")(config)
+    else:
+        vision = VISION | ({"out_hidden_size": config.hidden_size} if family == "HYV4VL" else {})
+        whole = getattr(transformers, f"{family}Config")(text_config=config.to_dict(), vision_config=vision)
+        made = getattr(transformers, f"{family}ForConditionalGeneration")(whole)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in made.named_parameters():
-            if family == "HYV4" and name.endswith("sinks"):
+            if family.startswith("HYV4") and name.endswith("sinks"):
                 weight.normal_(generator=generator)
             if weight.dim() > 1:
                 gain = 4.0 if "q_b_proj" in name or "o_proj" in name else 1.0

@@ -22,6 +22,7 @@ _CONTEXT.set_forkserver_preload(
         "support.rank_layer_jobs",
         "support.rank_engine_jobs",
         "support.rank_prefill_jobs",
+        "support.rank_training_jobs",
     ]
 )
 _PATIENCE = 60

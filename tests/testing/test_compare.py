@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flashlatte.testing.compare import Tolerance, assert_accurate, assert_close, bf16_ulp
+from flashlatte.testing.compare import Tolerance, assert_accurate, assert_close, bf16_ulp, deviation
 
 LOOSE = Tolerance(1e-3, 1e-2, 1.0)
 
@@ -47,6 +47,23 @@ def test_many_small_errors_in_one_direction_are_a_cosine_difference():
 def test_shapes_must_agree():
     with pytest.raises(AssertionError, match=r"shape \[2\] instead of \[3\]"):
         assert_close(torch.zeros(2), torch.zeros(3), LOOSE)
+
+
+def test_deviation_is_that_of_the_element_nearest_to_its_limit():
+    expected = torch.tensor([100.0, 1.0, float("inf"), float("nan")])
+    actual = torch.tensor([100.5, 1.002, float("inf"), float("nan")])
+    error, allowed = deviation(actual, expected, Tolerance(1e-3, 1e-2))
+    assert (error, allowed) == pytest.approx((0.5, 1.0), rel=1e-3)
+    error, allowed = deviation(actual, expected, Tolerance(1e-3, 1e-3))
+    assert (error, allowed) == pytest.approx((0.5, 0.1), rel=1e-3)
+    assert deviation(expected, expected, Tolerance(0.0, 0.0)) == (0.0, 0.0)
+    error, _ = deviation(torch.tensor([1.0, float("inf")]), torch.tensor([1.5, 1.0]), LOOSE)
+    assert error == float("inf")
+    error, _ = deviation(torch.tensor([1.5, 1.0]), torch.tensor([1.0, float("nan")]), LOOSE)
+    assert error != error
+    assert deviation(torch.zeros(0), torch.zeros(0), LOOSE) == (0.0, 1e-3)
+    with pytest.raises(AssertionError, match="shape"):
+        deviation(torch.zeros(2), torch.zeros(3), LOOSE)
 
 
 def test_accurate_is_twice_the_baseline_and_an_ulp():

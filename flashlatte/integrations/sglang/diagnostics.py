@@ -9,6 +9,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from flashlatte.layers.config import MLAConfig
 GROUP, PLUGIN = "sglang.srt.plugins", "flashlatte"
 
 
-def diagnose(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, Any]:
+def diagnose(*layers: MLAConfig, v4: bool = False) -> dict[str, Any]:
     """Versions and choices as plain data.
 
     Args:
-        v4: whether the model is DeepSeek-V4, for which ``model`` is None.
+        layers: the kinds of layers of a model; none for DeepSeek-V4.
+        v4: whether the model is DeepSeek-V4.
     """
     try:
         version = importlib.metadata.version("sglang")
@@ -34,7 +36,7 @@ def diagnose(model: MLAConfig | None = None, *, v4: bool = False) -> dict[str, A
         "registered": absent is None,
         "reason": absent,
         "missing": missing_targets(_in_sources),
-        "served": _served_operations(model, v4=v4) if model is not None or v4 else None,
+        "served": _served_operations(layers, v4=v4) if layers or v4 else None,
     }
 
 
@@ -60,10 +62,15 @@ def _unregistered_reason() -> str | None:
     return None
 
 
-def _served_operations(model: MLAConfig | None, *, v4: bool) -> str:
+def _served_operations(layers: Sequence[MLAConfig], *, v4: bool) -> str:
     if v4:
         return "on Hopper FlashLatte runs decode, sparse prefill and the indexer; SGLang runs caches of V4.1"
-    if model is not None and model.indexer is not None:
+    if any(layer.attn_sink for layer in layers):
+        return (
+            "SGLang runs layers with attention sinks with its DSA backend flashmla_sparse only; FlashLatte runs that "
+            "backend's decode and prefill, with the sinks, and the indexer"
+        )
+    if any(layer.indexer is not None for layer in layers):
         return (
             "on Hopper FlashLatte runs decode, prefill and the indexer without further options; FlashAttention runs "
             "prompts shorter than the indexer's top-k"

@@ -70,8 +70,9 @@ def enable(
     transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
     all tokens.
 
-    In training mode (``model.train()``) with gradients, DeepseekV3, DeepseekV32 and GlmMoeDsa attend with
-    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. The
+    In training mode (``model.train()``) with gradients, DeepseekV3, DeepseekV32, DeepseekV4 and GlmMoeDsa attend with
+    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. Without
+    a mask, ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences (not in DeepseekV4). The
     output then has ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if
     the indexers' parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
 
@@ -117,6 +118,7 @@ def enable(
     from flashlatte.integrations.transformers import attention, hooks, training
     from flashlatte.integrations.transformers.calls import check_cache_argument
     from flashlatte.integrations.transformers.families import find_decoder
+    from flashlatte.integrations.transformers.indexer_losses import LossHooks
     from flashlatte.integrations.transformers.patching import change_class, refuse_continuous_batching
     from flashlatte.layers.fused_projections import fuse_weights_on_gpu
     from flashlatte.layers.missing_weights import warn_of_missing
@@ -129,13 +131,16 @@ def enable(
         scales.check("k_scale", checks.number("k_scale", k_scale))
     indexer_loss_coef = checks.number("indexer_loss_coef", indexer_loss_coef)
     settings = hooks.Settings(cache_format, page_size, backend, k_scale, index_format)
+    loss = LossHooks(training.STEP, indexer_loss_coef)
     if (v4_decoder := _v4_decoder(model)) is not None:
         from flashlatte.integrations.transformers.v4 import attention as v4
 
         check_cache_argument(v4_decoder)
         warn_of_missing(v4_decoder, getattr(model, "lm_head", None))
         disable(model)
-        v4_decoder._flashlatte = _Enabled(v4.enable(v4_decoder, settings))
+        v4_decoder._flashlatte = _Enabled(v4.enable(v4_decoder, settings, loss))
+        if model is not v4_decoder:
+            v4_decoder._flashlatte.hooks.append(model.register_forward_hook(loss.end_model))
         refuse_continuous_batching(model)
         return model
     decoder, family = find_decoder(model)
@@ -151,7 +156,6 @@ def enable(
     fuse_weights_on_gpu(map(hidden_projections, modules))
     for module in modules:
         change_class(module, attention.paged(family))
-    loss = training.LossHooks(indexer_loss_coef)
     decoder._flashlatte = _Enabled(
         [
             decoder.register_forward_pre_hook(hooks.BeginForward(family, settings), with_kwargs=True),

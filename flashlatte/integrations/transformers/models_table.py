@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashlatte.engine import model_types
+from flashlatte.engine.text_part import MULTIMODAL
 from flashlatte.integrations.transformers.families import FAMILIES
 from flashlatte.layers import models
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
@@ -44,9 +45,9 @@ def rows() -> Iterator[FamilyRow]:
     for name, traits in models.SUPPORTED.items():
         if (traits.runs_as or name) not in enabled:
             raise ValueError(f"enable must support every family that the layer supports, got {name}")
-        engine = _YES if name in model_types.MODEL_TYPES else model_types.REFUSED[name]
+        engine = _YES if name in model_types.MODEL_TYPES else model_types.REFUSED.get(name, "")
         if f"{name}_text" in model_types.MODEL_TYPES:
-            engine = f"yes, as `{name}_text`"
+            engine = "yes, of tokens only" if name in MULTIMODAL else f"yes, as `{name}_text`"
         linear = any(family.linear for family in FAMILIES if family.model_type == name)
         layer = traits.layer_refusal or _YES
         yield FamilyRow(traits.names, name, _attention(traits, linear=linear), layer, _YES, engine)

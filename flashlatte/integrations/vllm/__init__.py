@@ -35,12 +35,12 @@ def register() -> None:
     registered:
 
     * ``custom``, the default: the name CUSTOM selects FlashLatte's attention and prefill backends, and FlashLatte's
-      indexer in models that have one (vLLM 0.32 and later).
+      indexer in DeepSeek-V3.2, GLM-5 and Hy4 (vLLM 0.32 and later).
     * ``auto``: the names of vLLM's own MLA backends except TRITON_MLA also select FlashLatte. If FlashLatte refuses the
       model or an option, vLLM falls back to TRITON_MLA.
 
     DeepSeek-V4's layers take no attention backend. With CUSTOM they use FlashLatte's attention and indexer selection
-    (vLLM 0.32 and later, on CUDA). DeepSeek-V4.1 with CUSTOM is refused.
+    (vLLM 0.32 and later, on CUDA). DeepSeek-V4.1 and dots3 with CUSTOM are refused.
 
     If vLLM is missing or its version is not supported, the function logs one warning and registers nothing.
 
@@ -55,17 +55,21 @@ def register() -> None:
     compat.register_attention("CUSTOM", CUSTOM)
     compat.register_prefill("CUSTOM", PREFILL)
     compat.configure_models(support.V4_MODELS, before=configure_v4_model)
-    compat.configure_models(
-        support.V41_MODELS, before=lambda config, _: support.refuse(config, support.V41_UNSUPPORTED)
-    )
+    for models, reason in (
+        (support.V41_MODELS, support.V41_UNSUPPORTED),
+        (support.DOTS3_MODELS, support.DOTS3_UNSUPPORTED),
+    ):
+        compat.configure_models(models, before=lambda config, _, reason=reason: support.refuse(config, reason))
     on_cpu = os.environ.get(ON_CPU) == "1" and compat.cpu_refusal() is None
-    if not on_cpu and compat.indexer_refusal() is None:
-        compat.configure_models(support.INDEXER_MODELS, after=configure_indexer_model)
+    if compat.indexer_refusal() is None:
+        models = support.CPU_INDEXER_MODELS if on_cpu else support.INDEXER_MODELS
+        compat.configure_models(models, after=configure_indexer_model)
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
     if on_cpu:
-        importlib.import_module("flashlatte.integrations.vllm.backends.indexer").install_for_cpu()
+        indexer = importlib.import_module("flashlatte.integrations.vllm.backends.indexer")
+        indexer.install_in("vllm.model_executor.models.deepseek_v2")
 
 
 def configure_indexer_model(vllm_config: Any, architecture: str) -> None:

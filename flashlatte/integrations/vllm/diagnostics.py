@@ -15,13 +15,12 @@ from flashlatte.layers.config import MLAConfig
 GROUP, PLUGIN = "vllm.general_plugins", "flashlatte"
 
 
-def diagnose(
-    dtype: torch.dtype, model: MLAConfig | None = None, *, v4: bool = False, model_type: str | None = None
-) -> dict[str, Any]:
-    """Versions and choices as plain data. vLLM is imported only if ``model`` is given.
+def diagnose(dtype: torch.dtype, *layers: MLAConfig, v4: bool = False, model_type: str | None = None) -> dict[str, Any]:
+    """Versions and choices as plain data. vLLM is imported only if ``layers`` are given.
 
     Args:
-        v4: whether the model is DeepSeek-V4, for which ``model`` is None.
+        layers: the kinds of layers of a model; none for DeepSeek-V4.
+        v4: whether the model is DeepSeek-V4.
         model_type: ``model_type`` of the model's configuration.
     """
     absent = _unregistered_reason()
@@ -38,10 +37,13 @@ def diagnose(
         facts["refusal"] = _v4_refusal(model_type)
     elif model_type in support.WITHOUT_MLA:
         facts |= {"refusal": support.WITHOUT_MLA[model_type], "chosen": None}
-    elif model is not None:
+    elif layers:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        # vLLM chooses one backend for all layers of a model; an indexer restricts the choice most.
+        model = next((layer for layer in layers if layer.indexer is not None), layers[0])
         facts["option"] = _vllm_option(device_type, model)
-        facts["refusal"] = _refusal(device_type, dtype, model)
+        refusals = (_refusal(device_type, dtype, layer) for layer in layers)
+        facts["refusal"] = next((refusal for refusal in refusals if refusal is not None), None)
         facts["chosen"] = _chosen(dtype, model) if compat.version_refusal() is None else None
     return facts
 
@@ -84,6 +86,8 @@ def _vllm_option(device_type: str, model: MLAConfig) -> str:
 def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | None:
     if device_type == "cpu" and (reason := compat.cpu_refusal()):
         return reason
+    if model.window is not None:
+        return support.WINDOW_UNSUPPORTED
     if model.indexer is None:
         return support.dense_refusal(device_type, model.head_dim, dtype, "auto", None)
     return compat.indexer_refusal() or support.sparse_refusal(device_type, model.head_dim, dtype, "auto", None)

@@ -33,6 +33,7 @@ SPARSE_CACHES = ("auto", "bfloat16", "float16", "fp8_ds_mla")
 # DeepSeek-V4's architectures in vLLM. Their attention layers take no attention backend.
 V4_MODELS = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
 V41_MODELS = ("DeepseekV41ForCausalLM",)
+DOTS3_MODELS = ("Dots3NoteForCausalLM",)
 # Why FlashLatte does not support a kind of model inside vLLM.
 V41_UNSUPPORTED = (
     "DeepSeek-V4.1 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
@@ -41,7 +42,12 @@ V41_UNSUPPORTED = (
 V4_NEEDS_CUDA = "DeepSeek-V4 is supported on CUDA only: elsewhere its attention layers take no attention backend"
 # The parts of V4 that FlashLatte replaces.
 V4_PARTS = "its attention and the indexer's choice; the compressor and what writes and gathers its caches stay vLLM's"
-SUPPORTED_INDEXERS = "of models with an indexer, it supports DeepSeek-V3.2 and GLM-5"
+DOTS3_UNSUPPORTED = (
+    "dots3's layers name vLLM's own attention classes, so that another backend would run as if it had not been named; "
+    "its sliding-window layers have rows of 1,088 elements, and FlashLatte's kernels read at most 1,024"
+)
+NEEDS_CUSTOM = "models with an indexer need --attention-backend CUSTOM"
+WINDOW_UNSUPPORTED = "its backends for MLA take no sliding windows"
 # By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
 WITHOUT_MLA = {
     "minicpm3": "vLLM runs MiniCPM3 as attention of many heads, whose keys and values it caches",
@@ -49,8 +55,10 @@ WITHOUT_MLA = {
     "youtu": "vLLM has no model of its own for Youtu",
 }
 
-# Architectures of models with an indexer in vLLM.
-INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+# Architectures of models whose indexer FlashLatte replaces. It attends to the selection of vLLM's indexer in others.
+INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
+# On a CPU, vLLM runs the others with the layers of ``model_executor.models.deepseek_v2``.
+CPU_INDEXER_MODELS = ("HYV4ForCausalLM",)
 
 # vLLM's name for MLA caches without a sliding window, the key of ``backend_per_kind``.
 MLA_KIND = "mla_attention"
@@ -139,9 +147,7 @@ def _operation_refusal(
     return None
 
 
-def check_layer(
-    kv_cache_dtype: str, qk_rope_head_dim: int, caches: Sequence[str] = ("auto", *CACHE_DTYPES), **unsupported: Any
-) -> None:
+def check_layer(kv_cache_dtype: str, caches: Sequence[str] = ("auto", *CACHE_DTYPES), **unsupported: Any) -> None:
     """Check that FlashLatte supports a layer. The exception type is that of vLLM's own backends.
 
     Args:
@@ -149,13 +155,11 @@ def check_layer(
         unsupported: options that FlashLatte does not support, by name; a true value raises.
 
     Raises:
-        NotImplementedError: another ``kv_cache_dtype``, keys without a rotated part, or an option in ``unsupported``.
+        NotImplementedError: another ``kv_cache_dtype``, or an option in ``unsupported``.
     """
     if kv_cache_dtype not in caches:
         known = ", ".join(caches)
         raise NotImplementedError(f"FlashLatte supports MLA with kv_cache_dtype {known}, got {kv_cache_dtype}")
-    if not qk_rope_head_dim:
-        raise NotImplementedError("FlashLatte supports MLA with rotated keys, got qk_rope_head_dim 0")
     for name, value in unsupported.items():
         if value:
             raise NotImplementedError(f"FlashLatte supports MLA without {name}, got {value!r}")

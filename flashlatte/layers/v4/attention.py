@@ -9,6 +9,8 @@ from torch import nn
 
 from flashlatte.layers import rope
 from flashlatte.layers.fused_projections import bmm_into, fuse_weights, linear
+from flashlatte.layers.training import TrainingBatch, TrainingOutput
+from flashlatte.layers.v4 import training
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.cache_attention import attend_cache
 from flashlatte.layers.v4.config import V4Config
@@ -46,9 +48,9 @@ class V4Projections(Protocol):
 class V4Attention(nn.Module):
     """DeepSeek-V4's attention layer. A step may mix prefill and decode tokens of several requests.
 
-    The parameters have transformers' names (``DeepseekV4Attention``), and its state dict fits. The layer is for
-    inference: no gradient flows through it. The first call that would record gradients of its input or of a parameter
-    warns.
+    The parameters have transformers' names (``DeepseekV4Attention``), and its state dict fits. ``forward`` is for
+    inference: no gradient flows through it, and its first call that would record gradients of its input or of a
+    parameter warns. ``forward_training`` has gradients.
 
     Args:
         config: configuration of the layer.
@@ -114,6 +116,54 @@ class V4Attention(nn.Module):
             gradients.warn_if_layer_drops("V4Attention", self, hidden)
         with torch.no_grad():
             return attend(self, self.config, hidden, step, cache, self.backend, self._rope_table_id)
+
+    def forward_training(
+        self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *, dense: bool = False
+    ) -> TrainingOutput:
+        """Causal attention of packed sequences without a cache, with gradients of the input and of the parameters.
+
+        Window and groups are attended to in one call of ``sparse_attention``. The indexer is trained by its loss alone,
+        which has gradients of the indexer's parameters only. Each token's position is that in its sequence. The
+        backends of operations are chosen by themselves.
+
+        Args:
+            hidden: [tokens, hidden_size] in the parameters' dtype, or any dtype under autocast.
+            cu_seqlens: int32 or int64 [n + 1], boundaries of the sequences, from 0.
+            max_seqlen: tokens of the longest sequence.
+            dense: attend to every group in spite of an indexer, which then learns from all of them (the warm-up).
+
+        Returns:
+            The layer's output [tokens, hidden_size], the loss of its indexer, and the groups that it selected: rows of
+            the batch's groups, those of each sequence after each other.
+
+        Raises:
+            TypeError, ValueError: arguments of a wrong type, dtype, shape or device; a config with parts that have no
+                gradient.
+        """
+        config, weight = self.config, self.kv_proj.weight
+        training.check_config(config)
+        dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)
+        checks.tensor("hidden", hidden, ("tokens", config.hidden_size), dtypes, weight.device)
+        checks.tensor("cu_seqlens", cu_seqlens, ("n + 1",), checks.INDEX_DTYPES, weight.device)
+        if checks.positive_int("max_seqlen", max_seqlen) > config.rope.max_position:
+            raise ValueError(
+                f"max_seqlen must be at most the config's rope.max_position {config.rope.max_position}, "
+                f"got {max_seqlen}"
+            )
+        batch = TrainingBatch.packed(cu_seqlens, max_seqlen, hidden.shape[0])
+        positions = (batch.key_end - 1 - batch.key_start).clamp_(0, config.rope.max_position - 1)
+        cosines, sines = rope.rotary_table(self._rope_table_id, weight.device)[positions].chunk(2, dim=-1)
+        return training.attend(
+            self,
+            config,
+            hidden,
+            training.window_tokens(batch, config.window),
+            training.TrainingGroups.of(batch, config.ratio) if config.ratio else None,
+            cosines,
+            sines,
+            max_seqlen=max_seqlen,
+            dense=checks.flag("dense", dense),
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

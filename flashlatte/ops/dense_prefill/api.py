@@ -231,6 +231,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * (_NUM_TENSORS + len(ctx.numbers))
     *tensors, out, lse = ctx.saved_tensors
     *numbers, _, backend, deterministic = ctx.numbers
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()

@@ -5,14 +5,18 @@ The loss is one number, so its gradients are computed with it, up to a factor. T
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.gradients import refuse_tangents
+from flashlatte.runtime.process_groups import group_name
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 OPERATION = "indexer_loss"
 BACKWARD = "indexer_loss_backward"
@@ -70,6 +74,7 @@ def indexer_loss(
     index_scale: float | None = None,
     use_relu: bool = True,
     deterministic: bool = False,
+    group: dist.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """KL divergence of the indexer's softmax from the attention that it predicts, summed over queries; differentiable.
@@ -104,6 +109,13 @@ def indexer_loss(
             else always is, also the gradient of index_k without ``indices``.) By default float32 atomics sum it.
             Deterministic sums take up to 256 MiB of scratch and, for each 256 MiB of contributions
             (4 · s_q · topk · d_i bytes in all), a sort and two launches.
+        group: a process group of torch.distributed whose ranks have different heads of the attention (tensor
+            parallelism). The probabilities are summed over the ranks before they are normalized, so that the target is
+            the mean over the heads of all ranks: an all-reduce in place for each block of queries, 4 · s_q · keys bytes
+            in all. index_q, index_k, index_weights, the selection and all other arguments but q, kv and lse must be
+            the same on every rank; so are then the results and the gradients, which must not be summed over these
+            ranks. The numbers of heads may differ. A rank that does not make the call lets the others wait until the
+            group's timeout.
         backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
 
     Returns:
@@ -157,6 +169,7 @@ def indexer_loss(
         index_scale=checks.softmax_scale(index_scale, index_dim, "index_scale"),
         use_relu=checks.flag("use_relu", use_relu),
         deterministic=checks.flag("deterministic", deterministic),
+        group=group_name(group),
         with_gradient=records_gradient(index_q, index_k, index_weights),
     )
     results = _indexer_loss(*params, dispatch.select(call, backend))

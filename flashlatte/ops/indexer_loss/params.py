@@ -8,7 +8,12 @@ import torch
 
 
 class IndexerLossParams(NamedTuple):
-    """The checked arguments of ``api.indexer_loss``. ``with_gradient``: whether gradients are computed."""
+    """The checked arguments of ``api.indexer_loss``.
+
+    Attributes:
+        group: the name of a process group, or None.
+        with_gradient: whether gradients are computed.
+    """
 
     index_q: torch.Tensor
     index_k: torch.Tensor
@@ -24,6 +29,7 @@ class IndexerLossParams(NamedTuple):
     index_scale: float
     use_relu: bool
     deterministic: bool
+    group: str | None
     with_gradient: bool
 
 

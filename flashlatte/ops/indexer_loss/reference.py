@@ -1,8 +1,9 @@
 """The indexer's loss in plain PyTorch, a few query tokens at a time: the specification.
 
-Of a query, over the keys that it sees (a selection, or a range): the target t is the mean over heads of the attention
-probabilities, the prediction p the softmax of the index logits I[j] = Σ_h w[h] · relu(index_scale · qI[h] · kI[j]), and
-the loss is KL(t ‖ p) = Σ_j t[j] (log t[j] - log p[j]). Its gradient with respect to a logit is p - t.
+Of a query, over the keys that it sees (a selection, or a range): the target t is the mean over heads, those of every
+rank of a group, of the attention probabilities, the prediction p the softmax of the index logits
+I[j] = Σ_h w[h] · relu(index_scale · qI[h] · kI[j]), and the loss is KL(t ‖ p) = Σ_j t[j] (log t[j] - log p[j]). Its
+gradient with respect to a logit is p - t.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from flashlatte.kernels.softmax import attend
 from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
+from flashlatte.runtime.process_groups import sum_over_ranks
 
 BLOCK_BYTES = 64 * 2**20
 # Below it log t is that of this value, so that t = 0 contributes 0.
@@ -50,9 +52,13 @@ def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -
     step = _queries_at_once(index_q, q, kv.shape[0] if indices is None else indices.shape[2])
     for seen in _blocks(params, step, wide):
         rows, visible = seen.rows, seen.visible
-        target = _target(
+        target = _sum_over_heads(
             q[rows].to(wide), seen, None if lse is None else lse[rows], params.softmax_scale
         )  # [rows, keys]
+        if params.group is not None:
+            sum_over_ranks(target, params.group)
+        total = target.sum(dim=-1, keepdim=True)
+        target = target / torch.where(total == 0, 1.0, total)
 
         # index_q and index_weights of a query that sees no key may be NaN.
         has_keys = visible.any(dim=-1)
@@ -78,14 +84,15 @@ def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -
         _add_gradient_of_keys(d_index_k, d_scores, index_query, seen)
 
 
-def _target(query: torch.Tensor, seen: SeenKeys, lse: torch.Tensor | None, softmax_scale: float) -> torch.Tensor:
+def _sum_over_heads(
+    query: torch.Tensor, seen: SeenKeys, lse: torch.Tensor | None, softmax_scale: float
+) -> torch.Tensor:
+    """The attention probabilities, summed over this rank's heads."""
     scores = torch.einsum("shd,snd->shn", query, seen.keys) * softmax_scale
     if lse is None:
-        return attend(scores, seen.visible[:, None])[0].mean(dim=1)
+        return attend(scores, seen.visible[:, None])[0].sum(dim=1)
     scores = scores.masked_fill(~seen.visible[:, None], float("-inf"))
-    target = torch.where(seen.visible, torch.exp(scores - lse.unsqueeze(-1)).sum(dim=1), 0.0)
-    total = target.sum(dim=-1, keepdim=True)
-    return target / torch.where(total == 0, 1.0, total)
+    return torch.where(seen.visible, torch.exp(scores - lse.unsqueeze(-1)).sum(dim=1), 0.0)
 
 
 def _add_gradient_of_keys(
@@ -104,7 +111,8 @@ def _add_gradient_of_keys(
 
 
 def _queries_at_once(index_q: torch.Tensor, q: torch.Tensor, width: int) -> int:
-    numbers = q.shape[1] + index_q.shape[1] + q.shape[2] + index_q.shape[2]
+    """Independent of the number of heads of q, which may differ between ranks that sum the same blocks."""
+    numbers = index_q.shape[1] + q.shape[2] + index_q.shape[2]
     return max(1, BLOCK_BYTES // (4 * max(width, 1) * numbers))
 
 

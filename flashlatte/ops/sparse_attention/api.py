@@ -188,6 +188,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 10
     q, kv, indices, topk_length, attn_sink, out, lse = ctx.saved_tensors
     params = SparseAttentionBackwardParams(
         dout=torch.zeros_like(out) if dout is None else dout.contiguous(),

@@ -42,3 +42,29 @@ def own_process(monkeypatch):
     """Run the engine in its own process."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@pytest.fixture
+def exact_indexer(monkeypatch):
+    """Keep index queries and keys in float32, as in transformers."""
+    import torch
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    load_general_plugins()
+    from support import vllm_fused_model
+
+    from flashlatte.integrations.vllm.backends import indexer
+
+    def spec(self, config):
+        size = self.cache_config.block_size
+        return MLAAttentionSpec(block_size=size, num_kv_heads=1, head_size=128, dtype=torch.float32)
+
+    def unquantized(x, group_size, **_):
+        return x.float(), torch.ones(x.shape[0], x.shape[1] // group_size)
+
+    monkeypatch.setattr(indexer.FlashLatteIndexerCache, "get_kv_cache_spec", spec)
+    for name in ("model_executor.models.deepseek_v2", "models.hy_v4.nvidia.attention"):
+        indexer.install_in(f"vllm.{name}")
+        monkeypatch.setattr(f"vllm.{name}.per_token_group_quant_fp8", unquantized)
+    monkeypatch.setattr(vllm_fused_model, "quantize_queries", lambda x: (x, torch.ones_like(x[..., :1])))

@@ -78,6 +78,14 @@ def test_doctor_of_a_model_with_an_indexer(monkeypatch, version, line):
     assert lines[1:] == [f"    {line}", "    without an option vLLM chooses vllm.FlashMLASparseBackend"]
 
 
+def test_doctor_of_a_model_with_windows(monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda: "0.33.0")
+    monkeypatch.setattr(diagnostics, "_unregistered_reason", lambda: None)
+    monkeypatch.setattr(diagnostics, "_chosen", lambda dtype, model: "vllm.FlashMLASparseBackend")
+    facts = diagnostics.diagnose(torch.bfloat16, V3, dataclasses.replace(V3, window=512))
+    assert diagnostics.report(facts)[1] == f"    not supported by FlashLatte: {support.WINDOW_UNSUPPORTED}"
+
+
 @pytest.mark.parametrize("model_type", support.WITHOUT_MLA)
 def test_doctor_of_a_model_that_is_not_mla_in_vllm(monkeypatch, tmp_path, model_type):
     monkeypatch.setattr(compat, "version", lambda: "0.33.0")

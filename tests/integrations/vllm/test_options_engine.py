@@ -66,32 +66,6 @@ def test_no_backend_takes_query_lengths_that_the_device_alone_knows():
         assert not backend.supports_device_cpu_query_lens_mismatch()
 
 
-def test_a_context_on_the_host_is_refused(monkeypatch):
-    from flashlatte.integrations.vllm.backends import sparse
-
-    layer = {
-        "num_heads": 2,
-        "head_size": 576,
-        "scale": 1.0,
-        "num_kv_heads": 1,
-        "alibi_slopes": None,
-        "sliding_window": None,
-        "kv_cache_dtype": "auto",
-        "logits_soft_cap": None,
-        "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "qk_head_dim": 192,
-        "v_head_dim": 128,
-        "kv_b_proj": None,
-    }
-    monkeypatch.setattr(sparse, "get_current_vllm_config", lambda: configured(hisparse_config="given"))
-    with pytest.raises(NotImplementedError, match="without hisparse_config, got 'given'"):
-        sparse.FlashLatteSparseMLAImpl(**layer)
-
-
 @pytest.mark.parametrize(("cache", "dtype"), [("auto", torch.float32), ("fp8", torch.bfloat16)])
 def test_prefill_runs_before_vllm_serves(monkeypatch, cache, dtype):
     """Warm-up runs over new and cached tokens without the layer's weights; on a GPU it compiles the kernels."""

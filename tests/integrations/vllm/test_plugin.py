@@ -142,6 +142,17 @@ def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
 
 
+def test_dots3_is_refused_with_ours(configurations):
+    """Its layers name their attention classes: CUSTOM would be ignored."""
+    table, done = configurations
+    compat.configure_models(support.DOTS3_MODELS, before=lambda c, _: support.refuse(c, support.DOTS3_UNSUPPORTED))
+    (architecture,) = support.DOTS3_MODELS
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: dots3's layers name vLLM's own attention classes"):
+        table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
+    table[architecture].verify_and_update_config(_with_backend("TRITON_MLA"))
+    assert done == ["base"]
+
+
 def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
     table, done = configurations
     every = (*support.V4_MODELS, *support.V41_MODELS)
@@ -306,22 +317,15 @@ def test_a_class_that_the_user_names_stays():
     assert config.model_config.model_class_overrides == {"GlmMoeDsaForCausalLM": "mine:Model"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("auto", 0), "qk_rope_head_dim 0"),
-        (("fp8_e5m2", 64), "kv_cache_dtype auto, bfloat16, float16, fp8, fp8_e4m3, got fp8_e5m2"),
-    ],
-)
-def test_layers_that_are_refused(arguments, message):
-    with pytest.raises(NotImplementedError, match=message):
-        support.check_layer(*arguments)
+def test_caches_that_are_refused():
+    with pytest.raises(NotImplementedError, match="dtype auto, bfloat16, float16, fp8, fp8_e4m3, got fp8_e5m2"):
+        support.check_layer("fp8_e5m2")
 
 
 def test_layers_with_options_that_are_refused():
-    support.check_layer("auto", 64, sliding_window=None)
+    support.check_layer("auto", sliding_window=None)
     with pytest.raises(NotImplementedError, match="without sliding_window, got 128"):
-        support.check_layer("auto", 64, sliding_window=128)
+        support.check_layer("auto", sliding_window=128)
 
 
 @pytest.mark.parametrize(

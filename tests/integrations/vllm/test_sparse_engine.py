@@ -23,30 +23,6 @@ FUSED_AWAY = {"index_quantize"}
 OPERATIONS = {"index_quantize", "index_gather", "index_select", "paged_index_select", "attend_selected_rows"}
 
 
-@pytest.fixture
-def exact_indexer(monkeypatch):
-    """Keep index queries and keys in float32, as in transformers."""
-    from vllm.model_executor.models import deepseek_v2
-    from vllm.plugins import load_general_plugins
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    def spec(self, config):
-        size = self.cache_config.block_size
-        return MLAAttentionSpec(block_size=size, num_kv_heads=1, head_size=128, dtype=torch.float32)
-
-    def unquantized(x, group_size, **_):
-        return x.float(), torch.ones(x.shape[0], x.shape[1] // group_size)
-
-    load_general_plugins()
-    from flashlatte.integrations.vllm.backends.indexer import FlashLatteIndexerCache
-
-    monkeypatch.setattr(FlashLatteIndexerCache, "get_kv_cache_spec", spec)
-    monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", unquantized)
-    from support import vllm_fused_model
-
-    monkeypatch.setattr(vllm_fused_model, "quantize_queries", lambda x: (x, torch.ones_like(x[..., :1])))
-
-
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -136,10 +112,10 @@ def cuda(monkeypatch):
     monkeypatch.setattr(CudaPlatformBase, "get_device_capability", lambda *_: DeviceCapability(9, 0))
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")
 
-    def choose(architecture, dtype=BF16, cache="auto", use_sparse=True, **more):
+    def choose(architecture, dtype=BF16, cache="auto", use_sparse=True, head_size=576, **more):
         config = types.SimpleNamespace(model_config=types.SimpleNamespace(architecture=architecture))
         monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
-        wanted = AttentionSelectorConfig(576, dtype, cache, None, use_mla=True, use_sparse=use_sparse, **more)
+        wanted = AttentionSelectorConfig(head_size, dtype, cache, None, use_mla=True, use_sparse=use_sparse, **more)
         return CudaPlatformBase.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, wanted, num_heads=128)
 
     return choose
@@ -147,19 +123,23 @@ def cuda(monkeypatch):
 
 def test_custom_is_by_the_model(cuda):
     assert cuda("DeepseekV3ForCausalLM", use_sparse=False) == plugin.DENSE
+    # Layers of one model differ (Hy4). FlashLatte also attends to what vLLM's own indexer has selected (GLM-5.3-Flash).
+    assert cuda("HYV4ForCausalLM", use_sparse=False, has_sink=True) == plugin.DENSE
+    assert cuda("HYV4ForCausalLM", has_sink=True) == plugin.SPARSE
+    assert cuda("Glm5NextForCausalLM", head_size=512) == plugin.SPARSE
+    assert cuda("Glm5NextForCausalLM", head_size=512, cache="fp8_ds_mla") == plugin.SPARSE
     for architecture in support.INDEXER_MODELS:
         for cache in ("auto", "bfloat16", "fp8_ds_mla"):
             assert cuda(architecture, cache=cache) == plugin.SPARSE
         assert cuda(architecture, use_batch_invariant=True) == plugin.SPARSE
+        assert cuda(architecture, use_dcp=True) == plugin.SPARSE
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"architecture": "Dots3NoteForCausalLM"}, support.SUPPORTED_INDEXERS),
         ({"architecture": V32, "dtype": torch.float32}, "it takes bfloat16, float16, not float32"),
         ({"architecture": V32, "cache": "fp8_e5m2"}, "kv_cache_dtype not supported"),
-        ({"architecture": V32, "use_dcp": True}, "DCP not supported"),
         ({"architecture": V32, "use_pcp": True}, "PCP not supported"),
         ({"architecture": V32, "use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
     ],

@@ -11,6 +11,7 @@ from support.indexer_loss_calls import NAMES, arguments, with_gradients
 from support.marks import mostly_full
 
 from flashlatte import indexer_loss
+from flashlatte.ops.indexer_loss import api
 from flashlatte.ops.indexer_loss.portable import launch
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import SparsePrefillCase
@@ -110,6 +111,23 @@ def test_given_lse(dense):
     lse = torch.randn(4, TOY.s_q, generator=torch.Generator().manual_seed(0)).T
     lse[given["q"].isnan().any(dim=-1)] = -torch.inf
     check(given, lse=lse)
+
+
+@on_both_stages
+def test_the_target_of_two_ranks(monkeypatch, dense):
+    """The second rank adds the first one's probabilities to its own, before either normalizes them."""
+    given = arguments(replace(TOY, h_q=5, empty_rows=0.3), dense)
+    monkeypatch.setattr(launch, "SCRATCH_BYTES", 4 * 2 * (60 if dense else 40))
+    monkeypatch.setattr(api, "group_name", lambda group: group)
+    of_first: list[torch.Tensor] = []
+    monkeypatch.setattr(launch, "sum_over_ranks", lambda target, _: of_first.append(target.clone()))
+    with_gradients(indexer_loss, given | {"q": given["q"][:, :2]}, backend="portable", group="ranks")
+    assert len(of_first) == 3
+    monkeypatch.setattr(launch, "sum_over_ranks", lambda target, _: target.add_(of_first.pop(0)))
+    results = with_gradients(indexer_loss, given | {"q": given["q"][:, 2:]}, backend="portable", group="ranks")
+    expected = with_gradients(indexer_loss, given, backend="portable")
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
 
 
 @on_both_stages

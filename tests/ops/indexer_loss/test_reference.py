@@ -161,6 +161,7 @@ RANGES = {"key_start": torch.zeros(5, dtype=torch.int32), "key_end": torch.ones(
         ({"backend": "hopper"}, ValueError, "has no indexer_loss in this version$"),
         ({"backend": "portable"}, ValueError, "takes bfloat16, float16, not float32$"),
         ({"index_scale": 0.0}, ValueError, "^index_scale must be a finite number above 0, got 0.0$"),
+        ({"group": "ranks"}, TypeError, "^group must be a process group that this rank is in, or None, got 'ranks'$"),
         ({"use_relu": 1}, TypeError, "^use_relu must be True or False, got 1$"),
     ],
 )

@@ -14,8 +14,11 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from flashlatte.integrations.transformers import hooks
 from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
+from flashlatte.integrations.transformers.indexer_losses import LossHooks
 from flashlatte.integrations.transformers.paged_cache import PagedCache, PagedLayer
 from flashlatte.integrations.transformers.patching import change_class, check_forward
+from flashlatte.integrations.transformers.training import STEP
+from flashlatte.integrations.transformers.v4 import training
 from flashlatte.integrations.transformers.v4.store import V4Store
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
@@ -27,6 +30,8 @@ from flashlatte.runtime import gradients
 
 Model, Attention = DeepseekV4Model, DeepseekV4Attention
 
+# Keeps the model from creating a mask, which would not be used.
+_NO_MASK = {"flashlatte": None}
 _NOT_CONVERTIBLE = "the cache was filled by FlashLatte, and stock DeepSeek-V4 cannot read its pages"
 
 
@@ -60,12 +65,14 @@ class PagedV4Cache(PagedCache):
 
 
 class PagedV4Attention(DeepseekV4Attention):
-    """Attention over a ``PagedV4Cache``; with another cache, or none, it runs the original forward.
+    """Attention over a ``PagedV4Cache``, or of a training step; else it runs the original forward.
 
     The class adds no state: it is set on existing attention modules by changing their class.
     """
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (training_step := kwargs.pop(STEP, None)) is not None:
+            return training.attend(self, hidden_states, training_step, kwargs["position_embeddings"]), None
         cache = kwargs.get(CACHE)
         if args or not isinstance(cache, PagedV4Cache):
             return super().forward(hidden_states, *args, **kwargs)
@@ -95,7 +102,7 @@ class FusedHyperConnection(DeepseekV4HyperConnection):
 
 
 class BeginV4Forward:
-    """Pre-hook of the decoder: creates or checks the paged cache of a pass, and plans the step."""
+    """Pre-hook of the decoder: plans a training step, or a step of a paged cache, which it creates or checks."""
 
     def __init__(self, settings: hooks.Settings) -> None:
         self.settings = settings
@@ -105,6 +112,8 @@ class BeginV4Forward:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         call = arguments(model, args, kwargs)
         tokens = tokens_of(call)
+        if (step := training.plan(model, call)) is not None:
+            return (), call | {STEP: step, "use_cache": False, "attention_mask": _NO_MASK}
         cache = None if tokens is None else self._cache_for(model, call)
         if tokens is None or cache is None:
             return None
@@ -113,8 +122,7 @@ class BeginV4Forward:
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             raise ValueError("attention_mask must be [b, columns] or None with a FlashLatte cache")
         cache.store.plan(tokens.shape[0], tokens.shape[1], tokens.device, mask, call.get("position_ids"))
-        # Keep the model from creating a mask, which would not be used.
-        return (), call | {CACHE: cache, "attention_mask": {"flashlatte": None}}
+        return (), call | {CACHE: cache, "attention_mask": _NO_MASK}
 
     def _cache_for(self, model: Any, call: dict[str, Any]) -> PagedV4Cache | None:
         """The paged cache of this pass; None if stock attention computes it."""
@@ -169,7 +177,7 @@ def new_store(model: Any, settings: hooks.Settings) -> V4Store:
     return V4Store(list(V4Config.layers(config)), layout, settings.page_size, settings.backend)
 
 
-def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
+def enable(decoder: Any, settings: hooks.Settings, loss: LossHooks) -> list[Any]:
     """Change the classes of a decoder's attention modules and hyper-connections; returns the registered hooks."""
     new_store(decoder, settings)
     modules, configs = [layer.self_attn for layer in decoder.layers], V4Config.layers(decoder.config)
@@ -185,6 +193,7 @@ def enable(decoder: Any, settings: hooks.Settings) -> list[Any]:
     return [
         decoder.register_forward_pre_hook(BeginV4Forward(settings), with_kwargs=True),
         decoder.register_forward_hook(end_forward, with_kwargs=True),
+        decoder.register_forward_hook(loss.end_decoder, with_kwargs=True),
     ]
 
 

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.v1.attention.backend import MultipleOf
 
 from flashlatte.integrations.vllm import support
+from flashlatte.ops.concat_mla_q import concat_mla_q
 
 # Whether the result of a request must not depend on the other requests, bit for bit.
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def join_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Queries [T, h, latent + rope] from vLLM's queries, or their two parts. The rotated part may have width 0."""
+    if isinstance(q, torch.Tensor):
+        return q
+    nope, rope = q
+    return concat_mla_q(nope, rope) if rope.shape[-1] else nope
+
+
+def as_wide(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Append zeros to the last axis up to ``width``, for a cache with room for rotated keys that the model lacks."""
+    missing = width - rows.shape[-1]
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 
 
 class CommonBackendMixin:

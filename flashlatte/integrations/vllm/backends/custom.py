@@ -1,4 +1,4 @@
-"""The attention backend CUSTOM: one name that resolves to a class for each kind of model."""
+"""The attention backend CUSTOM: one name that resolves to a class for each kind of layer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,37 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Resolve ``FlashLatteBackend`` to the backend class for the model that vLLM is loading."""
+    """Resolve ``FlashLatteBackend``, which vLLM looks up for each kind of layer that it selects a backend for."""
     if name != "FlashLatteBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm.config import get_current_vllm_config_or_none
+    from flashlatte.integrations.vllm import compat
 
-    from flashlatte.integrations.vllm import compat, support
-
-    config = get_current_vllm_config_or_none()
-    model = None if config is None else config.model_config
-    if model is not None and model.architecture in support.INDEXER_MODELS and compat.indexer_refusal() is None:
-        from flashlatte.integrations.vllm.backends.sparse import FlashLatteSparseMLABackend
-
-        return FlashLatteSparseMLABackend
+    if compat.indexer_refusal() is None:
+        return ByLayer()
     from flashlatte.integrations.vllm.backends.dense import FlashLatteMLABackend
 
     return FlashLatteMLABackend
+
+
+class ByLayer:
+    """In place of a backend class: validates a configuration with the class for its layers, and then stands for it.
+
+    A model may have layers with selected tokens and others without (Hy4). Other attributes are those of the dense class
+    until a configuration has been validated.
+    """
+
+    def __init__(self) -> None:
+        from flashlatte.integrations.vllm.backends.dense import FlashLatteMLABackend
+
+        self.backend: type = FlashLatteMLABackend
+
+    def validate_configuration(self, *, use_sparse: bool, **wanted: Any) -> list[str]:
+        """Why the class for these layers does not support the configuration; empty if it does."""
+        if use_sparse:
+            from flashlatte.integrations.vllm.backends.sparse import FlashLatteSparseMLABackend
+
+            self.backend = FlashLatteSparseMLABackend
+        return self.backend.validate_configuration(use_sparse=use_sparse, **wanted)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)

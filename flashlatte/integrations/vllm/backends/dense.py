@@ -17,13 +17,14 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import compat, support
-from flashlatte.integrations.vllm.backends.common import BATCH_INVARIANT, CommonBackendMixin
+from flashlatte.integrations.vllm.backends import common
+from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.kv_cache.registry import plain_format
+from flashlatte.layers.absorbed import apply_sink
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
 from flashlatte.layers.prefill import Expansion, attend_heads
 from flashlatte.ops.cache_write import cache_write
-from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.dense_decode import dense_decode
 
 # Up to this number of new tokens, the same for all requests of a batch, attention runs in absorbed form: it reads the
@@ -58,6 +59,10 @@ class FlashLatteMLABackend(CommonBackendMixin, MLACommonBackend):
         return tuple(capability) >= support.MIN_CAPABILITY
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -71,7 +76,7 @@ class FlashLatteMLABackend(CommonBackendMixin, MLACommonBackend):
         **__: Any,
     ) -> str | None:
         if use_sparse:
-            return f"FlashLatte: {compat.indexer_refusal() or support.SUPPORTED_INDEXERS}"
+            return f"FlashLatte: {compat.indexer_refusal() or support.NEEDS_CUSTOM}"
         return support.dense_refusal(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
 
@@ -81,7 +86,7 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     # Batch invariance: whether a request uses the absorbed form must not depend on the other requests.
-    reorder_batch_threshold: int = 1 if BATCH_INVARIANT else MAX_ABSORBED_QUERIES
+    reorder_batch_threshold: int = 1 if common.BATCH_INVARIANT else MAX_ABSORBED_QUERIES
 
     @staticmethod
     def determine_prefill_query_data_type(vllm_config: Any, model_dtype: torch.dtype) -> torch.dtype:
@@ -121,6 +126,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     supports_pcp: bool = False  # vLLM's default for MLA is True; untested here
+    sinks: torch.Tensor | None = None  # float32 [h], a logit in the denominator of each head's softmax
 
     def __init__(
         self,
@@ -134,11 +140,11 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         logits_soft_cap: float | None,
         attn_type: str,
         kv_sharing_target_layer_name: str | None,
+        sinks: torch.Tensor | None = None,
         **mla_args: Any,
     ) -> None:
         support.check_layer(
             kv_cache_dtype,
-            mla_args["qk_rope_head_dim"],
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
@@ -161,6 +167,13 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         self.supports_quant_query_input = False
         self.is_fp8 = kv_cache_dtype.startswith("fp8")
         self.uses_other_prefill = compat.selects_other_prefill()
+        if sinks is not None and (self.dcp_world_size > 1 or self.uses_other_prefill):
+            # vLLM's own prefill runs there, and it has no sinks.
+            raise NotImplementedError(
+                "FlashLatte supports attention sinks without an indexer only with its own prefill and without decode "
+                "context parallelism"
+            )
+        self.sinks = sinks
         self.expansion = Expansion(
             kv_b=lambda latent: self.kv_b_proj(latent)[0],
             latent_dim=self.kv_lora_rank,
@@ -201,7 +214,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention in absorbed form: [T, h, latent], and lse [T, h] if vLLM merges results over ranks, else None."""
         decode = attn_metadata.decode
-        query = concat_mla_q(*q) if isinstance(q, tuple) else q
+        query = common.join_query(q)
         requests = decode.seq_lens.shape[0]
         cache = self._cache(kv_c_and_k_pe_cache, layer._k_scale)
         out, lse = dense_decode(
@@ -213,8 +226,9 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             softmax_scale=self.scale,
             causal=True,
             k_scale=cache.scale,
-            batch_invariant=BATCH_INVARIANT,
+            batch_invariant=common.BATCH_INVARIANT,
         )
+        apply_sink(out, lse.transpose(1, 2), self.sinks)
         returns_lse = self.need_to_return_lse_for_decode
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) if returns_lse else None
 
@@ -243,6 +257,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             self.expansion,
             self.scale,
             output.view(-1, self.num_heads, self.v_head_dim),
+            self.sinks,
         )
 
     def warm_up_prefill(self, dtype: torch.dtype, page_size: int, k_scale: torch.Tensor) -> None:

@@ -1,131 +1,32 @@
-"""The indexer of DeepSeek-V3.2 and GLM-5 in vLLM's models: its key cache and its token selection."""
+"""The indexer of DeepSeek-V3.2, GLM-5 and Hy4 in vLLM's models: its key cache and its token selection."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models import deepseek_v2
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.attention.backend import AttentionBackend
 
+from flashlatte.distributed.topk import global_topk
 from flashlatte.integrations.vllm import support
-from flashlatte.integrations.vllm.backends import common
-from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
+from flashlatte.integrations.vllm.backends.indexer_metadata import FlashLatteIndexerBackend, IndexerMetadata
 from flashlatte.kv_cache.index_formats import quantize_rows
-from flashlatte.layers.selection import LOGIT_BYTES, SelectionChunk, plan_selection
+from flashlatte.kv_cache.sharding import Sharding
+from flashlatte.layers.selection import LOGIT_BYTES
+from flashlatte.layers.sharded_keys import ShardedRows
+from flashlatte.ops.index_logits import paged_index_logits
 from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_select import index_select, paged_index_select
-
-
-@dataclass
-class IndexerMetadata:
-    """A batch's tokens, those of decode requests first.
-
-    Attributes:
-        num_tokens, num_decode_tokens: tokens of the batch, and of its decode requests.
-        slot_mapping: [num_tokens], the slot of each token's key.
-        block_table, seq_lens: of the decode requests, which have the same number of tokens each. With batch invariance
-            and a prefill in the batch, each token is a request.
-        chunks: the selection of the prefill requests, in chunks.
-    """
-
-    num_tokens: int
-    num_decode_tokens: int
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    chunks: tuple[SelectionChunk, ...]
-
-
-class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    reorder_batch_threshold: int = 1
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=not common.BATCH_INVARIANT)
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        if common.BATCH_INVARIANT:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
-        batch = common_attn_metadata
-        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
-            batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
-        )
-        if prefills and common.BATCH_INVARIANT:
-            return self._by_token(batch)
-        starts = batch.query_start_loc_cpu
-        if decodes and int(starts[1]):  # drop padding requests without tokens
-            decodes = decode_tokens // int(starts[1])
-        return IndexerMetadata(
-            num_tokens=batch.num_actual_tokens,
-            num_decode_tokens=decode_tokens,
-            slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table_tensor[:decodes],
-            seq_lens=batch.seq_lens[:decodes],
-            chunks=self._chunks(batch, batch.num_reqs - prefills) if prefills else (),
-        )
-
-    def _by_token(self, batch: Any) -> IndexerMetadata:
-        """Every token as a decode request of its own: prefill and decode tokens select by the same kernel."""
-        counts = batch.query_start_loc_cpu.diff()[: batch.num_reqs]
-        requests = torch.repeat_interleave(counts)
-        following = batch.query_start_loc_cpu[1:][requests] - 1 - torch.arange(batch.num_actual_tokens)
-        requests, following = (x.to(self.device, non_blocking=True) for x in (requests, following))
-        return IndexerMetadata(
-            num_tokens=batch.num_actual_tokens,
-            num_decode_tokens=batch.num_actual_tokens,
-            slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table_tensor[requests],
-            seq_lens=(batch.seq_lens[requests] - following).to(torch.int32),
-            chunks=(),
-        )
-
-    def _chunks(self, batch: Any, first: int) -> tuple[SelectionChunk, ...]:
-        query_lens = batch.query_start_loc_cpu.diff()[first : batch.num_reqs]
-        # The upper bound is exact for prefill requests.
-        seq_lens = batch.seq_lens_cpu_upper_bound[first : batch.num_reqs]
-        positions = [torch.arange(int(end - count), int(end)) for count, end in zip(query_lens, seq_lens, strict=True)]
-        return plan_selection(
-            query_lens.tolist(),
-            seq_lens.tolist(),
-            torch.cat(positions).to(self.device, non_blocking=True),
-            batch.block_table_tensor[first : batch.num_reqs],
-            use_gathered_rows=False,
-        )
-
-
-class FlashLatteIndexerBackend(CommonBackendMixin, AttentionBackend):
-    """vLLM's backend for a cache of index keys: page sizes and metadata, no attention."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "DEEPSEEK_V32_INDEXER"
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        raise NotImplementedError("a cache of index keys has no attention of its own")
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        return FlashLatteIndexerMetadataBuilder
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
 
 
 class FlashLatteIndexerCache(deepseek_v2.DeepseekV32IndexerCache):
@@ -197,11 +98,15 @@ def select_tokens(
     decoding = batch.num_decode_tokens
     if decoding:
         rows = slice(0, decoding)
-        select_from_pages(queries[rows], cache, weights[rows], batch.seq_lens, batch.block_table, selected[rows])
+        decode = (queries[rows], cache, weights[rows], batch.seq_lens, batch.block_table, selected[rows])
+        if batch.sharded is None:
+            select_from_pages(*decode)
+        else:
+            select_from_ranks(*decode, *batch.sharded)
     for chunk in batch.chunks:
         rows = slice(decoding + chunk.first, decoding + chunk.last)
         keys = (chunk.block_table, chunk.cu_keys, chunk.num_keys, chunk.key_start, chunk.key_end)
-        select_from_keys(queries[rows], cache, weights[rows], *keys, selected[rows])
+        select_from_keys(queries[rows], cache, weights[rows], *keys, selected[rows], chunk.sharded)
 
 
 def select_from_pages(
@@ -225,6 +130,26 @@ def select_from_pages(
     )
 
 
+def select_from_ranks(
+    queries: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    selected: torch.Tensor,
+    sharding: Sharding,
+    group: dist.ProcessGroup,
+) -> None:
+    """Select for decode requests of one token each among the keys of all ranks; ``lengths`` are of this rank's keys."""
+    width = block_table.shape[1] * cache.shape[1]
+    at_a_time = max(1, LOGIT_BYTES // (4 * max(width, 1)))
+    for first in range(0, len(queries), at_a_time):
+        part = slice(first, first + at_a_time)
+        local = (queries[part, None], cache, weights[part].float(), lengths[part], block_table[part])
+        logits = paged_index_logits(*local, clean=False)
+        selected[part] = global_topk(logits, selected.shape[1], lengths[part], sharding, group, None)
+
+
 def select_from_keys(
     queries: torch.Tensor,
     cache: torch.Tensor,
@@ -235,9 +160,14 @@ def select_from_keys(
     key_start: torch.Tensor,
     key_end: torch.Tensor,
     selected: torch.Tensor,
+    sharded: ShardedRows | None = None,
 ) -> None:
     """Select for prefill requests after gathering their ``num_keys`` keys; other arguments as in ``SelectionChunk``."""
-    keys, scales = index_gather(cache, block_table, cu_keys, num_keys, head_dim=queries.shape[-1])
+    head_dim = queries.shape[-1]
+    if sharded is None:
+        keys, scales = index_gather(cache, block_table, cu_keys, num_keys, head_dim=head_dim)
+    else:
+        keys, scales = sharded.index_keys(cache, head_dim, None)
     index_select(
         queries,
         keys,
@@ -318,13 +248,13 @@ def install() -> None:
 
 
 @functools.cache
-def install_for_cpu() -> None:
-    """Replace the indexer in vLLM's generic model, which looks these classes up when it builds its layers."""
-    deepseek_v2.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, deepseek_v2.SparseAttnIndexer)
-    deepseek_v2.DeepseekV32IndexerCache = ours_where_selected(
-        FlashLatteIndexerCache, deepseek_v2.DeepseekV32IndexerCache
-    )
-    deepseek_v2.per_token_group_quant_fp8 = quantize_queries
+def install_in(module: str) -> None:
+    """Replace the indexer in a module of layers that look these classes up when they are built."""
+    layers = importlib.import_module(module)
+    layers.SparseAttnIndexer = ours_where_selected(FlashLatteSparseAttnIndexer, layers.SparseAttnIndexer)
+    layers.DeepseekV32IndexerCache = ours_where_selected(FlashLatteIndexerCache, layers.DeepseekV32IndexerCache)
+    if current_platform.is_cpu():
+        layers.per_token_group_quant_fp8 = quantize_queries
 
 
 def ours_where_selected(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:

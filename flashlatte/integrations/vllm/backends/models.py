@@ -1,13 +1,30 @@
 """vLLM's models with an indexer, which use FlashLatte's indexer where FlashLatte is selected.
 
-On CUDA these are the models of ``vllm.models.deepseek_v32``. vLLM's fused kernels apply norms and RoPE and write both
-caches; FlashLatte reads their bytes unchanged.
+On CUDA, vLLM's fused kernels of DeepSeek-V3.2 and GLM-5 apply norms and RoPE and write both caches; FlashLatte reads
+their bytes unchanged. Hy4's layers call PyTorch modules and the indexer one after the other.
 """
 
-from vllm.models.deepseek_v32 import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from flashlatte.integrations.vllm.backends import indexer
 
-__all__ = ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"]
+PACKAGES = {
+    "DeepseekV32ForCausalLM": "vllm.models.deepseek_v32",
+    "GlmMoeDsaForCausalLM": "vllm.models.deepseek_v32",
+    "HYV4ForCausalLM": "vllm.models.hy_v4",
+}
 
-indexer.install()
+
+def __getattr__(architecture: str) -> Any:
+    """vLLM's model class, after FlashLatte has replaced the indexer in its package."""
+    if architecture not in PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {architecture!r}")
+    model = getattr(importlib.import_module(PACKAGES[architecture]), architecture)
+    if architecture == "HYV4ForCausalLM":
+        indexer.install_in("vllm.models.hy_v4.nvidia.attention")
+    else:
+        indexer.install()
+    return model

@@ -1,11 +1,12 @@
-"""Sparse MLA: attention over the tokens that an indexer selected (DeepSeek-V3.2, GLM-5)."""
+"""Sparse MLA: attention over the tokens that an indexer selected (DeepSeek-V3.2, GLM-5, Hy4)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.distributed import get_dcp_group
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SharedTopkIndicesBuffer,
@@ -16,15 +17,16 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 
 from flashlatte.integrations.vllm import support
-from flashlatte.integrations.vllm.backends import common
+from flashlatte.integrations.vllm.backends import common, sparse_host
 from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
+from flashlatte.integrations.vllm.backends.sparse_host import SelectedRows
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
 from flashlatte.layers.cache import LatentCache
 from flashlatte.ops.cache_write import cache_write
-from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.index_convert import index_convert
+from flashlatte.ops.sparse_decode import sparse_decode
 
 
 class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
@@ -51,6 +53,10 @@ class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
 
     @classmethod
     def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
         return True
 
     @classmethod
@@ -98,7 +104,8 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
     supports_dense_mha_prefill = False
     masked_mha_available = False
     supports_pcp = False
-    dcp_world_size = 1
+    supports_dcp = True
+    can_return_lse_for_decode = True
 
     def __init__(
         self,
@@ -121,18 +128,18 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         kv_b_proj: Any,
         indexer: object | None = None,
         topk_indices_buffer: torch.Tensor | None = None,
+        index_group_builder: Any = None,
+        sinks: torch.Tensor | None = None,
         **_: Any,
     ) -> None:
         support.check_layer(
             kv_cache_dtype,
-            qk_rope_head_dim,
             support.SPARSE_CACHES,
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            hisparse_config=getattr(get_current_vllm_config().attention_config, "hisparse_config", None),
         )
         super().__init__(
             num_heads,
@@ -148,13 +155,24 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             kv_b_proj,
         )
         self.supports_quant_query_input = False
+        self.sinks = sinks
+        self.group_sinks = None
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        self.host = sparse_host.register(
+            self.topk_indices_buffer, index_group_builder, indexer is not None, head_size, kv_cache_dtype
+        )
+        # Only with a prefill backend does vLLM plan the copies of a prompt's context. Attention does not run there.
+        self.supports_dense_mha_prefill = self.host is not None
 
     def record_logical_topk_ready(self) -> None:
-        """No effect. vLLM's own backends prefetch the selected tokens here."""
+        """Note that an indexer has selected, for contexts on the host."""
+        if self.host is not None:
+            self.host.group.set_logical_topk_ready(self.host.index)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """No effect. vLLM's own backends convert indices for several layers here."""
+        """Prepare copies of a batch's rows, for contexts on the host."""
+        if self.host is not None:
+            self.host.group.prepare_for_batch(self.host.index, attn_metadata)
 
     def do_kv_cache_update(
         self,
@@ -170,7 +188,8 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
             return
         cache = self._cache(kv_cache)
-        cache_write(cache.pages, slot_mapping.flatten(), kv_c_normed, rope=k_pe.squeeze(1), cache_format=cache.layout)
+        rope = common.as_wide(k_pe.squeeze(1), cache.layout.head_dim - self.kv_lora_rank)
+        cache_write(cache.pages, slot_mapping.flatten(), kv_c_normed, rope=rope, cache_format=cache.layout)
 
     def forward_mqa(
         self,
@@ -178,31 +197,86 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: SparseMLACommonMetadata,
         layer: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Attention of every token over its selected tokens: [T, h, latent]."""
-        query = concat_mla_q(*q) if isinstance(q, tuple) else q
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of every token over its selected tokens: [T, h, latent], and lse [T, h] if ranks share contexts."""
         cache = self._cache(kv_c_and_k_pe_cache)
-        tokens, decoding = query.shape[0], min(attn_metadata.num_decode_tokens, query.shape[0])
-        slots = index_convert(
+        query = common.as_wide(common.join_query(q), cache.layout.head_dim)
+        if self.need_to_return_lse_for_decode:
+            return self._attend_shard(query, cache, attn_metadata)
+        tokens = query.shape[0]
+        topk = self.topk_indices_buffer[:tokens]
+        if self.host is not None:
+            parts = sparse_host.selected_rows(self.host, topk, kv_c_and_k_pe_cache, attn_metadata)
+        else:
+            request_ids = attn_metadata.req_id_per_token[:tokens]
+            slots = index_convert(topk, attn_metadata.block_table, cache.page_size, request_ids=request_ids)
+            parts = _by_phase(kv_c_and_k_pe_cache, slots, attn_metadata.num_decode_tokens)
+        out = None
+        for part in parts:
+            attended = self._attend_rows(query[part.tokens], self._cache(part.pages), part.slots, part.in_prompt)
+            if attended.shape[0] == tokens:
+                return attended, None
+            out = query.new_empty(tokens, *attended.shape[1:]) if out is None else out
+            out[part.tokens] = attended
+        assert out is not None
+        return out, None
+
+    def _attend_rows(
+        self, query: torch.Tensor, cache: LatentCache, slots: torch.Tensor, in_prompt: bool
+    ) -> torch.Tensor:
+        # Batch invariance: sparse prefill sums in another order than sparse decode, and the last token of a prompt may
+        # be alone in its chunk, and so a decode token, or not.
+        if not in_prompt or common.BATCH_INVARIANT:
+            return attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT, self.sinks)
+        # Tokens of a prompt select from the same rows: sparse prefill reads a plain contiguous cache in place.
+        rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
+        return attend_selected_rows(query, cache, rows, slots, self.scale, None, self.sinks)
+
+    def _attend_shard(
+        self, query: torch.Tensor, cache: LatentCache, attn_metadata: SparseMLACommonMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the selected tokens that are on this rank, for the heads of all ranks; vLLM merges by lse."""
+        tokens = query.shape[0]
+        slots, counts = index_convert(
             self.topk_indices_buffer[:tokens],
             attn_metadata.block_table,
             cache.page_size,
             request_ids=attn_metadata.req_id_per_token[:tokens],
+            sharding=(self.dcp_rank, self.dcp_world_size, attn_metadata.cp_kv_cache_interleave_size),
+            compact=True,
+            return_counts=True,
         )
-        if decoding == tokens or common.BATCH_INVARIANT:
-            # Sparse prefill sums in another order than sparse decode, and the last token of a prompt may be alone in
-            # its chunk, and so a decode token, or not.
-            return attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT), None
-        out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
-        # Tokens of a prompt select from the same rows: sparse prefill reads a plain contiguous cache in place.
-        rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
-        for phase, keys in ((slice(decoding), None), (slice(decoding, tokens), rows)):
-            if phase.start != phase.stop and query[phase].shape[0]:
-                out[phase] = attend_selected_rows(query[phase], cache, keys, slots[phase], self.scale, None)
-        return out, None
+        out, lse = sparse_decode(
+            query[:, None],
+            cache.pages,
+            slots[:, None],
+            cache_format=cache.layout,
+            topk_length=counts[:, None],
+            attn_sink=self.group_sinks,
+            softmax_scale=self.scale,
+            head_dim_v=self.kv_lora_rank,
+            batch_invariant=common.BATCH_INVARIANT,
+        )
+        lse = lse.squeeze(-1)
+        return out.squeeze(1), lse if self.group_sinks is None else torch.logaddexp(lse, self.group_sinks)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Collect the sinks of all ranks' heads on the first rank: a sink counts once in the merged denominator."""
+        if self.sinks is not None and self.need_to_return_lse_for_decode:
+            sinks = get_dcp_group().all_gather(self.sinks.detach(), dim=0)
+            self.group_sinks = sinks if self.dcp_rank == 0 else None
 
     def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
         """vLLM's cache: plain values [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
         ds_mla = self.kv_cache_dtype == DS_MLA
         layout = as_format(DS_MLA_FORMAT) if ds_mla else plain_format(kv_cache.dtype, kv_cache.shape[-1])
         return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank)
+
+
+def _by_phase(pages: torch.Tensor, slots: torch.Tensor, num_decode_tokens: int) -> Iterator[SelectedRows]:
+    """The tokens of decode requests, then those of prompts; with batch invariance all together."""
+    tokens = slots.shape[0]
+    decoding = tokens if common.BATCH_INVARIANT else min(num_decode_tokens, tokens)
+    for phase, in_prompt in ((slice(decoding), False), (slice(decoding, tokens), True)):
+        if slots[phase].shape[0] or not tokens:
+            yield SelectedRows(phase, pages, slots[phase], in_prompt)

@@ -20,6 +20,7 @@ from flashlatte.ops.indexer_loss.portable.gradient_kernels import (
 )
 from flashlatte.ops.indexer_loss.portable.loss_kernels import logits_kernel, loss_kernel, lse_kernel, target_kernel
 from flashlatte.ops.indexer_loss.portable.seen_keys import AttentionRows, IndexerRows, SlotRanges
+from flashlatte.runtime.process_groups import sum_over_ranks
 from flashlatte.runtime.strides import row_align
 
 # Of the target and of the index logits each.
@@ -79,6 +80,9 @@ def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -
             STEP=step,
             num_warps=tile.num_warps,
         )
+        if params.group is not None:
+            # Slots that do not count hold anything, on every rank.
+            sum_over_ranks(target[:tokens], params.group)
         tile, step = tiles["index_queries"]
         grid = (tokens * -(-width // _SPLIT),)
         logits_kernel[grid](

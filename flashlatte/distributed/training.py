@@ -1,0 +1,187 @@
+"""Training steps over several ranks: the tokens of a batch divided among them, or the heads of a layer."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from flashlatte.distributed import collectives
+from flashlatte.distributed.agreement import Agreement, as_group
+from flashlatte.distributed.prefill import zigzag_blocks
+from flashlatte.runtime import checks
+
+
+class ContextShard:
+    """The tokens of a training batch that a rank has (context parallelism): ``forward_training``'s ``ranks``.
+
+    Each rank computes the queries of its tokens. Latents and index keys of all tokens are gathered, since every rank
+    has queries that see most of them, and their gradients are reduce-scattered in float32. A rank's memory therefore
+    holds the latents of the whole batch: 576 elements a token in DeepSeek-V3, which is less than the queries of its own
+    tokens.
+
+    Ranks may have different numbers of tokens. One object serves any number of steps with so many tokens.
+
+    Args:
+        tokens: tokens of the batch on all ranks.
+        group: a process group of torch.distributed; all ranks if None.
+        zigzag: divide the batch into 2 · size blocks of equal size (± 1 token), of which rank r has the blocks r and
+            2 · size - 1 - r, so that all ranks see about as many keys; False: size contiguous blocks.
+        timeout: how long a rank waits for the others to create the object.
+
+    Attributes:
+        tokens, group: as given.
+        blocks: this rank's tokens, in order.
+
+    Raises:
+        TypeError, ValueError: fewer tokens than blocks; arguments that differ between ranks.
+        RuntimeError: a rank does not create the object within ``timeout``.
+    """
+
+    heads_group: dist.ProcessGroup | None = None
+
+    def __init__(
+        self,
+        tokens: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        zigzag: bool = True,
+        timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        self.group = group = as_group(group)
+        Agreement(group, timeout).check("ContextShard", {"tokens": tokens, "zigzag": zigzag})
+        size = group.size()
+        least = 2 * size if checks.flag("zigzag", zigzag) else size
+        if checks.positive_int("tokens", tokens) < least:
+            raise ValueError(f"tokens must be at least the {least} blocks of {size} ranks, got {tokens}")
+        self.tokens = tokens
+        blocks = [_blocks(tokens, rank, size, zigzag) for rank in range(size)]
+        self.blocks = blocks[group.rank()]
+        counts = [sum(map(len, each)) for each in blocks]
+        self._rows_per_rank = max(counts)
+        # Of each token, its row among the ranks' padded rows.
+        order = torch.empty(tokens, dtype=torch.int64)
+        for rank, each in enumerate(blocks):
+            first = rank * self._rows_per_rank
+            order[_indices(each)] = torch.arange(first, first + counts[rank])
+        self._order = order
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """int64 [n] on the CPU: this rank's tokens."""
+        return _indices(self.blocks)
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor [tokens, …] of the whole batch."""
+        if x.shape[0] != self.tokens:
+            raise ValueError(f"x must have {self.tokens} rows, one for each token, got shape {list(x.shape)}")
+        return torch.cat([x[block.start : block.stop] for block in self.blocks])
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [tokens, …] of the whole batch from each rank's rows [n, …]. Their gradients are summed over ranks."""
+        count = sum(map(len, self.blocks))
+        if x.shape[0] != count:
+            raise ValueError(f"x must have {count} rows, one for each token of this rank, got shape {list(x.shape)}")
+        if self._order.device != x.device:
+            self._order = self._order.to(x.device)
+        return _Gather.apply(x, self.group, self._order, self._rows_per_rank)
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: a rank has all heads."""
+        return x
+
+    def mean(self, loss: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+        """The mean over the rows of all ranks, the same on every rank; 0 without rows.
+
+        Its gradient is that of this rank's term, loss / Σ num_rows. Sum the gradients of parameters over the ranks (for
+        a wrapper that averages them over these ranks, multiply the result by their number).
+
+        Args:
+            loss: the sum of this rank's rows, as ``indexer_loss`` and ``forward_training`` return it.
+            num_rows: int64, number of rows in it.
+        """
+        total = collectives.all_reduce(num_rows.clone(), self.group)
+        return _Sum.apply(loss / total.clamp_min(1), self.group)
+
+
+class HeadRanks:
+    """``TrainingRanks`` whose ranks have different heads, and, with a ``ContextShard``, other ranks other tokens."""
+
+    def __init__(self, group: dist.ProcessGroup, shard: ContextShard | None = None) -> None:
+        self.heads_group = group
+        self.shard = shard
+        self.tokens = None if shard is None else shard.tokens
+        self.blocks = None if shard is None else shard.blocks
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        return _SumOfGradients.apply(x, self.heads_group)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.shard is None else self.shard.gather(x)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks' heads."""
+        return _Sum.apply(x, self.heads_group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, order: torch.Tensor, rows_per_rank: int
+    ) -> torch.Tensor:
+        ctx.group, ctx.rows, ctx.rows_per_rank = group, x.shape[0], rows_per_rank
+        ctx.save_for_backward(order)
+        padded = x.new_zeros(rows_per_rank, *x.shape[1:])
+        padded[: x.shape[0]] = x
+        return collectives.all_gather(padded, group)[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        padded = gradient.new_zeros(ctx.group.size() * ctx.rows_per_rank, *gradient.shape[1:], dtype=wide)
+        padded[order] = gradient.to(wide)
+        return collectives.reduce_scatter(padded, ctx.group)[: ctx.rows].to(gradient.dtype), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks. Every rank computes the same from it, so that its gradient is that of each rank's term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The same tensor, with which every rank computes something else: its gradient is the sum of theirs, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+        return collectives.all_reduce(total, ctx.group).to(gradient.dtype), None
+
+
+def _blocks(tokens: int, rank: int, size: int, zigzag: bool) -> tuple[range, ...]:
+    if zigzag:
+        return zigzag_blocks(tokens, rank, size)
+    return (range(tokens * rank // size, tokens * (rank + 1) // size),)
+
+
+def _indices(blocks: tuple[range, ...]) -> torch.Tensor:
+    return torch.cat([torch.arange(block.start, block.stop) for block in blocks])

@@ -1,0 +1,81 @@
+"""Training steps of an enabled DeepSeek-V4. Importing this module imports transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashlatte.integrations.transformers.calls import tokens_of
+from flashlatte.integrations.transformers.indexer_losses import IndexerLosses
+from flashlatte.integrations.transformers.training import is_refused, is_training, rectangle, refusal, with_loss
+from flashlatte.layers.v4 import V4Config, training
+from flashlatte.layers.v4.training import TrainingGroups
+
+
+@dataclass(frozen=True)
+class V4TrainingStep:
+    """A training step of b rows of the same number of tokens.
+
+    A row is a sequence, padding included: as in transformers, groups are of columns, and padding is hidden from windows
+    only.
+
+    Attributes:
+        window: int32 [b · s, window], the tokens in each token's window.
+        groups: compressed groups, by tokens of a group.
+        shown: bool [b · s], False for padding, which has no part in the indexers' loss; None without padding.
+        configs: of each layer.
+        losses: those of the layers' indexers.
+    """
+
+    window: torch.Tensor
+    groups: dict[int, TrainingGroups]
+    shown: torch.Tensor | None
+    configs: tuple[V4Config, ...]
+    losses: IndexerLosses
+
+
+def plan(model: Any, call: dict[str, Any]) -> V4TrainingStep | None:
+    """The training step of a decoder's call; None if stock attention computes it.
+
+    Raises:
+        ValueError: an indexer would learn, and only stock attention, which does not train it, can compute the call.
+    """
+    tokens = tokens_of(call)
+    if not is_training(model) or tokens is None:
+        return None
+    configs = V4Config.layers(model.config)
+    has_indexer = any(config.indexer is not None for config in configs)
+    reason = refusal(model, tokens, call, "eager", has_indexer=has_indexer)
+    if call.get("position_ids") is not None or any(name.startswith("cu_seq_lens") for name in call):
+        reason = reason or "it has position_ids, or packed sequences"
+    if is_refused(model, reason):
+        return None
+    mask = call.get("attention_mask")
+    shown = None if mask is None else mask.bool().flatten()
+    requests, length = tokens.shape[:2]
+    batch = rectangle(requests, length, tokens.device)
+    window = training.window_tokens(batch, configs[0].window, shown)
+    groups = {ratio: TrainingGroups.of(batch, ratio) for ratio in {config.ratio for config in configs} if ratio}
+    return V4TrainingStep(window, groups, shown, configs, IndexerLosses(tokens.device))
+
+
+def attend(
+    module: Any, hidden_states: torch.Tensor, step: V4TrainingStep, position_embeddings: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of [b, s, hidden_size]."""
+    config, (requests, length) = step.configs[module.layer_idx], hidden_states.shape[:2]
+    cosines, sines = (x.expand(requests, -1, -1).flatten(0, 1) for x in position_embeddings[module.rope_layer_type])
+    output = training.attend(
+        module,
+        config,
+        hidden_states.flatten(0, 1),
+        step.window,
+        step.groups.get(config.ratio),
+        cosines,
+        sines,
+        max_seqlen=length,
+        counted=step.shown,
+    )
+    return with_loss(output, step.losses).view(requests, length, -1)

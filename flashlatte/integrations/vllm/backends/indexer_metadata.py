@@ -1,0 +1,149 @@
+"""vLLM's metadata for a cache of index keys: the selection of a batch's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from vllm.distributed import get_dcp_group
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from flashlatte.distributed.gathered_rows import plan_rows
+from flashlatte.integrations.vllm.backends import common
+from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
+from flashlatte.kv_cache.sharding import Sharding
+from flashlatte.layers.selection import SelectionChunk, plan_selection
+
+
+@dataclass
+class IndexerMetadata:
+    """A batch's tokens, those of decode requests first.
+
+    Attributes:
+        num_tokens, num_decode_tokens: tokens of the batch, and of its decode requests.
+        slot_mapping: [num_tokens], the slot of each token's key.
+        block_table, seq_lens: of the decode requests, which have the same number of tokens each. With batch invariance
+            and a prefill in the batch, each token is a request.
+        chunks: the selection of the prefill requests, in chunks.
+        sharded: how ranks share contexts; None if each has them whole. ``block_table`` and ``seq_lens`` then are of
+            this rank's tokens.
+    """
+
+    num_tokens: int
+    num_decode_tokens: int
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    chunks: tuple[SelectionChunk, ...]
+    sharded: Sharded | None = None
+
+
+class Sharded(NamedTuple):
+    """The ranks that share contexts: this rank and the interleave, and the process group."""
+
+    sharding: Sharding
+    group: dist.ProcessGroup
+
+
+class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=not common.BATCH_INVARIANT)
+        parallel, self.sharded = vllm_config.parallel_config, None
+        if parallel.decode_context_parallel_size > 1:
+            ranks = get_dcp_group()
+            sharding = (ranks.rank_in_group, ranks.world_size, parallel.cp_kv_cache_interleave_size)
+            self.sharded = Sharded(Sharding(*sharding), ranks.device_group)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        if common.BATCH_INVARIANT:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
+        batch = common_attn_metadata
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
+            batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
+        )
+        if prefills and common.BATCH_INVARIANT:
+            return self._by_token(batch)
+        starts = batch.query_start_loc_cpu
+        if decodes and int(starts[1]):  # drop padding requests without tokens
+            decodes = decode_tokens // int(starts[1])
+        return IndexerMetadata(
+            num_tokens=batch.num_actual_tokens,
+            num_decode_tokens=decode_tokens,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table_tensor[:decodes],
+            seq_lens=self._local_lengths(batch.seq_lens[:decodes]),
+            chunks=self._chunks(batch, batch.num_reqs - prefills) if prefills else (),
+            sharded=self.sharded,
+        )
+
+    def _by_token(self, batch: Any) -> IndexerMetadata:
+        """Every token as a decode request of its own: prefill and decode tokens select by the same kernel."""
+        counts = batch.query_start_loc_cpu.diff()[: batch.num_reqs]
+        requests = torch.repeat_interleave(counts)
+        following = batch.query_start_loc_cpu[1:][requests] - 1 - torch.arange(batch.num_actual_tokens)
+        requests, following = (x.to(self.device, non_blocking=True) for x in (requests, following))
+        return IndexerMetadata(
+            num_tokens=batch.num_actual_tokens,
+            num_decode_tokens=batch.num_actual_tokens,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table_tensor[requests],
+            seq_lens=self._local_lengths((batch.seq_lens[requests] - following).to(torch.int32)),
+            chunks=(),
+            sharded=self.sharded,
+        )
+
+    def _local_lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """The number of keys on this rank. With shared contexts, vLLM decodes one token of a request at a time."""
+        return seq_lens if self.sharded is None else self.sharded.sharding.local_lengths(seq_lens)
+
+    def _chunks(self, batch: Any, first: int) -> tuple[SelectionChunk, ...]:
+        query_lens = batch.query_start_loc_cpu.diff()[first : batch.num_reqs]
+        # The upper bound is exact for prefill requests.
+        seq_lens = batch.seq_lens_cpu_upper_bound[first : batch.num_reqs]
+        positions = [torch.arange(int(end - count), int(end)) for count, end in zip(query_lens, seq_lens, strict=True)]
+        chunks = plan_selection(
+            query_lens.tolist(),
+            seq_lens.tolist(),
+            torch.cat(positions).to(self.device, non_blocking=True),
+            batch.block_table_tensor[first : batch.num_reqs],
+            use_gathered_rows=False,
+        )
+        return chunks if self.sharded is None else tuple(_gathered(chunk, *self.sharded) for chunk in chunks)
+
+
+def _gathered(chunk: SelectionChunk, sharding: Sharding, group: dist.ProcessGroup) -> SelectionChunk:
+    """The chunk, with a plan to gather its keys from all ranks."""
+    starts = torch.zeros_like(chunk.cu_keys[1:])
+    rows = plan_rows(sharding, group, chunk.block_table, starts, chunk.cu_keys, chunk.num_keys)
+    return replace(chunk, sharded=rows)
+
+
+class FlashLatteIndexerBackend(CommonBackendMixin, AttentionBackend):
+    """vLLM's backend for a cache of index keys: page sizes and metadata, no attention."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DEEPSEEK_V32_INDEXER"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("a cache of index keys has no attention of its own")
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return FlashLatteIndexerMetadataBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True

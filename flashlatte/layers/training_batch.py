@@ -1,0 +1,85 @@
+"""The tokens of a training step: their sequences and their rotation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flashlatte.layers import models
+from flashlatte.layers.training_ranks import TrainingRanks
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """The sequences of a flat batch of T tokens.
+
+    Attributes:
+        cu_seqlens: int32 [n + 1], boundaries of the sequences, which follow each other. Runs of padding are sequences
+            too, so that they attend to each other only.
+        max_seqlen: tokens of the longest sequence, or more.
+        key_start, key_end: int32 [T], the range of tokens that each token may select: those of its sequence up to its
+            own. Empty for padding, which selects nothing and has no part in the indexer's loss. Of ``blocks`` only.
+        blocks: the tokens of a rank that has a part of the batch; None for all.
+        has_padding: whether there is padding within the boundaries. The output of its attention is 0.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    key_start: torch.Tensor
+    key_end: torch.Tensor
+    blocks: Sequence[range] | None = None
+    has_padding: bool = False
+
+    @staticmethod
+    def packed(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int) -> TrainingBatch:
+        """Sequences without padding. Tokens outside the boundaries belong to none."""
+        cu_seqlens = cu_seqlens.int().contiguous()
+        token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+        sequence = torch.searchsorted(cu_seqlens, token, right=True)
+        inside = (sequence > 0) & (sequence < cu_seqlens.shape[0])
+        start = cu_seqlens[(sequence - 1).clamp_min(0)]
+        return TrainingBatch(cu_seqlens, max_seqlen, torch.where(inside, start, 0), torch.where(inside, token + 1, 0))
+
+    @staticmethod
+    def of_ranks(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int, ranks: TrainingRanks | None) -> TrainingBatch:
+        """``packed``, or its part on a rank that has ``tokens`` tokens of the batch."""
+        if ranks is None or ranks.tokens is None or ranks.blocks is None:
+            return TrainingBatch.packed(cu_seqlens, max_seqlen, tokens)
+        if (count := sum(map(len, ranks.blocks))) != tokens:
+            raise ValueError(f"hidden must have the {count} tokens of this rank, got {tokens}")
+        batch = TrainingBatch.packed(cu_seqlens, max_seqlen, ranks.tokens)
+        key_start, key_end = (
+            torch.cat([x[block.start : block.stop] for block in ranks.blocks]) for x in (batch.key_start, batch.key_end)
+        )
+        return dataclasses.replace(batch, key_start=key_start, key_end=key_end, blocks=ranks.blocks)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines [T, rope / 2] of a batch's tokens, and whether dims 2i and 2i + 1 form a pair."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    interleaved: bool
+
+    @staticmethod
+    def at(table: torch.Tensor, positions: torch.Tensor, layout: str) -> Rotation | None:
+        """The rotation of tokens at ``positions`` by a table [max_position, rope]; None if nothing is rotated."""
+        if layout == models.UNROTATED:
+            return None
+        cosines, sines = table[positions].chunk(2, dim=-1)
+        return Rotation(cosines, sines, layout == models.INTERLEAVED)
+
+    def __call__(self, x: torch.Tensor, interleaved: bool | None = None) -> torch.Tensor:
+        """Rotate x [T, h, rope] in float32, or float64 for float64.
+
+        The first dims of all pairs come first: products depend on no order.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        interleaved = self.interleaved if interleaved is None else interleaved
+        first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+        cosines, sines = (values.to(wide.dtype)[:, None] for values in (self.cosines, self.sines))
+        return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(x.dtype)

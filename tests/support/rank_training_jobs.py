@@ -1,0 +1,141 @@
+"""Parts of a training step by each rank."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support import rank_layer_jobs
+from support.indexer_loss_calls import arguments, with_gradients
+
+from flashlatte.distributed import ContextShard, TensorParallelAttention
+from flashlatte.layers import MLAAttention, MLAConfig
+from flashlatte.ops.indexer_loss import indexer_loss, reference
+from flashlatte.testing.cases import SparsePrefillCase
+
+LOSS_CASE = SparsePrefillCase(7, 25, 7, 9, head_dim=8, d_v=6, topk_lengths=True, empty_rows=0.2)
+
+
+def loss_arguments(dense: bool) -> dict[str, Any]:
+    return arguments(LOSS_CASE, dense, dtype=torch.float64)
+
+
+def loss_of_heads(dense: bool) -> tuple[torch.Tensor, ...]:
+    """The indexer's loss with a rank's heads of the attention, in several blocks of queries, and its gradients."""
+    given, rank, size = loss_arguments(dense), dist.get_rank(), dist.get_world_size()
+    heads = LOSS_CASE.h_q
+    given["q"] = given["q"][:, rank * heads // size : (rank + 1) * heads // size]
+    width = LOSS_CASE.s_kv if dense else LOSS_CASE.topk
+    with mock.patch.object(reference, "BLOCK_BYTES", 200 * width):
+        return with_gradients(indexer_loss, given, group=dist.group.WORLD)
+
+
+# Packed sequences, some shorter than the indexer's 8 tokens, and two tokens that belong to none.
+LENGTHS = (9, 1, 17, 6)
+TOKENS = sum(LENGTHS) + 2
+
+
+def training_config(kind: str) -> MLAConfig:
+    """``kind``: "sparse", "warm-up" (dense, with an indexer), "dense", or "without q_lora"."""
+    sizes = rank_layer_jobs.config(7, "index_fp32" if kind in ("sparse", "warm-up") else None)
+    return replace(sizes, q_lora_rank=None) if kind == "without q_lora" else sizes
+
+
+def step(kind: str, layer: Any, hidden: torch.Tensor, part: ContextShard | None, **options: Any) -> dict[str, Any]:
+    """Outputs and gradients of a step with the rank's tokens."""
+    generator = torch.Generator().manual_seed(2)
+    outputs = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
+    if part is not None:
+        hidden, outputs = part.take(hidden), part.take(outputs)
+    hidden = hidden.clone().requires_grad_()
+    boundaries = torch.tensor([0, *LENGTHS]).cumsum(0)
+    result = layer.forward_training(hidden, boundaries, max(LENGTHS), dense=kind == "warm-up", **options)
+    found, total = {"out": result.out}, (result.out * outputs).sum()
+    assert (result.indices is not None) == (kind == "sparse")
+    assert (result.indexer_loss is not None) == (kind in ("sparse", "warm-up"))
+    if result.indexer_loss is not None:
+        rows = result.num_rows
+        mean = result.indexer_loss / rows if part is None else part.mean(result.indexer_loss, rows)
+        found, total = found | {"mean loss": mean.detach()}, total + mean
+    total.backward()
+    module = layer.layer if isinstance(layer, TensorParallelAttention) else layer
+    of_parameters = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return found | {"hidden": hidden.grad} | of_parameters
+
+
+def training_inputs(kind: str) -> tuple[MLAAttention, torch.Tensor]:
+    sizes = training_config(kind)
+    layer = MLAAttention(sizes, dtype=torch.float32)
+    layer.load_weights(rank_layer_jobs.weights(sizes))
+    hidden = torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    return layer.requires_grad_(True), hidden
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, result in found.items():
+        error = ((result - wanted[name]).abs().max() / wanted[name].abs().max()).item()
+        # The indexer's gradients are small differences of probabilities.
+        limit = 1e-4 if name.startswith(("indexer", "mean loss")) else 1e-5
+        assert error < limit, f"{name} differs by {error:.2e} of its largest element"
+
+
+def tokens_over_ranks(kind: str, zigzag: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Outputs and the gradient of the input are those of the rank's tokens; gradients of parameters add up."""
+    layer, hidden = training_inputs(kind)
+    wanted = step(kind, copy.deepcopy(layer), hidden, None)
+    shard = ContextShard(TOKENS, group, zigzag=zigzag)
+    found = step(kind, layer, hidden, shard, ranks=shard)
+    for name in ("out", "hidden"):
+        wanted[name] = shard.take(wanted[name])
+    for name, _ in layer.named_parameters():
+        dist.all_reduce(found[name], group=shard.group)
+    assert_same(found, wanted)
+
+
+def heads_over_ranks(kind: str, token_ranks: int = 1) -> None:
+    """Every rank has the whole outputs and gradients, but of weights of heads those of its heads; with ``token_ranks``
+    ranks for the tokens, those of its tokens.
+    """
+    layer, hidden = training_inputs(kind)
+    wanted = step(kind, copy.deepcopy(layer), hidden, None)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shard, heads_group = None, None
+    if token_ranks > 1:
+        each = size // token_ranks
+        of_heads = [dist.new_group(range(first, first + each)) for first in range(0, size, each)]
+        of_tokens = [dist.new_group(range(first, size, each)) for first in range(each)]
+        heads_group, shard = of_heads[rank // each], ContextShard(TOKENS, of_tokens[rank % each])
+    divided = TensorParallelAttention(layer.config, heads_group, dtype=torch.float32)
+    divided.layer.load_weights(layer.state_dict())
+    divided.requires_grad_(True)
+    found = step(kind, divided, hidden, shard, shard=shard)
+    names = [name for name, _ in divided.layer.named_parameters()]
+    # A shard's weights and their gradients are the same part of the whole.
+    part = TensorParallelAttention(layer.config, heads_group, dtype=torch.float32).layer
+    part.load_weights({name: wanted[name] for name, _ in layer.named_parameters()})
+    wanted = {name: wanted[name] for name in found if name not in names} | part.state_dict()
+    if shard is not None:
+        for name in names:
+            dist.all_reduce(found[name], group=shard.group)
+        for name in ("out", "hidden"):
+            wanted[name] = shard.take(wanted[name])
+    assert_same(found, wanted)
+
+
+def different_batches() -> None:
+    ContextShard(8 + dist.get_rank())
+
+
+def wrong_rows() -> str:
+    """The error of a rank that passes all tokens instead of its own."""
+    layer, hidden = training_inputs("dense")
+    try:
+        layer.forward_training(hidden, torch.tensor([0, TOKENS]), TOKENS, ranks=ContextShard(TOKENS))
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no error")
