@@ -146,11 +146,17 @@ def row_sums(params, d_sink):
     return torch.stack([*rows, torch.zeros_like(delta)]).flatten(1)
 
 
-def add_by_key(contributions, indices, first_slot, lengths, total):
-    """``kernels.triton.key_sums.add_by_key`` in PyTorch."""
-    tokens, slots = indices.shape
-    valid = (indices >= 0) & (indices < total.shape[0])
-    if lengths is not None:
-        valid &= first_slot + torch.arange(slots) < lengths[:, None]
-    rows = contributions[: tokens * slots].view(tokens, slots, -1)
-    total.index_add_(0, indices[valid].long(), rows[valid])
+class KeySums:
+    """``kernels.triton.key_sums.KeySums`` in PyTorch."""
+
+    def __init__(self, indices, lengths, total):
+        self.indices, self.lengths, self.total = indices, lengths, total
+
+    def add(self, contributions, first_token, tokens, first_slot, slots):
+        launched = slice(first_token, first_token + tokens)
+        indices = self.indices[launched, 0, first_slot : first_slot + slots]
+        valid = (indices >= 0) & (indices < self.total.shape[0])
+        if self.lengths is not None:
+            valid &= first_slot + torch.arange(slots) < self.lengths[launched, None]
+        rows = contributions[: tokens * slots].view(tokens, slots, -1)
+        self.total.index_add_(0, indices[valid].long(), rows[valid])

@@ -100,8 +100,8 @@ def sparse_attention(
         softmax_scale: above 0; d^-0.5 if None.
         d_v: width of a value, at most d.
         deterministic: dq, dkv and the gradient of attn_sink are bitwise the same from run to run. (out and lse always
-            are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch and, for each
-            256 MiB of contributions (4 · s_q · topk · d bytes in all), a sort and two launches.
+            are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch, two launches for
+            each 256 MiB of contributions (4 · s_q · topk · d bytes in all), and a sort for each million indices.
         backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
             refused. The backward pass of "hopper" has not run on a GPU yet, and runs only if named; it takes up to
             128 heads, and up to 256 MiB of scratch more.

@@ -48,7 +48,7 @@ def emulate(monkeypatch):
     monkeypatch.setattr(launch, "query_gradients_kernel", Emulated(hopper_sparse_backward.query_gradients))
     monkeypatch.setattr(launch, "key_gradients_kernel", Emulated(hopper_sparse_backward.key_gradients))
     monkeypatch.setattr(launch, "row_sums", hopper_sparse_backward.row_sums)
-    monkeypatch.setattr(launch, "add_by_key", hopper_sparse_backward.add_by_key)
+    monkeypatch.setattr(launch, "KeySums", hopper_sparse_backward.KeySums)
     emulated = dispatch.Implementation("reference", lambda: launch.backward)
     monkeypatch.setitem(dispatch._REGISTRY[api.BACKWARD], "reference", emulated)
     dispatch.implementation.cache_clear()

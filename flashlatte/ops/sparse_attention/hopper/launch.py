@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.kernels.triton.key_sums import add_by_key, pieces
+from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.ops.sparse_attention.hopper.keys_kernel import KeyGradientSlots, key_gradients_kernel
 from flashlatte.ops.sparse_attention.hopper.producer import LatentKeys
 from flashlatte.ops.sparse_attention.hopper.queries_kernel import query_gradients_kernel
@@ -49,10 +49,13 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     rows = SparseBackwardRows(_describe_heads(q), _describe_heads(dout), sums, s_q * h_q, h_q)
     selection = selection_of(params)
     dkv_sum = torch.zeros(kv.shape[0], head_dim, dtype=torch.float32, device=q.device)
-    contributions = None
+    key_sums, contributions = KeySums(indices, params.topk_length, dkv_sum), None
     if params.deterministic:
         scratch_rows = min(SCRATCH_BYTES // (4 * head_dim * KEYS.value) * KEYS.value, tokens_at_once * topk)
         contributions = torch.empty(scratch_rows, head_dim, dtype=torch.float32, device=q.device)
+        # Equal pieces of contributions, whose keys are sorted together.
+        equal = max(scratch_rows // topk, 1)
+        tokens_at_once = max(tokens_at_once // equal, 1) * equal
     for begin in range(0, s_q, tokens_at_once):
         tokens = min(tokens_at_once, s_q - begin)
         piece = SparseBackwardPiece(described_scores, begin, key_tiles, head_blocks)
@@ -81,10 +84,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
                 num_warps=4,
             )
             if contributions is not None:
-                launched = slice(first_token, first_token + count)
-                lengths = None if params.topk_length is None else params.topk_length[launched]
-                counted = indices[launched, 0, first_slot : first_slot + slots]
-                add_by_key(contributions, counted, first_slot, lengths, dkv_sum)
+                key_sums.add(contributions, first_token, count, first_slot, slots)
     gradients.dkv.copy_(dkv_sum.unsqueeze(1))
 
 

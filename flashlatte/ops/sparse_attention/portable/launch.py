@@ -7,7 +7,7 @@ import functools
 import torch
 
 from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
-from flashlatte.kernels.triton.key_sums import add_by_key, pieces
+from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows
 from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
@@ -50,6 +50,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     if deterministic:
         scratch_rows = min(SCRATCH_BYTES // (4 * head_dim), s_q * topk)
         contributions = torch.empty(scratch_rows, head_dim, dtype=torch.float32, device=q.device)
+    key_sums = KeySums(indices, topk_length, dkv_sum)
     for first_token, tokens, first_slot, slots in pieces(s_q, topk, keys.block_n, scratch_rows):
         keys_kernel[(tokens * -(-slots // keys.block_n),)](
             *records,
@@ -63,10 +64,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
             num_warps=keys.num_warps,
         )
         if deterministic:
-            piece = slice(first_token, first_token + tokens)
-            counted = indices[piece, 0, first_slot : first_slot + slots]
-            lengths = None if topk_length is None else topk_length[piece]
-            add_by_key(contributions, counted, first_slot, lengths, dkv_sum)
+            key_sums.add(contributions, first_token, tokens, first_slot, slots)
     gradients.dkv.copy_(dkv_sum.unsqueeze(1))
 
 
