@@ -17,6 +17,8 @@ from flashlatte.runtime.triton_kernel import kernel
 _MAX_GRID = _MAX_INT32 = 2**31 - 1
 # Keys that are sorted at once, where a piece has fewer.
 SORTED_ENTRIES = 2**20
+# Entries of a program.
+_SEGMENT = 16
 
 
 def pieces(s_q: int, topk: int, block_n: int, scratch_rows: int | None) -> Iterator[tuple[int, int, int, int]]:
@@ -57,7 +59,7 @@ class KeySums:
             self._sorted, piece = self._sort(first_token, tokens, first_slot, slots), 0
         s_kv, width = self._total.shape
         count = tokens * slots
-        sum_by_key_kernel[(count,)](
+        sum_by_key_kernel[(-(-count // _SEGMENT),)](
             contributions=contributions,
             sorted_keys=self._sorted.keys,
             order=self._sorted.order,
@@ -68,6 +70,7 @@ class KeySums:
             total=self._total,
             D=width,
             WIDTH=padded(width),
+            SEGMENT=_SEGMENT,
             num_warps=4,
         )
 
@@ -123,27 +126,33 @@ def sum_by_key_kernel(
     total,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     """Add rows of ``contributions`` to rows of ``total``, those of a key one after the other: rows ``order`` - first to
     rows ``sorted_keys`` - first_key, for the ``count`` entries of both from ``first`` on.
 
-    The program of a key's first contribution adds all of them. Keys from s_kv on select nothing.
+    A program adds the contributions to the keys whose first one is among its SEGMENT entries: most entries are not a
+    key's first, and a program for each would begin only to end. Keys from s_kv on select nothing.
     """
-    position = first + tl.program_id(0)
+    begin = first + tl.program_id(0) * SEGMENT
     end = first + count
-    key = tl.load(sorted_keys + position) - first_key
-    before = tl.load(sorted_keys + tl.maximum(position - 1, first)) - first_key
-    if (key >= s_kv) | ((position > first) & (before == key)):
-        return
     cols = tl.arange(0, WIDTH)
     mask = cols < D
-    target = total + key.to(tl.int64) * D + cols
-    row_sum = tl.load(target, mask=mask, other=0.0)
-    same = key >= 0
-    while same:
-        row = (tl.load(order + position) - first).to(tl.int64)
-        row_sum += tl.load(contributions + row * D + cols, mask=mask, other=0.0)
-        position += 1
-        following = tl.load(sorted_keys + tl.minimum(position, end - 1)) - first_key
-        same = (position < end) & (following == key)
-    tl.store(target, row_sum, mask=mask)
+    for entry in range(begin, tl.minimum(begin + SEGMENT, end)):
+        key = tl.load(sorted_keys + entry) - first_key
+        before = tl.load(sorted_keys + tl.maximum(entry - 1, first)) - first_key
+        if (key < s_kv) & ((entry == first) | (before != key)):
+            target = total + key.to(tl.int64) * D + cols
+            row_sum = tl.load(target, mask=mask, other=0.0)
+            position = entry
+            row = tl.load(order + position) - first
+            same = key >= 0
+            while same:
+                contribution = tl.load(contributions + row.to(tl.int64) * D + cols, mask=mask, other=0.0)
+                # The next row is known before this one has arrived.
+                position += 1
+                following = tl.minimum(position, end - 1)
+                same = (position < end) & (tl.load(sorted_keys + following) - first_key == key)
+                row = tl.load(order + following) - first
+                row_sum += contribution
+            tl.store(target, row_sum, mask=mask)
