@@ -182,7 +182,6 @@ def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
     unused_rope = gl.zeros([KEYS, BOX], gl.float32, SCORES)
     first_tile = args.slots.first_slot // KEYS
     end_tile = first_tile + (args.count + KEYS - 1) // KEYS
-    mbarrier.wait(tiles.rows_full, 0)
     phase = 0
     for tile in range(first_tile + OWN, end_tile, 2):
         zero = tile >> 30
@@ -190,6 +189,8 @@ def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
         targets = _targets(args, tile)
         mbarrier.wait(full, phase)
         phase ^= 1
+        # Complete from the first tile on: here, so that the first tile loads at the same time.
+        mbarrier.wait(tiles.rows_full, 0)
         result = _product(tiles, 0, DS, tiles.q.index(zero), unused, zero, OWN, False)
         result = _product(tiles, 0, P, tiles.dout.index(zero), result, zero, OWN, True)
         if BLOCKS == 2:

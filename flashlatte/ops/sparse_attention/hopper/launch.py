@@ -47,6 +47,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     scores = torch.empty(tokens_at_once * boxes_of_token * HEADS.value, KEYS.value, dtype=q.dtype, device=q.device)
     described_scores = describe(scores, scores.shape, (KEYS.value,), (HEADS.value, KEYS.value))
     rows = SparseBackwardRows(_describe_heads(q), _describe_heads(dout), sums, s_q * h_q, h_q)
+    keys, dq = LatentKeys(kv, kv.stride(0) // 8), _describe_heads(gradients.dq)
     selection = selection_of(params)
     dkv_sum = torch.zeros(kv.shape[0], head_dim, dtype=torch.float32, device=q.device)
     key_sums, contributions = KeySums(indices, params.topk_length, dkv_sum), None
@@ -61,10 +62,10 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
         piece = SparseBackwardPiece(described_scores, begin, key_tiles, head_blocks)
         query_gradients_kernel[(tokens * head_blocks,)](
             rows,
-            LatentKeys(kv, kv.stride(0) // 8),
+            keys,
             selection,
             piece,
-            dq=_describe_heads(gradients.dq),
+            dq=dq,
             topk=topk,
             softmax_scale=params.softmax_scale,
             HAS_ROPE=head_dim == 576,
