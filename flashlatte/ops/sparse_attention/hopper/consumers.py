@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlatte.kernels.hopper.barriers import PAIR_THREADS, arrive, wait
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, SCORE_COLS, SCORE_ROWS, SCORES
+from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.ops.sparse_attention.hopper.state import BOX, DS, HEADS, KEYS, P, score_row
 from flashlatte.ops.sparse_attention.hopper.tiles import (
     DS_FULL,
@@ -105,6 +106,7 @@ def _wait_stored():
 
 @gluon.jit
 def _store_scores(args, step, tile, PART: gl.constexpr):
+    """Start the TMA store of P or dS, which all warps of this consumer have written and fenced."""
     cta_barrier()
     row = score_row(args.piece, args.token - args.piece.first_token, step, args.head // HEADS, PART)
     tma_store(args.piece.scores, [row, 0], tile)
@@ -140,7 +142,7 @@ def consume_scores(args, HAS_ROPE: gl.constexpr):
     arrive(K_QUARTER1_EMPTY, PAIR_THREADS)
     lse = _row_sums(args, 0, float("inf"))
     tiles.weight.store(_row_sums(args, 1, 0.0))
-    scale_log2 = args.softmax_scale * 1.4426950408889634
+    scale_log2 = args.softmax_scale * LOG2_E
     dq0 = gl.zeros([HEADS, QUARTER], gl.float32, GRADIENT)
     dq1 = gl.zeros([HEADS, QUARTER], gl.float32, GRADIENT)
     unused = gl.zeros([HEADS, KEYS], gl.float32, SCORES)
