@@ -23,6 +23,7 @@ from flashlatte.ops.sparse_attention.hopper.tiles import (
     K_QUARTER1_EMPTY,
     K_QUARTER2_EMPTY,
     K_QUARTER3_EMPTY,
+    QUARTER,
 )
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
 from flashlatte.runtime.kernel_records import Int64, Pointer
@@ -47,7 +48,7 @@ class GatheredKeys(NamedTuple):
 
 
 @gluon.jit
-def load_half(descriptor, token, head, FIRST: gl.constexpr, full, tile):
+def _load_columns(descriptor, token, head, FIRST: gl.constexpr, full, tile):
     """Load a tile [64 heads, 64 n columns] from column FIRST on."""
     WIDTH: gl.constexpr = tile.shape[1]
     for column in gl.static_range(0, WIDTH, BOX):
@@ -58,13 +59,13 @@ def load_half(descriptor, token, head, FIRST: gl.constexpr, full, tile):
 def _load_rows(rows, token, head, tiles, HAS_ROPE: gl.constexpr):
     q = tiles.q
     mbarrier.expect(tiles.q_full, HEADS * (LATENT + (BOX if HAS_ROPE else 0)) * 2)
-    load_half(rows.q, token, head, 0, tiles.q_full, q.left.index(0))
-    load_half(rows.q, token, head, HALF, tiles.q_full, q.right.index(0))
+    _load_columns(rows.q, token, head, 0, tiles.q_full, q.left.index(0))
+    _load_columns(rows.q, token, head, HALF, tiles.q_full, q.right.index(0))
     if HAS_ROPE:
-        load_half(rows.q, token, head, LATENT, tiles.q_full, q.rope.index(0))
+        _load_columns(rows.q, token, head, LATENT, tiles.q_full, q.rope.index(0))
     mbarrier.expect(tiles.dout_full, HEADS * LATENT * 2)
-    load_half(rows.dout, token, head, 0, tiles.dout_full, tiles.dout.left.index(0))
-    load_half(rows.dout, token, head, HALF, tiles.dout_full, tiles.dout.right.index(0))
+    _load_columns(rows.dout, token, head, 0, tiles.dout_full, tiles.dout.left.index(0))
+    _load_columns(rows.dout, token, head, HALF, tiles.dout_full, tiles.dout.right.index(0))
 
 
 @gluon.jit
@@ -90,8 +91,8 @@ def _copy(gathered, FIRST: gl.constexpr, tile):
 
 
 @gluon.jit
-def _copy_quarter(gathered, QUARTER: gl.constexpr, half, full):
-    _copy(gathered, QUARTER * 128, half.index(0).slice(QUARTER % 2 * 128, 128, dim=1))
+def _copy_quarter(gathered, NUMBER: gl.constexpr, half, full):
+    _copy(gathered, NUMBER * QUARTER, half.index(0).slice(NUMBER % 2 * QUARTER, QUARTER, dim=1))
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 

@@ -27,8 +27,8 @@ class SparseBackwardPiece(NamedTuple):
     """Query tokens whose P and dS are in memory at once.
 
     Attributes:
-        scores: TMA descriptor of boxes [64 heads, 64 keys] of P and dS; [key_tiles of all tokens, head_blocks, part,
-            64, 64] as one matrix of 64 columns.
+        scores: TMA descriptor of boxes [64 heads, 64 keys] of [tokens, key_tiles, head_blocks, dS or P, 64, 64], as a
+            matrix of 64 columns.
         first_token: of the piece.
         key_tiles: tiles of 64 selected keys of a token.
         head_blocks: blocks of 64 heads.
