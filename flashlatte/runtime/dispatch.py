@@ -80,11 +80,13 @@ class Implementation:
         load: imports and returns the function, which takes what the operation's other implementations take: a record
             of the checked arguments (``ops/<operation>/params.py``). Called once, when the implementation first runs.
         refuses: returns why the implementation cannot run a call, in words that follow "it ", or None if it can.
+        only_if_named: why it runs only calls that name it, in such words, or None if it is chosen like the others.
     """
 
     backend: str
     load: Callable[[], Function]
     refuses: Callable[[CallSpec], str | None] = accepts_all
+    only_if_named: str | None = None
 
     def __post_init__(self) -> None:
         if not self.backend.isidentifier():
@@ -147,7 +149,7 @@ def select(call: CallSpec, backend: str | None = None) -> str:
     known = _REGISTRY[call.operation]
     if backend is None:
         for name, candidate in known.items():
-            if candidate.refuses(call) is None:
+            if candidate.only_if_named is None and candidate.refuses(call) is None:
                 return name
         reasons = "; ".join(f"{choice.backend} {choice.refusal}" for choice in explain(call))
         raise ValueError(f"no implementation of {call.operation} can serve this call: {reasons}")
@@ -160,8 +162,12 @@ def select(call: CallSpec, backend: str | None = None) -> str:
 
 
 def explain(call: CallSpec) -> list[Choice]:
-    """Every backend, best first, with the reason why it does not accept the call."""
-    return [Choice(name, _refusal(call, name)) for name in _names(call.operation)]
+    """Every backend, best first, with the reason why it does not accept the call or is not chosen for it."""
+    known = _REGISTRY[call.operation]
+    return [
+        Choice(name, _refusal(call, name) or (known[name].only_if_named if name in known else None))
+        for name in _names(call.operation)
+    ]
 
 
 @functools.cache

@@ -53,6 +53,16 @@ def tma_add(descriptor, coordinates, tile, _semantic=None):
     _tma_add(descriptor, coordinates, tile, _semantic=_semantic)
 
 
+_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def tma_store(descriptor, coordinates, tile, _semantic=None):
+    """Copy a tile in shared memory to global memory by TMA; ``tma.store_wait`` waits until the tile is read."""
+    check_tma_tile(tile)
+    _tma_store(descriptor, coordinates, tile, _semantic=_semantic)
+
+
 # cp.async: copies from global to shared memory by threads, (tile, pointers, mask).
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 

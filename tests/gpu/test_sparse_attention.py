@@ -46,39 +46,44 @@ ORACLE_CASES = (
     SparsePrefillCase(s_q=7, s_kv=300, h_q=16, topk=200, empty_rows=0.2),
 )
 ON_BOTH_SUMS = pytest.mark.parametrize("deterministic", [False, True])
+ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 
 
+@ON_EVERY_BACKEND
 @pytest.mark.parametrize("row", GRID, ids=harness.ids(GRID))
-def test_against_the_reference(row: Arguments) -> None:
+def test_against_the_reference(row: Arguments, backend: str) -> None:
     row = dict(row)
     (row["s_kv"], row["topk"]), options = (
         row.pop("scope"),
         {name: row.pop(name) for name in ("deterministic", "with_dlse")},
     )
-    check(SparsePrefillCase(**row).inputs(DEVICE), **options)
+    check(SparsePrefillCase(**row).inputs(DEVICE), backend, **options)
 
 
+@ON_EVERY_BACKEND
 @ON_BOTH_SUMS
 @pytest.mark.parametrize("case", LARGER, ids=str)
-def test_larger_cases(case: SparsePrefillCase, deterministic: bool) -> None:
-    check(case.inputs(DEVICE), deterministic=deterministic)
+def test_larger_cases(case: SparsePrefillCase, deterministic: bool, backend: str) -> None:
+    check(case.inputs(DEVICE), backend, deterministic=deterministic)
 
 
+@ON_EVERY_BACKEND
 @ON_BOTH_SUMS
-def test_one_key(deterministic: bool) -> None:
+def test_one_key(deterministic: bool, backend: str) -> None:
     """dq is 0: what is left of it has no direction to compare."""
     inputs = SparsePrefillCase(s_q=9, s_kv=1, h_q=5, topk=1, invalid_share=0.0, attn_sink=False).inputs(DEVICE)
-    _, _, dq, dkv = gradients(inputs, "portable", with_dlse=False, deterministic=deterministic)
+    _, _, dq, dkv = gradients(inputs, backend, with_dlse=False, deterministic=deterministic)
     expected = gradients(inputs, "reference", with_dlse=False)
     torch.testing.assert_close(dq, expected[2], rtol=0, atol=1e-4)
     compare.assert_close(dkv, expected[3], compare.SPARSE_ATTENTION_GRADIENT, "dkv")
 
 
+@ON_EVERY_BACKEND
 @ON_BOTH_SUMS
 @pytest.mark.parametrize("case", ORACLE_CASES, ids=str)
-def test_error_against_float64(case: SparsePrefillCase, deterministic: bool) -> None:
+def test_error_against_float64(case: SparsePrefillCase, deterministic: bool, backend: str) -> None:
     inputs = case.inputs(DEVICE)
-    results = gradients(inputs, "portable", with_dlse=False, deterministic=deterministic)
+    results = gradients(inputs, backend, with_dlse=False, deterministic=deterministic)
     oracle = sparse_attention_gradients(oracles.sparse_attention, inputs, with_dlse=False)
     baseline = sparse_attention_gradients(oracles.sparse_attention, inputs, with_dlse=False, dtype=torch.bfloat16)
     for name, result, exact, plain in zip(NAMES, results, oracle, baseline, strict=True):
@@ -86,22 +91,25 @@ def test_error_against_float64(case: SparsePrefillCase, deterministic: bool) -> 
             compare.assert_accurate(result, exact, plain, name)
 
 
-def test_deterministic_gradients_repeat_bitwise() -> None:
+@ON_EVERY_BACKEND
+def test_deterministic_gradients_repeat_bitwise(backend: str) -> None:
     inputs = replace(TYPICAL, s_kv=600, duplicates=True).inputs(DEVICE)
-    first = gradients(inputs, "portable", deterministic=True)
+    first = gradients(inputs, backend, deterministic=True)
     for _ in range(20):
-        for name, result, wanted in zip(NAMES, gradients(inputs, "portable", deterministic=True), first, strict=True):
+        for name, result, wanted in zip(NAMES, gradients(inputs, backend, deterministic=True), first, strict=True):
             assert result.equal(wanted), name
 
 
+@ON_EVERY_BACKEND
 @ON_BOTH_SUMS
-def test_a_call_does_not_synchronize(deterministic: bool) -> None:
+def test_a_call_does_not_synchronize(deterministic: bool, backend: str) -> None:
     inputs = TYPICAL.inputs(DEVICE)
     leaves = {name: inputs[name].requires_grad_() for name in ("q", "kv", "attn_sink")}
     dout = torch.ones(TYPICAL.s_q, TYPICAL.h_q, 512, dtype=torch.bfloat16, device=DEVICE)
 
     def call() -> None:
-        out, _ = sparse_attention(**inputs, deterministic=deterministic)
+        with harness.refusals_skip(backend):
+            out, _ = sparse_attention(**inputs, deterministic=deterministic, backend=backend)
         torch.autograd.grad(out, list(leaves.values()), dout)
 
     call()
@@ -113,30 +121,32 @@ def test_a_call_does_not_synchronize(deterministic: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_keys_beyond_2_31_elements() -> None:
+@ON_EVERY_BACKEND
+def test_keys_beyond_2_31_elements(backend: str) -> None:
     """The last rows of a latent of 2.4 · 10^9 elements."""
     s_kv = 2**32 // 1024
     case = SparsePrefillCase(s_q=3, s_kv=64, h_q=16, topk=32)
     inputs = case.inputs(DEVICE)
-    wanted = gradients(inputs, "portable", deterministic=True)
+    wanted = gradients(inputs, backend, deterministic=True)
     kv = torch.full((s_kv, 1, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     kv[-64:] = inputs["kv"]
     valid = (inputs["indices"] >= 0) & (inputs["indices"] < 64)
     moved = torch.where(valid, inputs["indices"] + s_kv - 64, -1).int()
-    results = gradients(inputs | {"kv": kv, "indices": moved}, "portable", deterministic=True)
+    results = gradients(inputs | {"kv": kv, "indices": moved}, backend, deterministic=True)
     assert results[2].equal(wanted[2])
     assert results[3][-64:].equal(wanted[3])
     assert results[3][:-64].eq(0).all()
 
 
 def gradients(inputs: Arguments, backend: str, **options: bool) -> tuple[torch.Tensor, ...]:
-    return sparse_attention_gradients(sparse_attention, inputs, backend=backend, **options)
+    with harness.refusals_skip(backend):
+        return sparse_attention_gradients(sparse_attention, inputs, backend=backend, **options)
 
 
-def check(inputs: Arguments, **options: bool) -> None:
+def check(inputs: Arguments, backend: str, **options: bool) -> None:
     """The forward within FlashMLA's tolerances of the reference, gradients within twice the error of plain bf16."""
     with_dlse = options.get("with_dlse", True)
-    results = gradients(inputs, "portable", **options)
+    results = gradients(inputs, backend, **options)
     expected = gradients(inputs, "reference", with_dlse=with_dlse)
     baseline = sparse_attention_gradients(oracles.sparse_attention, inputs, with_dlse=with_dlse, dtype=torch.bfloat16)
     for name, result, wanted, plain in zip(NAMES, results, expected, baseline, strict=False):

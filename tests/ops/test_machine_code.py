@@ -61,6 +61,7 @@ HOPPER = [
     Variant("dense_prefill", "hopper"),
     # Loop counters and addresses; an accumulator would be 16 and more.
     Variant("dense_prefill_backward", "hopper", spills=8),
+    Variant("sparse_attention_backward", "hopper", {"lengths": True}),
 ]
 PORTABLE = [
     Variant("dense_decode", "portable", {"heads": 128}),
@@ -158,6 +159,9 @@ MORE_HOPPER = [
     Variant("dense_prefill_backward", "hopper", {"dtype": FP16, "deterministic": True, "dlse": True}, spills=8),
     Variant("dense_prefill_backward", "hopper", {"head_dim": 128, "deterministic": True}),
     Variant("dense_prefill_backward", "hopper", {"pad": 8}, spills=8),
+    Variant("sparse_attention_backward", "hopper", {"head_dim": 512, "dtype": FP16}),
+    Variant("sparse_attention_backward", "hopper", {"heads": 64, "deterministic": True, "sinks": False}),
+    Variant("sparse_attention_backward", "hopper", {"heads": 16, "head_dim": 512, "index_dtype": torch.int64}),
 ]
 MORE_PORTABLE = [
     Variant("dense_decode", "portable", {"heads": 16, "cache_dtype": FP8}, products="hmma"),

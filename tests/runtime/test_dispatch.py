@@ -111,6 +111,18 @@ def test_another_compute_capability_is_a_reason(operation, monkeypatch):
     assert dispatch.select(call) == "hopper"
 
 
+def test_an_implementation_may_run_only_if_named(operation):
+    operation(
+        Implementation("hopper", nothing, takes(F32), only_if_named="is new"), Implementation("portable", nothing)
+    )
+    call = CallSpec("toy", CPU, F32)
+    assert dispatch.select(call) == "portable"
+    assert dispatch.select(call, "hopper") == "hopper"
+    assert dispatch.explain(call)[0] == Choice("hopper", "is new")
+    with pytest.raises(ValueError, match=r"it takes float32, not bfloat16"):
+        dispatch.select(CallSpec("toy", CPU, BF16), "hopper")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_fake_tensors_of_a_gpu_need_none():
     with FakeTensorMode():

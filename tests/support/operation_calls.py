@@ -64,10 +64,10 @@ def _sparse_prefill(backend: str, s_q: int = 3, heads: int = 128, topk: int = 12
     flashlatte.sparse_prefill(_rows(s_q, heads, 576), _rows(200, 1, 576), _ints(s_q, 1, topk), backend=backend)
 
 
-def _sparse_attention() -> None:
+def _sparse_attention(backend: str) -> None:
     q, kv = _rows(3, 16, 576).requires_grad_(), _rows(200, 1, 576).requires_grad_()
     for deterministic in (False, True):
-        out, _ = flashlatte.sparse_attention(q, kv, _ints(3, 1, 128), deterministic=deterministic, backend="portable")
+        out, _ = flashlatte.sparse_attention(q, kv, _ints(3, 1, 128), deterministic=deterministic, backend=backend)
         out.sum().backward()
 
 
@@ -267,7 +267,7 @@ CALLS: list[Callable[[], None]] = [
     lambda: _sparse_decode("hopper", "v32", heads=128, extra=True),
     *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),
     lambda: _sparse_prefill("hopper", s_q=400, heads=16, topk=512),
-    _sparse_attention,
+    *(functools.partial(_sparse_attention, backend) for backend in ("portable", "hopper")),
     _indexer_loss,
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_caches, form) for form in ("v32", "v32_no_rope", "model1", "v41", "nvfp4_ds_mla", "bf16")),

@@ -21,6 +21,8 @@ OPERATION = "sparse_attention"
 BACKWARD = "sparse_attention_backward"
 # Gradients of a tile of keys are accumulated in registers.
 _PORTABLE_MAX_HEAD_DIM = 576
+# A program sums over all heads of a token.
+_HOPPER_MAX_HEADS = 128
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
@@ -29,6 +31,22 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
         or refusals.triton(call)
         or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
     )
+
+
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.capability(call, 9, 0)
+        or refusals.head_dims(call, (576, 512), (512, 512))
+        or refusals.unaligned(call)
+        or (None if (call.h_q or 0) <= _HOPPER_MAX_HEADS else f"takes up to {_HOPPER_MAX_HEADS} heads, not {call.h_q}")
+    )
+
+
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.sparse_attention.hopper import backward
+
+    return backward
 
 
 def _load_portable() -> dispatch.Function:
@@ -45,6 +63,9 @@ def _load_reference() -> dispatch.Function:
 
 dispatch.define(
     BACKWARD,
+    dispatch.Implementation(
+        "hopper", _load_hopper, _refuses_hopper, only_if_named="runs if backend names it: no GPU has run it yet"
+    ),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", _load_reference),
 )
@@ -79,10 +100,11 @@ def sparse_attention(
         softmax_scale: above 0; d^-0.5 if None.
         d_v: width of a value, at most d.
         deterministic: dq, dkv and the gradient of attn_sink are bitwise the same from run to run. (out and lse always
-            are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch and, for each
-            256 MiB of contributions (4 · s_q · topk · d bytes in all), a sort and two launches.
+            are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch, two launches for
+            each 256 MiB of contributions (4 · s_q · topk · d bytes in all), and a sort for each million indices.
         backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
-            refused. "hopper" has no backward pass.
+            refused. The backward pass of "hopper" has not run on a GPU yet, and runs only if named; it takes up to
+            128 heads, and up to 256 MiB of scratch more.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype, and lse, natural logarithm over the selected keys, float32 (float64 for

@@ -111,6 +111,22 @@ def test_deterministic_sums_in_pieces(monkeypatch, name, scratch_rows):
         assert first.equal(second)
 
 
+@pytest.mark.parametrize("s_q", [4, 5])
+def test_keys_of_several_pieces_are_sorted_at_once(monkeypatch, s_q):
+    """The last of five tokens is a piece of its own."""
+    monkeypatch.setattr(launch, "SCRATCH_BYTES", 4 * TOY.head_dim * 80)
+    inputs = replace(TOY, s_q=s_q, topk_lengths=True, duplicates=True, s_kv=25).inputs()
+    sorts = []
+    sort = torch.sort
+    monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(1) or sort(*args, **options))
+    together = run(inputs, "portable", deterministic=True)
+    monkeypatch.setattr(key_sums, "SORTED_ENTRIES", 1)
+    apart = run(inputs, "portable", deterministic=True)
+    assert len(sorts) == 1 + -(-s_q // 2)
+    for first, second in zip(together, apart, strict=True):
+        assert first.equal(second)
+
+
 @pytest.mark.parametrize("head_dim", [576, pytest.param(512, marks=pytest.mark.full)])
 def test_laid_out_for_warp_groups(monkeypatch, head_dim):
     for table in (config.KEYS, config.QUERIES):

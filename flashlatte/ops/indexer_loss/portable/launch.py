@@ -9,7 +9,7 @@ import torch
 
 from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.head_dims import tile_widths
-from flashlatte.kernels.triton.key_sums import add_by_key, pieces
+from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.indexer_loss.portable.config import ATTENTION, INDEX_KEYS, INDEX_QUERIES
@@ -180,6 +180,8 @@ def _add_gradient_of_selection(
     indices: torch.Tensor = slots.indices
     topk = indices.shape[2]
     scratch_rows = None if contributions is None else contributions.shape[0]
+    launched = slice(first_token, first_token + tokens)
+    key_sums = KeySums(indices[launched], None if topk_length is None else topk_length[launched], d_index_k)
     for first_row, rows, first_slot, num_slots in pieces(tokens, topk, tile.block_n, scratch_rows):
         selected_keys_kernel[(rows * -(-num_slots // tile.block_n),)](
             slots,
@@ -195,10 +197,7 @@ def _add_gradient_of_selection(
             num_warps=tile.num_warps,
         )
         if contributions is not None:
-            piece = slice(first_token + first_row, first_token + first_row + rows)
-            counted = indices[piece, 0, first_slot : first_slot + num_slots]
-            lengths = None if topk_length is None else topk_length[piece]
-            add_by_key(contributions, counted, first_slot, lengths, d_index_k)
+            key_sums.add(contributions, first_row, rows, first_slot, num_slots)
 
 
 def _attention_rows(params: IndexerLossParams) -> AttentionRows:

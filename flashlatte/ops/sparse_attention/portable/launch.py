@@ -7,65 +7,34 @@ import functools
 import torch
 
 from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
-from flashlatte.kernels.triton.head_dims import padded
-from flashlatte.kernels.triton.key_sums import add_by_key, pieces
+from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows
 from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_attention.portable.config import KEYS, QUERIES
-from flashlatte.ops.sparse_attention.portable.kernels import (
-    SparseBackwardKeys,
-    SparseBackwardQueries,
-    keys_kernel,
-    queries_kernel,
-    row_sums_kernel,
-)
+from flashlatte.ops.sparse_attention.portable.kernels import SparseBackwardQueries, keys_kernel, queries_kernel
+from flashlatte.ops.sparse_attention.row_sums import row_sums, selection_of
 from flashlatte.runtime.strides import row_align
 
 # Contributions to dkv that exist at once where their sum is deterministic.
 SCRATCH_BYTES = 256 * 2**20
-_ROW_SUMS_BLOCK = 16
 
 
 def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGradients) -> None:
     q, kv, indices, topk_length = params.q, params.kv, params.indices, params.topk_length
-    out, attn_sink, deterministic = params.out, params.attn_sink, params.deterministic
+    deterministic = params.deterministic
     s_q, h_q, head_dim = q.shape
-    d_v, topk = out.shape[2], indices.shape[2]
+    d_v, topk = params.out.shape[2], indices.shape[2]
     gpu = gpu_class(q.device)
     keys, keys_step, queries, queries_step = _compiled_for(gpu, h_q, head_dim, d_v)
-    rows = s_q * h_q
-    sums = torch.empty(4, rows, dtype=torch.float32, device=q.device)
-    row_sums_kernel[(-(-rows // _ROW_SUMS_BLOCK),)](
-        out=out,
-        dout=params.dout,
-        lse=params.lse,
-        dlse=params.dlse,
-        attn_sink=attn_sink,
-        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
-        rows=rows,
-        h_q=h_q,
-        sums=sums,
-        D_V=d_v,
-        WIDTH=padded(d_v),
-        BLOCK=_ROW_SUMS_BLOCK,
-        INTERPRETED=gpu == "interpreter",
-        num_warps=4,
-    )
-    torch.sum(sums[3].view(s_q, h_q), dim=0, out=gradients.d_sink)
+    sums = row_sums(params, gradients.d_sink)
 
     align = min(row_align(q), row_align(kv))
     records = (
         HeadRows(q, q.stride(0) // align, q.stride(1) // align, align),
-        SparseBackwardQueries(params.dout, sums, rows, h_q),
+        SparseBackwardQueries(params.dout, sums, s_q * h_q, h_q),
         TokenRows(kv, kv.stride(0) // align, align),
-        SparseBackwardKeys(
-            kv.shape[0],
-            indices,
-            indices.stride(0),
-            topk_length,
-            0 if topk_length is None else topk_length.stride(0),
-        ),
+        selection_of(params),
     )
     queries_kernel[(s_q * -(-h_q // queries.block_h),)](
         *records,
@@ -81,6 +50,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     if deterministic:
         scratch_rows = min(SCRATCH_BYTES // (4 * head_dim), s_q * topk)
         contributions = torch.empty(scratch_rows, head_dim, dtype=torch.float32, device=q.device)
+    key_sums = KeySums(indices, topk_length, dkv_sum)
     for first_token, tokens, first_slot, slots in pieces(s_q, topk, keys.block_n, scratch_rows):
         keys_kernel[(tokens * -(-slots // keys.block_n),)](
             *records,
@@ -94,10 +64,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
             num_warps=keys.num_warps,
         )
         if deterministic:
-            piece = slice(first_token, first_token + tokens)
-            counted = indices[piece, 0, first_slot : first_slot + slots]
-            lengths = None if topk_length is None else topk_length[piece]
-            add_by_key(contributions, counted, first_slot, lengths, dkv_sum)
+            key_sums.add(contributions, first_token, tokens, first_slot, slots)
     gradients.dkv.copy_(dkv_sum.unsqueeze(1))
 
 

@@ -1,0 +1,67 @@
+"""What both kernels share: the piece of queries that they process, and where P and dS are between them."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
+
+# Rows of heads, and keys, of a step.
+HEADS = gl.constexpr(64)
+KEYS = gl.constexpr(64)
+# Columns of a TMA box: 128 bytes, the width of the swizzle.
+BOX = gl.constexpr(64)
+# Parts of a step in memory.
+DS = gl.constexpr(0)
+P = gl.constexpr(1)
+PARTS = gl.constexpr(2)
+
+
+class SparseBackwardPiece(NamedTuple):
+    """Query tokens whose P and dS are in memory at once.
+
+    Attributes:
+        scores: TMA descriptor of boxes [64 heads, 64 keys] of [tokens, key_tiles, head_blocks, dS or P, 64, 64], as a
+            matrix of 64 columns.
+        first_token: of the piece.
+        key_tiles: tiles of 64 selected keys of a token.
+        head_blocks: blocks of 64 heads.
+    """
+
+    scores: Pointer
+    first_token: Int32
+    key_tiles: Int32
+    head_blocks: Int32
+
+
+class SparseBackwardRows(NamedTuple):
+    """TMA descriptors [s_q, h_q, d] of boxes [1, 64 heads, 64 columns], and ``row_sums`` [4, rows]."""
+
+    q: Pointer
+    dout: Pointer
+    sums: Pointer
+    rows: Int64
+    h_q: Int32
+
+
+@gluon.jit
+def score_row(piece, token, key_tile, head_block, PART: gl.constexpr):
+    """Row of ``piece.scores`` of a box of a token of the piece."""
+    box = ((token * piece.key_tiles + key_tile) * piece.head_blocks + head_block) * PARTS + PART
+    return box * HEADS
+
+
+@gluon.jit
+def num_selected(selection, token, topk):
+    """How many of a token's ``topk`` indices count."""
+    count = topk
+    if selection.topk_length is not None:
+        length = gl.load(selection.topk_length + token.to(gl.int64) * selection.length_stride)
+        count = gl.minimum(gl.maximum(length, 0), count).to(gl.int32)
+    return count

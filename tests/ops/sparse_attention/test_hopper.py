@@ -1,0 +1,119 @@
+# Keyword arguments are put together in dicts of mixed values.
+# pyright: reportArgumentType=false
+
+"""The Hopper kernels of sparse attention's backward pass: their tile algorithm in PyTorch, with the real launcher."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import hopper_sparse_backward
+from support.gradient_calls import sparse_attention_gradients
+from support.hopper_sparse_backward import Emulated
+from support.marks import mostly_full
+
+from flashlatte import sparse_attention
+from flashlatte.ops.sparse_attention import api
+from flashlatte.runtime import dispatch, machine
+from flashlatte.testing import compare, oracles
+from flashlatte.testing.cases import SparsePrefillCase
+
+pytestmark = pytest.mark.skipif(machine.interpreting(), reason="imports Gluon kernels")
+
+TOY = SparsePrefillCase(3, 150, 3, 140, topk_lengths=True)
+CASES = {
+    "toy": TOY,
+    "one head": replace(TOY, h_q=1),
+    "two blocks of heads": replace(TOY, s_q=2, h_q=70),
+    "128 heads": replace(TOY, s_q=1, h_q=128),
+    "no rope": replace(TOY, head_dim=512, h_q=65),
+    "all indices": replace(TOY, topk_lengths=False, invalid_share=0.0),
+    "one index": replace(TOY, topk=1),
+    "empty rows": replace(TOY, s_q=6, empty_rows=0.5),
+    "nothing selected": replace(TOY, empty_rows=1.0),
+    "every token twice": replace(TOY, duplicates=True, s_kv=25),
+    "without sinks": replace(TOY, attn_sink=False),
+    "gaps between rows": replace(TOY, strided=True, h_q=70),
+    "int64 indices": replace(TOY, index_dtype=torch.int64),
+    "fp16": replace(TOY, dtype=torch.float16),
+}
+NAMES = ("out", "lse", "dq", "dkv", "d_sink")
+
+
+@pytest.fixture
+def emulate(monkeypatch):
+    """Backward passes of ``backend="reference"`` run the Hopper launcher with emulated kernels. Returns its module."""
+    from flashlatte.ops.sparse_attention.hopper import launch
+
+    monkeypatch.setattr(launch, "query_gradients_kernel", Emulated(hopper_sparse_backward.query_gradients))
+    monkeypatch.setattr(launch, "key_gradients_kernel", Emulated(hopper_sparse_backward.key_gradients))
+    monkeypatch.setattr(launch, "row_sums", hopper_sparse_backward.row_sums)
+    monkeypatch.setattr(launch, "KeySums", hopper_sparse_backward.KeySums)
+    emulated = dispatch.Implementation("reference", lambda: launch.backward)
+    monkeypatch.setitem(dispatch._REGISTRY[api.BACKWARD], "reference", emulated)
+    dispatch.implementation.cache_clear()
+    yield launch
+    dispatch.implementation.cache_clear()
+
+
+def run(inputs, **options):
+    return sparse_attention_gradients(sparse_attention, inputs, backend="reference", **options)
+
+
+def check(inputs, **options):
+    """Errors are at most twice those of plain bf16 PyTorch."""
+    with_dlse = options.get("with_dlse", True)
+    results = run(inputs, **options)
+    oracle = sparse_attention_gradients(oracles.sparse_attention, inputs, with_dlse)
+    baseline = sparse_attention_gradients(oracles.sparse_attention, inputs, with_dlse, dtype=torch.bfloat16)
+    for name, result, exact, plain in zip(NAMES[2:], results[2:], oracle[2:], baseline[2:], strict=False):
+        assert not result.isnan().any(), name
+        compare.assert_accurate(result, exact, plain, name)
+    return results
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "name", mostly_full(CASES, "two blocks of heads", "no rope", "empty rows", "gaps between rows")
+)
+def test_against_the_oracle(emulate, name, deterministic):
+    check(CASES[name].inputs(), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("name", ["two blocks of heads", "empty rows"])
+@pytest.mark.parametrize(
+    ("tokens", "scratch_rows"), [(1, 10**6), (2, 10**6), (2, 150), pytest.param(4, 64, marks=pytest.mark.full)]
+)
+def test_pieces(monkeypatch, emulate, name, tokens, scratch_rows):
+    """Whatever fits at once: P and dS of some tokens, and contributions of all their slots or of some."""
+    case = CASES[name]
+    inputs = case.inputs()
+    whole = run(inputs, deterministic=True)
+    monkeypatch.setattr(emulate, "SCORE_BYTES", tokens * 3 * -(-case.h_q // 64) * 2 * 8192)
+    monkeypatch.setattr(emulate, "SCRATCH_BYTES", scratch_rows * 4 * case.head_dim)
+    for result, wanted in zip(run(inputs, deterministic=True), whole, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-2, atol=1e-4, equal_nan=True)
+
+
+def test_nan_in_a_query_stays_with_the_keys_that_it_selected(emulate):
+    inputs = replace(TOY, invalid_share=0.0, topk=5, topk_lengths=False).inputs()
+    expected = run(inputs)
+    inputs["q"] = inputs["q"].clone()
+    inputs["q"][1] = torch.nan
+    results = run(inputs)
+    touched = torch.zeros(150, dtype=torch.bool)
+    touched[inputs["indices"][1, 0].long()] = True
+    assert results[2][[0, 2]].equal(expected[2][[0, 2]])
+    assert results[3][touched].isnan().all()
+    torch.testing.assert_close(results[3][~touched], expected[3][~touched], rtol=1e-2, atol=1e-5)
+
+
+def test_runs_only_if_named(monkeypatch):
+    """It has not run on a GPU."""
+    monkeypatch.setattr(machine, "compute_capability", lambda _: (9, 0))
+    device = torch.device("cuda", 0)
+    call = dispatch.CallSpec(api.BACKWARD, device, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128)
+    assert dispatch.select(call) == "portable"
+    assert dispatch.select(call, "hopper") == "hopper"
+    with pytest.raises(ValueError, match="it takes up to 128 heads, not 129"):
+        dispatch.select(replace(call, h_q=129), "hopper")
