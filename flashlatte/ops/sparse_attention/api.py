@@ -6,6 +6,7 @@ The forward pass runs the kernels of ``sparse_prefill``; this operation adds the
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ BACKWARD = "sparse_attention_backward"
 _PORTABLE_MAX_HEAD_DIM = 576
 # A program sums over all heads of a token.
 _HOPPER_MAX_HEADS = 128
+# The environment variable that admits the Hopper kernels of the backward pass.
+UNTRIED = "FLASHLATTE_UNTRIED_KERNELS"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
@@ -34,6 +37,8 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
+    if os.environ.get(UNTRIED) != "1":
+        return f"has not run on a GPU yet, and needs {UNTRIED}=1 in the environment"
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
@@ -63,9 +68,7 @@ def _load_reference() -> dispatch.Function:
 
 dispatch.define(
     BACKWARD,
-    dispatch.Implementation(
-        "hopper", _load_hopper, _refuses_hopper, only_if_named="runs if backend names it: no GPU has run it yet"
-    ),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, only_if_named="runs if backend names it"),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", _load_reference),
 )
@@ -103,8 +106,9 @@ def sparse_attention(
             are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch, two launches for
             each 256 MiB of contributions (4 · s_q · topk · d bytes in all), and a sort for each million indices.
         backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
-            refused. The backward pass of "hopper" has not run on a GPU yet, and runs only if named; it takes up to
-            128 heads, and up to 256 MiB of scratch more.
+            refused. The backward pass of "hopper" has not run on a GPU yet. It runs only if named, and with
+            ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment. It takes up to 128 heads, and up to 256 MiB of scratch
+            more.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype, and lse, natural logarithm over the selected keys, float32 (float64 for
