@@ -7,9 +7,8 @@ reads an entry only if its architecture is the GPU's.
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 # uint32 magic, uint16 version, uint16 bytes of this header, uint64 bytes of the entries.
@@ -18,6 +17,8 @@ MAGIC = (0xBA55ED50).to_bytes(4, "little")
 # uint16 kind, uint16, uint32 bytes of this header, uint64 bytes of the code, three of uint32, uint32 architecture.
 ENTRY = struct.Struct("<HHIQIIII")
 MACHINE_CODE = 2
+
+Unwanted = Callable[[bytes], bool]
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,18 @@ def entries(extension: bytes | bytearray) -> Iterator[Entry]:
         start = end
 
 
-def strip(extension: bytes, architecture: int, unwanted: re.Pattern[bytes] | None = None) -> tuple[bytes, int]:
+def strip(extension: bytes, architecture: int, unwanted: Unwanted | None = None) -> tuple[bytes, int]:
     """The extension with machine code for ``architecture`` only, and the bytes of that code.
 
     Args:
-        unwanted: entries whose code it matches are removed too. It must match mangled names of kernels, and finds them
-            in code that is not compressed.
+        unwanted: whether to remove an entry for ``architecture`` too, by its code: an ELF file, in which names of
+            kernels stand, or one that is compressed.
     """
     stripped, kept = bytearray(extension), 0
     for entry in entries(extension):
         size = entry.end - entry.start
         wanted = (entry.kind, entry.architecture) == (MACHINE_CODE, architecture)
-        if wanted and not (unwanted and unwanted.search(extension, entry.start, entry.end)):
+        if wanted and not (unwanted and unwanted(extension[entry.start : entry.end])):
             kept += size
         else:
             stripped[entry.start : entry.end] = bytes(size)

@@ -1,0 +1,91 @@
+"""Packing a serving engine for a Hopper GPU machine that has PyTorch and Triton, and no network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import fatbins
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON, ABIS = "3.12", ("cp312", "cp310", "abi3", "none")
+GLIBCS = (39, 35, 34, 31, 28, 27, 24, 17)
+ARCHITECTURE = 90
+MIB = 1 << 20
+CANNOT = 3
+
+
+def pack(
+    file: Path,
+    packages: Sequence[str],
+    wanted: Callable[[str], bool],
+    extensions: Mapping[str, fatbins.Unwanted | None],
+    stand_ins: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Write an archive of the packages with machine code for sm_90 only, and FlashLatte's entry points.
+
+    Args:
+        packages: requirements, each with its version.
+        wanted: whether a file of a wheel is packed, by its name in the wheel.
+        extensions: compiled extensions, each with a test for machine code that is left out.
+        stand_ins: Python files that are written too, with their text.
+
+    Returns:
+        an exit code: 3 if a wheel cannot be downloaded here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        wheels, target = Path(folder) / "wheels", Path(folder) / "packages"
+        try:
+            found = _download(packages, wheels)
+        except subprocess.CalledProcessError:
+            print("a wheel cannot be downloaded here", file=sys.stderr)
+            return CANNOT
+        for wheel in found:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(target, [name for name in archive.namelist() if wanted(name)])
+            wheel.unlink()
+        for name, unwanted in extensions.items():
+            _strip(target / name, name, unwanted)
+        for name, text in stand_ins.items():
+            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).write_text(text, encoding="utf-8")
+        _register_plugin(target)
+        with tarfile.open(file, "w:xz") as archive:
+            archive.add(target, ".")
+    print(f"{file}: {file.stat().st_size / MIB:.1f} MiB")
+    return 0
+
+
+def _download(packages: Sequence[str], folder: Path) -> list[Path]:
+    """The wheels of the packages for the GPU machine, not for this one."""
+    options = ["--no-deps", "--only-binary", ":all:", "--implementation", "cp", "--python-version", PYTHON]
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBCS] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
+    options += [word for platform in platforms for word in ("--platform", platform)]
+    options += [word for abi in ABIS for word in ("--abi", abi)]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *options]
+    subprocess.run([*pip, "--dest", str(folder), *packages], check=True)
+    return sorted(folder.glob("*.whl"))
+
+
+def _strip(file: Path, name: str, unwanted: fatbins.Unwanted | None) -> None:
+    stripped, kept = fatbins.strip(file.read_bytes(), ARCHITECTURE, unwanted)
+    file.write_bytes(stripped)
+    print(f"{name}: {len(stripped) / MIB:.1f} MiB, of which {kept / MIB:.1f} are machine code for sm_{ARCHITECTURE}")
+
+
+def _register_plugin(target: Path) -> None:
+    """Write metadata of FlashLatte, in which an engine finds the plugin; the package itself is the checkout's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = target / "flashlatte.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: flashlatte\nVersion: 0+checkout\n")
+    groups = project["entry-points"].items()
+    lines = [line for group, points in groups for line in (f"[{group}]", *(f"{k} = {v}" for k, v in points.items()))]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
