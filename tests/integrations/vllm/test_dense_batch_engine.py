@@ -56,7 +56,6 @@ def test_what_is_served(changes):
     [
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"use_sparse": True}, "sparse not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
         ({"capability": (7, 5)}, "compute capability not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"use_pcp": True}, "PCP not supported"),
@@ -70,7 +69,11 @@ def test_what_is_refused(changes, reason):
 
 
 def test_indexers_are_refused_with_the_reason():
-    assert f"FlashLatte: {support.SUPPORTED_INDEXERS}" in reasons(use_sparse=True)
+    assert f"FlashLatte: {support.NEEDS_CUSTOM}" in reasons(use_sparse=True)
+
+
+def test_sinks_are_supported():
+    assert reasons(has_sink=True) == []
 
 
 def test_kernels_refuse_in_their_own_words(monkeypatch):
