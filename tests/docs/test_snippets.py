@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from flashlatte.runtime import dispatch
 
@@ -48,6 +49,7 @@ def test_the_snippets_of_a_page_run(page, monkeypatch, tmp_path):
     names = {"__name__": "__main__"}
     for code, _ in snippets(page):
         exec(compile(code, str(page), "exec"), names)
+    assert not dist.is_available() or not dist.is_initialized()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
