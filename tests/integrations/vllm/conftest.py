@@ -21,6 +21,20 @@ else:
     }
 
 
+@pytest.fixture(autouse=True)
+def own_models():
+    """``model_class_overrides`` replaces models for the rest of the process: take it back after each test."""
+    if importlib.util.find_spec("vllm") is None:
+        yield
+        return
+    from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
+
+    known = dict(ModelRegistry.models)
+    yield
+    ModelRegistry.models.clear()
+    ModelRegistry.models.update(known)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Creates a small random model of a family, with changes to its configuration; returns its path."""
