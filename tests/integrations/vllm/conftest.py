@@ -27,12 +27,15 @@ def own_models():
     if importlib.util.find_spec("vllm") is None:
         yield
         return
+    from vllm.config import model  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
 
     known = dict(ModelRegistry.models)
     yield
     ModelRegistry.models.clear()
     ModelRegistry.models.update(known)
+    # vLLM replaces a model once in a process.
+    model._REGISTERED_MODEL_CLASS_OVERRIDES.clear()
 
 
 @pytest.fixture(scope="session")
