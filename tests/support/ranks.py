@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -99,3 +100,6 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -
             pipe.send(function(*args, **kwargs))
         except Exception as error:
             pipe.send(Failure(error))
+        # torch.compile compiles a function a few times in a process: jobs must not add up.
+        if "torch._dynamo" in sys.modules:
+            sys.modules["torch._dynamo"].reset()
