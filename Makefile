@@ -17,13 +17,13 @@ demo: $(READY)
 
 # What a contributor needs.
 test: $(READY)
-	@echo "About 3.5 minutes of processor time (2 on two idle cores): Triton's interpreter first, then all else."
+	@echo "About 4.5 minutes of processor time (3 on two idle cores): Triton's interpreter first, then all else."
 	@TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not full"
 	@$(PYTEST) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 
 # The rest: every variant of every kernel, many more examples, and compilation with each Triton of TRITONS.
 test-all: $(READY)
-	@echo "About 25 minutes of processor time, and 10 more for each Triton of TRITONS (now: $(or $(TRITONS),none))"
+	@echo "About 35 minutes of processor time, and 10 more for each Triton of TRITONS (now: $(or $(TRITONS),none))"
 	@TRITON_INTERPRET=1 $(PYTEST) --hypothesis-profile full -m interpreter
 	@$(PYTEST) --hypothesis-profile full -m "not interpreter and not gpu"
 	@$(MAKE) --no-print-directory test-triton
@@ -37,7 +37,7 @@ test-triton: $(READY)
 # vLLM's engine on a CPU, in an environment of its own.
 test-vllm:
 	@$(PYTHON) .ci/vllm_environment.py $(VLLM)
-	@echo "About 5 minutes of processor time."
+	@echo "About 8 minutes of processor time."
 	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --quiet --progress tests/integrations/vllm
 
 docs: $(VENV)/.docs-ready
