@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flashlatte.engine import RequestOutput, SamplingParams
+from flashlatte.engine import Engine, RequestOutput, SamplingParams
 
 VOCABULARY = 97
+# Of the prompts of ``check``.
+LENGTHS = (3, 17, 40, 1, 26)
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -234,3 +236,20 @@ def large_v4(**changes: Any) -> Any:
         if name.endswith("tid2eid"):
             table.copy_(torch.randint(4, table.shape))
     return made.eval()
+
+
+def engine(family: str | torch.nn.Module = "DeepseekV3", **options: Any) -> Engine:
+    """An engine with few pages and short chunks."""
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    return Engine(model(family) if isinstance(family, str) else family, **settings | options)
+
+
+def check(engine: Engine, family: str = "DeepseekV3", new: int = 9) -> list[Any]:
+    """Generate for prompts of several lengths together, and compare with transformers."""
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    outputs = engine.generate(prompts, greedy(new))
+    for tokens, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == generated_by_transformers(family, tokens, new)
+        assert output.outputs[0].finish_reason == "length"
+    assert engine.pool.in_use == 0
+    return outputs

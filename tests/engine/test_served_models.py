@@ -1,0 +1,158 @@
+"""Which models, modules around them and checkpoints the engine takes, and which it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.engine_models import (
+    VISION,
+    check,
+    engine,
+    generated_by_transformers,
+    greedy,
+    model,
+    prompt,
+)
+
+from flashlatte.engine import Engine, Model
+from flashlatte.integrations.transformers import enable
+
+
+def test_a_model_with_other_layers_is_refused_by_name():
+    other: Any = type("Other", (), {"config": type("Config", (), {"model_type": "llama"})})
+    with pytest.raises(ValueError, match=r"deepseek_v3.*got 'llama'$"):
+        Engine(other)
+    other.config.model_type = "mistral_large4"
+    with pytest.raises(ValueError, match=r"got 'mistral_large4': its layers share latents, .* rotation are learned$"):
+        Engine(other)
+    with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
+        Engine(None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", torch.bfloat16), ("device", "cpu")])
+def test_a_loaded_model_stays_what_it_is(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be None for a model that is loaded, .* got {value}$"):
+        Model(model(), **{name: value})
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_a_model_without_a_head_is_refused(family):
+    with pytest.raises(
+        TypeError, match=rf"^model must have decoder layers and a head .*ForCausalLM, got {family}Model$"
+    ):
+        Engine(model(family).model)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_hooks_that_collect_hidden_states_are_none_of_the_engines(family):
+    """transformers leaves them on the layers after the first call that asked for hidden states."""
+    hooked = copy.deepcopy(model(family))
+    hooked(torch.tensor([prompt(5)]), output_hidden_states=True)
+    assert hooked.model.layers[1]._forward_hooks
+    (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    (alone,) = Engine(model(family), num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_hooks_that_the_engine_would_pass_over_are_refused(family):
+    hooked = copy.deepcopy(model(family))
+    layer = hooked.model.layers[1]
+    for name in ("", "self_attn", "self_attn.q_b_proj", "input_layernorm"):
+        hook = layer.get_submodule(name).register_forward_hook(lambda *called: called[2])
+        with pytest.raises(TypeError, match=f"^layer 1 of the model must have no .*got some on {name or 'the layer'}$"):
+            Engine(hooked, num_pages=24, page_size=16)
+        hook.remove()
+    for name in ("", "self_attn"):
+        part = layer.get_submodule(name)
+        part.forward = lambda *args, part=part, **kwargs: type(part).forward(part, *args, **kwargs)
+        with pytest.raises(TypeError, match=f"^layer 1 .*: got another forward on {name or 'the layer'}$"):
+            Engine(hooked, num_pages=24, page_size=16)
+        del part.forward
+    layer.mlp.register_forward_hook(lambda *called: called[2])
+    (output,) = Engine(hooked, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
+
+
+def test_a_checkpoint_of_kimi_k2(tmp_path):
+    """Its configs name a family that transformers does not know, and code of their own."""
+    model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2", "auto_map": code}))
+    (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers("DeepseekV3", prompt(5), 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "told"),
+    [
+        ("DeepseekV3", "model.norm", "the last norm of the model"),
+        ("DeepseekV3", "model", "the decoder"),
+        ("DeepseekV3", "", "the model"),
+        ("HYV4VL", "model.language_model", "the decoder"),
+        ("HYV4VL", "model", "the model"),
+        ("HYV4VL", "", "the model"),
+    ],
+)
+def test_hooks_around_the_layers_are_refused(family, name, told):
+    hooked = copy.deepcopy(model(family))
+    hooked.get_submodule(name).register_forward_hook(lambda *called: called[2])
+    with pytest.raises(TypeError, match=f"^{told} must have no hooks"):
+        Engine(hooked, num_pages=24, page_size=16)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4", "Glm5Next", "HYV4VL"])
+def test_a_model_that_is_enabled_is_served(family):
+    """The hooks of ``enable`` are none of the engine's."""
+    enabled = enable(copy.deepcopy(model(family)))
+    (output,) = Engine(enabled, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
+
+
+@pytest.mark.parametrize("family", ["Glm5Next", "HYV4VL", "KimiLinear", "BailingHybrid", "LongcatFlash", "MiniCPM3"])
+def test_a_checkpoint_with_other_layers_or_another_model_around(family, tmp_path):
+    model(family).save_pretrained(tmp_path)
+    (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
+
+
+def test_dots3_note_with_vision_and_audio_is_served_for_tokens(tmp_path):
+    inner = model("Dots3Note")
+    vision = VISION | {"adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]}
+    audio = VISION | {"adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 8, "feature_size": 16}
+    parts = {"text_config": inner.config.to_dict(), "vision_config": vision, "audio_config": audio}
+    whole = transformers.Dots3NoteForConditionalGeneration(transformers.Dots3NoteConfig(**parts)).eval()
+    whole.model.language_model.load_state_dict(inner.model.state_dict())
+    whole.lm_head.load_state_dict(inner.lm_head.state_dict())
+    check(engine(whole), "Dots3Note", 5)
+    whole.save_pretrained(tmp_path)
+    (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
+    assert output.outputs[0].token_ids == generated_by_transformers("Dots3Note", prompt(5), 3)
+
+
+def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
+    with pytest.raises(
+        ValueError, match=r"^cache_format must be bf16, fp16 or fp32 for rows of 32 \+ 0 and an indexer"
+    ):
+        engine("Glm5Next", cache_format="fp8")
+    dense = model("Glm5Next", layer_types=("indexed_attention",) * 4)
+    with pytest.raises(ValueError, match=r"batch_invariant must be False for a glm5_next_text: PyTorch .* indexer$"):
+        Model(dense, batch_invariant=True)
+    assert not Model(dense).has_graphs
+
+
+def test_drafts_over_pools_of_tokens():
+    """Without linear attention the engine can verify drafts; states of rejected ones are overwritten."""
+    dense, repeated = model("Glm5Next", layer_types=("indexed_attention",) * 4), prompt(4) * 6
+    speculating = engine(dense, num_speculative_tokens=3)
+    (output,) = speculating.generate([repeated], greedy(16))
+    ids = torch.tensor([repeated])
+    expected = dense.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    assert output.outputs[0].token_ids == expected[0, len(repeated) :].tolist()
+    assert speculating.statistics()["draft_tokens"] > 0
