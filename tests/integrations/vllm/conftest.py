@@ -28,14 +28,16 @@ def own_models():
         yield
         return
     from vllm.config import model  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.model_loader import utils  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
 
     known = dict(ModelRegistry.models)
     yield
     ModelRegistry.models.clear()
     ModelRegistry.models.update(known)
-    # vLLM replaces a model once in a process.
+    # vLLM replaces a model once in a process, and remembers a checkpoint's class without its overrides.
     model._REGISTERED_MODEL_CLASS_OVERRIDES.clear()
+    utils._MODEL_ARCH_BY_HASH.clear()
 
 
 @pytest.fixture(scope="session")
