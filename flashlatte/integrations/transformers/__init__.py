@@ -72,7 +72,7 @@ def enable(
 
     In training mode (``model.train()``) with gradients, all families except Glm5Next and MistralLarge4 attend with
     ``dense_prefill``, or with ``sparse_attention`` over what the indexer selects, without a cache. Without a mask,
-    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences (not in DeepseekV4). The output then has
+    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences. The output then has
     ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if the indexers'
     parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
 
