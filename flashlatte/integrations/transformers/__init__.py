@@ -239,8 +239,9 @@ def check_transformers() -> None:
 def _attentions(decoder: Any, family: Family) -> list[Any]:
     """The decoder's attention modules. Raise TypeError unless each has the family's class, or FlashLatte's."""
     from flashlatte.integrations.transformers.attention import paged
-    from flashlatte.integrations.transformers.families import attentions, check_selections, check_sources
+    from flashlatte.integrations.transformers.families import attentions, check_selections
     from flashlatte.integrations.transformers.patching import check_forward
+    from flashlatte.layers.parts import check_sources
 
     stock, modules = family.attention_class, []
     for index, module in attentions(decoder, family):
@@ -248,6 +249,6 @@ def _attentions(decoder: Any, family: Family) -> list[Any]:
             raise TypeError(f"layer {index}'s attention must be a {stock.__name__}, got {type(module).__name__}")
         check_forward(module, index)
         modules.append(module)
-    check_sources(modules, family)
+    check_sources(modules)
     check_selections(modules, family)
     return modules
