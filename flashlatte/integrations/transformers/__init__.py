@@ -70,7 +70,7 @@ def enable(
     transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
     all tokens.
 
-    In training mode (``model.train()``) with gradients, all families except Glm5Next and MistralLarge4 attend with
+    In training mode (``model.train()``) with gradients, all families except Glm5Next attend with
     ``dense_prefill``, or with ``sparse_attention`` over what the indexer selects, without a cache. Without a mask,
     ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences. The output then has
     ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if the indexers'

@@ -113,7 +113,6 @@ FAMILIES = (
     Family(
         *("mistral_large4", "MistralLarge4", "TextAttention", "TextModel"),
         returns_selection=True,
-        training_refusal="its layers share latents, and factors of queries are learned",
     ),
     Family("mistral4", "Mistral4"),
     Family("youtu", "Youtu"),
