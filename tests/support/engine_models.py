@@ -193,6 +193,8 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     sizes = {name: [*size] if isinstance(size, tuple) else size for name, size in sizes.items() if name not in absent}
     config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
     name = CLASSES.get(family, family)
+    # Vectors keep what transformers draws, which must not depend on earlier tests.
+    torch.manual_seed(1)
     if hasattr(transformers, f"{name}ForCausalLM"):
         made = getattr(transformers, f"{name}ForCausalLM")(config)
     else:
