@@ -9,7 +9,7 @@ from torch import nn
 from flashlatte.layers.weights import has_hooks
 
 # Multimodal models whose language model the engine supports.
-MULTIMODAL = ("dots3_note", "glm5_next", "hy_v4_vl")
+MULTIMODAL = ("dots3_note", "glm5_next", "hy_v4_vl", "mistral_large4")
 
 
 class TextPart(nn.Module):

@@ -128,7 +128,7 @@ class MLAAttention(nn.Module):
         # The shards' outputs are summed, so only the first shard adds the bias.
         self.o_proj = linear(count * config.v_head_dim, hidden, dtype, device, bias=bias and first == 0)
         self.indexer = None
-        if config.indexer is not None and not shares_selection and config.q_lora_rank is not None:
+        if config.indexer is not None and not shares_selection:
             self.indexer = Indexer(config.indexer, hidden, config.q_lora_rank, dtype=dtype, device=device)
         self.requires_grad_(False)
         fuse_weights(*hidden_projections(self))

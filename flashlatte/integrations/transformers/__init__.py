@@ -70,9 +70,9 @@ def enable(
     transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
     all tokens.
 
-    In training mode (``model.train()``) with gradients, all families except Glm5Next and MistralLarge4 attend with
+    In training mode (``model.train()``) with gradients, all families except Glm5Next attend with
     ``dense_prefill``, or with ``sparse_attention`` over what the indexer selects, without a cache. Without a mask,
-    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences (not in DeepseekV4). The output then has
+    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences. The output then has
     ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if the indexers'
     parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
 
@@ -239,8 +239,9 @@ def check_transformers() -> None:
 def _attentions(decoder: Any, family: Family) -> list[Any]:
     """The decoder's attention modules. Raise TypeError unless each has the family's class, or FlashLatte's."""
     from flashlatte.integrations.transformers.attention import paged
-    from flashlatte.integrations.transformers.families import attentions, check_selections, check_sources
+    from flashlatte.integrations.transformers.families import attentions, check_selections
     from flashlatte.integrations.transformers.patching import check_forward
+    from flashlatte.layers.parts import check_sources
 
     stock, modules = family.attention_class, []
     for index, module in attentions(decoder, family):
@@ -248,6 +249,6 @@ def _attentions(decoder: Any, family: Family) -> list[Any]:
             raise TypeError(f"layer {index}'s attention must be a {stock.__name__}, got {type(module).__name__}")
         check_forward(module, index)
         modules.append(module)
-    check_sources(modules, family)
+    check_sources(modules)
     check_selections(modules, family)
     return modules
