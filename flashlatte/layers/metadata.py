@@ -147,6 +147,25 @@ class MLAMetadata:
         """Whether a later ``build`` has overwritten the buffers."""
         return self.buffers is not None and self.buffers.num_builds != self.build_index
 
+    def check_cache(self, pages: torch.Tensor) -> None:
+        """Check that a cache fits; kernels cannot detect pages or slots of another cache or step."""
+        # These values change at every step, and torch.compile would recompile for each.
+        if not torch.compiler.is_compiling():
+            if self.is_overwritten:
+                raise ValueError("metadata must be the last one its builder built: its buffers now hold another step")
+            if self.required_pages > pages.shape[0]:
+                raise ValueError(
+                    f"cache must have at least {self.required_pages} pages for this metadata, got {pages.shape[0]}"
+                )
+        if self.page_size != pages.shape[1]:
+            raise ValueError(
+                f"cache must have pages of {self.page_size} tokens like the metadata, got pages of {pages.shape[1]}"
+            )
+        if self.num_pages is not None and self.num_pages > pages.shape[0]:
+            raise ValueError(f"cache must have the metadata's {self.num_pages} pages, got {pages.shape[0]}")
+        if self.positions.device != pages.device:
+            raise ValueError(f"metadata must be on {pages.device} like the cache, got {self.positions.device}")
+
     def to(self, device: torch.device) -> MLAMetadata:
         """A copy on another device."""
         return _to_device(self, device)
