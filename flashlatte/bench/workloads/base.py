@@ -77,12 +77,16 @@ class Workload(abc.ABC):
                 finite = torch.isfinite(result.float() if result.element_size() == 1 else result)
                 if not bool(finite.all()):
                     raise WrongResult(f"{name}: NaN or infinite in {int((~finite).sum())} elements")
-        actual = self.compared(results)
-        for name, tolerance in self.tolerances.items():
-            try:
-                assert_close(actual[name], self.expected[name], tolerance, name)
-            except AssertionError as error:
-                raise WrongResult(str(error)) from error
+        compare(self.compared(results), self.expected, self.tolerances)
+
+
+def compare(results: Results, expected: Results, tolerances: dict[str, Tolerance]) -> None:
+    """Raise WrongResult if one of the results with a tolerance differs by more."""
+    for name, tolerance in tolerances.items():
+        try:
+            assert_close(results[name], expected[name], tolerance, name)
+        except AssertionError as error:
+            raise WrongResult(str(error)) from error
 
 
 def nan_like(tensor: torch.Tensor) -> torch.Tensor:
