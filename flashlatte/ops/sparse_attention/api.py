@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.ops.sparse_attention import reference
 from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
 from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
@@ -29,11 +30,7 @@ UNTRIED = "FLASHLATTE_UNTRIED_KERNELS"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.triton(call)
-        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-    )
+    return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
@@ -60,17 +57,11 @@ def _load_portable() -> dispatch.Function:
     return backward
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.sparse_attention.reference import backward
-
-    return backward
-
-
 dispatch.define(
     BACKWARD,
     dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, only_if_named="runs if backend names it"),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.backward),
 )
 
 
