@@ -117,9 +117,9 @@ def lines(
             yield line | case.more | {"scaled_down": ceilings is None} | about
 
 
-def add_arguments(parser: argparse.ArgumentParser, sections: Sections, rounds: int = ROUNDS) -> None:
+def add_arguments(parser: argparse.ArgumentParser, sections: Sections) -> None:
     parser.add_argument("--section", action="append", choices=list(sections), help="default: all (may be repeated)")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"measurements of each call (default {rounds})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"measurements of each call (default {ROUNDS})")
     add_json_option(parser)
 
 
