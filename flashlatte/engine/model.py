@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,28 @@ from flashlatte.engine.module_attention import ModuleAttention, step_rotation
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of, is_linear
 from flashlatte.engine.pooled_indexer import PooledIndexer, PooledStep
 from flashlatte.engine.residuals import Block, residual_of
-from flashlatte.engine.sublayers import sublayers
 from flashlatte.engine.text_part import text_config, text_part
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
 from flashlatte.layers.parts import check_sources, check_weights, hidden_projections, source_layer
 from flashlatte.ops.norm_rope.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One of the two pairs of a decoder layer of LongCat-Flash (arXiv:2509.01322, §2.2), named as in other models.
+
+    Attributes:
+        shortcut: the experts, which read the input of the first pair's MLP; None in the second pair, which adds their
+            output.
+    """
+
+    input_layernorm: Any
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
+    shortcut: Any
 
 
 class Model(PagedModel):
@@ -92,7 +108,7 @@ class Model(PagedModel):
             check_divisible(model)
             model = model if of_checkpoint else copied(model)
         self.batch_invariant = batch_invariant
-        self._decoder_layers = sublayers(model)
+        self._decoder_layers = _sublayers(model)
         layers = dict(enumerate(self._decoder_layers))
         self.linear = {n: LinearAttention(layers.pop(n).self_attn) for n in list(layers) if is_linear(model.config, n)}
         self.pooled = {
@@ -340,3 +356,17 @@ def _share_parts(layer: nn.Module, module: nn.Module, others: Collection[str] = 
             _share_parts(part, shared)
         else:
             setattr(layer, name, shared)
+
+
+def _sublayers(model: Any) -> list[Any]:
+    """The decoder layers of a transformers model, or the pairs in them if they have several."""
+    found = []
+    for layer in model.model.layers:
+        if not isinstance(layer.self_attn, nn.ModuleList):
+            found.append(layer)
+            continue
+        for index, parts in enumerate(
+            zip(layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlps, strict=True)
+        ):
+            found.append(Sublayer(*parts, layer.mlp if index == 0 else None))
+    return found
