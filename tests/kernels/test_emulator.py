@@ -88,6 +88,25 @@ def test_diverging_lanes_meet_again():
     assert run(body) == [x if x % 4 == 0 else x + 1000 for x in range(64)]
 
 
+def test_lanes_wait_for_each_other_at_a_barrier():
+    """The branch leads backwards: the lanes that have taken it are at the barrier first."""
+    body = """
+        bra.uni BEGIN;
+    MEET:
+        bar.sync 0;
+        shfl.sync.bfly.b32 %r3, %r0, 1, 31, -1;
+        st.global.b32 [%rd1], %r3;
+        ret;
+    BEGIN:
+        and.b32 %r2, %r0, 1;
+        setp.eq.b32 %p2, %r2, 0;
+        @%p2 bra MEET;
+        add.s32 %r0, %r0, 1000;
+        bra.uni MEET;
+    """
+    assert run(body) == [x + 1001 if x % 2 == 0 else x - 1 for x in range(64)]
+
+
 SEND = "@%p0 cp.async.bulk.global.shared::cta.bulk_group [%rd0], [0], 256; cp.async.bulk.commit_group;"
 FENCE = "fence.proxy.async.shared::cta;"
 STORED = "mul.lo.u32 %r2, %r0, 3; st.shared.b32 [%r1], %r2;"

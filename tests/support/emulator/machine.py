@@ -21,6 +21,8 @@ PARAMETERS = 1 << 36
 _PATIENCE = 300
 _TURN = range(8, 200)
 _TICKS_PER_TURN = 25
+# Instructions that all lanes of a warp execute together, also after a branch that some have taken.
+_CONVERGENT = {*("bar", "barrier", "shfl", "redux", "vote", "elect", "wgmma", "mma", "ldmatrix", "stmatrix")}
 
 
 class Fault(Exception):
@@ -167,6 +169,7 @@ class Machine:
         self._ticks = 0
         self._events: list[tuple[int, Callable[[], None]]] = []
         self._code = [build(self, instruction) for instruction in program.instructions]
+        self._converges = [instruction.name in _CONVERGENT for instruction in program.instructions]
 
     def run(self, grid: tuple[int, int, int], cluster: int = 1, resident: int = 16) -> None:
         """Run all CTAs, ``resident`` of them at a time."""
@@ -240,6 +243,8 @@ class Machine:
         return self.clock > start
 
     def _step(self, warp: Warp) -> None:
+        if warp.lane_pcs is not None:
+            warp.pc = self._next_of_lanes(warp.lane_pcs)
         assert warp.pc is not None
         if warp.pc >= len(self._code):
             warp.pc = None
@@ -267,6 +272,15 @@ class Machine:
                 raise Fault(f"{error}\n  in {position}") from error
             raise RuntimeError(f"{error!r} in {position}") from error
         warp.advance(mask)
+
+    def _next_of_lanes(self, lane_pcs: Array) -> int:
+        """The first instruction that lanes of a warp are at and can execute without the others."""
+        running = np.unique(lane_pcs[lane_pcs < len(self._code)])
+        if len(running) > 1:
+            running = running[[not self._converges[pc] for pc in running]]
+        if not len(running):
+            raise Fault("lanes of a warp wait for each other at different instructions")
+        return int(running[0])
 
     def _positions(self, running: list[Cta]) -> str:
         return "\n".join(
