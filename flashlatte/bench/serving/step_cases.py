@@ -32,7 +32,7 @@ def add_case_arguments(parser: argparse.ArgumentParser, cases: str, prefill: str
     add = parser.add_argument
     add("--layers", type=int, default=3, help="of a model that is named by its sizes (default 3)")
     add("--cases", default=cases, help=f"requests x tokens of context, separated by commas (default {cases})")
-    add("--prefill", default=prefill, help="tokens of prompts whose prefill is timed, separated by commas")
+    add("--prefill", default=prefill, help=f"tokens of prompts whose prefill is timed (default {prefill or 'none'})")
     add("--steps", type=int, default=16, help="decode steps of a measurement (default 16)")
     add("--rounds", type=int, default=4, help="measurements of each backend (default 4)")
     add_json_option(parser)
