@@ -1,4 +1,5 @@
-"""The Hopper kernels of all operations, emulated on the CPU, against the reference implementations."""
+"""Compiled kernels, emulated on the CPU, against the reference implementations: Hopper's of all operations, and the
+portable ones of attention, which Triton's interpreter runs uncompiled."""
 
 # Keyword arguments are put together in dicts of mixed values.
 # pyright: reportArgumentType=false
@@ -36,11 +37,17 @@ def emulation(monkeypatch):
 
 
 def check(
-    operation: Callable[..., Any], arguments: dict[str, Any], emulate: Callable[..., Any], *, seed: int, **options: Any
+    operation: Callable[..., Any],
+    arguments: dict[str, Any],
+    emulate: Callable[..., Any],
+    *,
+    seed: int,
+    backend: str = "hopper",
+    **options: Any,
 ) -> None:
     expected = operation(**arguments, backend="reference")
     emulate(seed=seed, **options)
-    results = operation(**arguments, backend="hopper")
+    results = operation(**arguments, backend=backend)
     for i, (result, reference) in enumerate(zip(_tuple(results), _tuple(expected), strict=True)):
         assert result.isfinite().any() or not reference.isfinite().any()
         compare.assert_close(result, reference, STATISTICS if result.dtype == torch.float32 else OUT, f"result {i}")
@@ -172,3 +179,22 @@ def test_topk(emulation, rows, columns, k):
     expected = logits.topk(k).values
     assert values.sort(1, descending=True).values.equal(expected)
     assert logits.gather(1, indices.long()).equal(values)
+
+
+PORTABLE = {
+    "dense decode": (flashlatte.dense_decode, DenseDecodeCase(2, 1, 300, 16, varlen=True)),
+    "three kv heads": (flashlatte.dense_decode, DenseDecodeCase(2, 1, 200, 12, 3, 192, 128, page_size=7, varlen=True)),
+    "e4m3": (flashlatte.dense_decode, DenseDecodeCase(2, 2, 200, 16, varlen=True, causal=True, cache_dtype=E4M3)),
+    "v32": (flashlatte.sparse_decode, SparseDecodeCase(2, 1, 300, 16, 128, extra_topk=64, extra_s_k=90)),
+    "model1": (flashlatte.sparse_decode, SparseDecodeCase(2, 1, 300, 64, 128, "model1", topk_lengths="token")),
+    "v41_fp4": (flashlatte.sparse_decode, SparseDecodeCase(2, 1, 300, 16, 128, "v41_fp4")),
+    "bf16": (flashlatte.sparse_decode, SparseDecodeCase(2, 1, 300, 64, 130, "bf16", head_dim=576, empty_rows=0.5)),
+    "sparse prefill": (flashlatte.sparse_prefill, SparsePrefillCase(2, 200, 16, 130, topk_lengths=True)),
+    "dense prefill": (flashlatte.dense_prefill, DensePrefillCase(2, 100, 130, 2, 1, causal=True, varlen=True)),
+}
+
+
+@pytest.mark.parametrize("name", mostly_full(PORTABLE))
+def test_portable(emulation, name):
+    operation, case = PORTABLE[name]
+    check(operation, case.inputs(), emulation, seed=9, backend="portable")
