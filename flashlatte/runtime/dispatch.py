@@ -169,9 +169,8 @@ def select(call: CallSpec, backend: str | None = None) -> str:
         raise ValueError(f"no implementation of {call.operation} can serve this call: {reasons}")
     if not isinstance(backend, str) or (backend not in known and backend not in BACKENDS):
         raise ValueError(f"backend must be one of {', '.join(_names(call.operation))} or None, got {backend!r}")
-    refusal = _refusal(call, backend)
-    if refusal is not None:
-        raise ValueError(f"backend={backend!r} cannot serve this call of {call.operation}: it {refusal}")
+    if reason := refusal(call, backend):
+        raise ValueError(f"backend={backend!r} cannot serve this call of {call.operation}: it {reason}")
     return backend
 
 
@@ -179,11 +178,22 @@ def explain(call: CallSpec) -> list[Choice]:
     """Every backend, best first, with the reason why it does not accept the call or is not chosen for it."""
     choices = []
     for name in _names(call.operation):
-        refusal = _refusal(call, name)
-        if refusal is None and _REGISTRY[call.operation][name].untried(call):
-            refusal = "runs if backend names it"
-        choices.append(Choice(name, refusal))
+        reason = refusal(call, name)
+        if reason is None and _REGISTRY[call.operation][name].untried(call):
+            reason = "runs if backend names it"
+        choices.append(Choice(name, reason))
     return choices
+
+
+def refusal(call: CallSpec, backend: str) -> str | None:
+    """Why a call that names ``backend`` cannot run, in words that follow "it ", or None."""
+    candidate = _REGISTRY[call.operation].get(backend)
+    if candidate is None:
+        return f"has no {call.operation} in this version"
+    reason = candidate.refuses(call)
+    if reason is None and candidate.untried(call) and os.environ.get(UNTRIED) != "1":
+        return f"has not run on a GPU yet, and needs {UNTRIED}=1 in the environment"
+    return reason
 
 
 @functools.cache
@@ -196,16 +206,6 @@ def _names(operation: str) -> tuple[str, ...]:
     """The operation's backends and the remaining ``BACKENDS``, best first."""
     own = tuple(name for name in _REGISTRY[operation] if name not in BACKENDS)
     return own + BACKENDS
-
-
-def _refusal(call: CallSpec, backend: str) -> str | None:
-    candidate = _REGISTRY[call.operation].get(backend)
-    if candidate is None:
-        return f"has no {call.operation} in this version"
-    refusal = candidate.refuses(call)
-    if refusal is None and candidate.untried(call) and os.environ.get(UNTRIED) != "1":
-        return f"has not run on a GPU yet, and needs {UNTRIED}=1 in the environment"
-    return refusal
 
 
 def _clear_caches() -> None:

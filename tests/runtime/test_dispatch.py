@@ -122,8 +122,10 @@ def test_kernels_that_have_not_run_must_be_named_and_admitted(operation, monkeyp
     assert dispatch.explain(new)[0] == Choice("hopper", refusal)
     with pytest.raises(ValueError, match=f"it {refusal}"):
         dispatch.select(new, "hopper")
+    assert (dispatch.refusal(new, "hopper"), dispatch.refusal(tried, "hopper")) == (refusal, None)
     monkeypatch.setenv(dispatch.UNTRIED, "1")
     assert dispatch.explain(new)[0] == Choice("hopper", "runs if backend names it")
+    assert dispatch.refusal(new, "hopper") is None
     assert dispatch.select(new) == "portable"
     assert dispatch.select(new, "hopper") == dispatch.select(tried) == "hopper"
     with pytest.raises(ValueError, match=r"it takes float32, not bfloat16"):

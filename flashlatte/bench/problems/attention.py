@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from flashlatte import kv_cache
 from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_QUERIES, SMALL_TOPK
 
 
@@ -74,7 +75,7 @@ class SparseDecode:
 
     @property
     def head_dim(self) -> int:
-        return 512 if self.cache_format == "model1" else 576
+        return kv_cache.get_format(self.cache_format).head_dim
 
     def scaled_down(self) -> SparseDecode:
         return replace(
