@@ -110,8 +110,8 @@ def half_of_rows(cache: torch.Tensor, layout: kv_cache.CacheFormat, indices: tor
     return torch.from_numpy(memory[OUT : OUT + 64 * 512].copy()).view(torch.bfloat16).view(64, 256)
 
 
-@pytest.mark.parametrize("gap", [0, 80])
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("gap", mostly_full((0, 80), 80))
+@pytest.mark.parametrize("side", mostly_full((0, 1), 1))
 @pytest.mark.parametrize("cluster", [False, True])
 @pytest.mark.parametrize("form", mostly_full(("v32", "v32_no_rope", "model1", "v41", "v41_fp4"), "v41_fp4"))
 def test_rows_are_dequantized_exactly(form: str, cluster: bool, side: int, gap: int) -> None:
