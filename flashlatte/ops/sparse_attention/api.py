@@ -6,7 +6,6 @@ The forward pass runs the kernels of ``sparse_prefill``; this operation adds the
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ BACKWARD = "sparse_attention_backward"
 _PORTABLE_MAX_HEAD_DIM = 576
 # A program sums over all heads of a token.
 _HOPPER_MAX_HEADS = 128
-# The environment variable that admits the Hopper kernels of the backward pass.
-UNTRIED = "FLASHLATTE_UNTRIED_KERNELS"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
@@ -35,8 +32,6 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
-    if os.environ.get(UNTRIED) != "1":
-        return f"has not run on a GPU yet, and needs {UNTRIED}=1 in the environment"
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
@@ -60,7 +55,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     BACKWARD,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, only_if_named="runs if backend names it"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, dispatch.every_call),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.backward),
 )
