@@ -150,6 +150,7 @@ def test_the_form_of_deep_gemm_2_8_is_told_by_types(fp8):
     calls = [
         deep_gemm.fp8_fp4_mqa_logits((q, None), kv, *ranges, widest),
         deep_gemm.fp8_fp4_mqa_logits((q, None), kv, *ranges, widest, schedule),
+        deep_gemm.fp8_fp4_mqa_logits((q, None), kv, *ranges, widest, torch.zeros(133, 2, dtype=torch.int32)),
         deep_gemm.fp8_fp4_mqa_logits(q, kv, *ranges, max_seqlen_k=widest, schedule_meta=schedule),
         deep_gemm.fp8_fp4_mqa_logits(q, kv, *ranges, False, widest),
     ]
@@ -277,6 +278,23 @@ def test_candidate_blocks_of_a_paged_cache(mxfp4, backend):
             assert_near(logits[row, column], exact[0, 0], bound[0, 0], torch.bfloat16)
             seen_keys += 1
     assert seen_keys > 50
+
+
+def test_candidate_blocks_and_pages_that_overflow_int64_have_no_keys():
+    huge = torch.tensor([[2**61, -(2**61), 1]])
+    lengths = torch.tensor([40])
+    meta = deep_gemm.get_sparse_mqa_logits_metadata(0 * lengths, lengths, 40, huge, torch.int8, 8)
+    assert meta[0, :, 1].tolist() == [0, 0, 8]
+    table = torch.tensor([[0, 2**60, 2**60]])
+    meta = deep_gemm.get_paged_sparse_mqa_logits_metadata(lengths, table, None, 16, huge, torch.int8, 8)
+    assert meta[0, :, 1].tolist() == [0, 0, 8]
+    assert meta[0, 2, 0] == 8
+    meta = deep_gemm.get_paged_sparse_mqa_logits_metadata(lengths, table, None, 16, huge * 0 + 2, torch.int8, 8)
+    assert meta[..., 0].min() > 2**40
+    meta = deep_gemm.get_paged_sparse_mqa_logits_metadata(
+        torch.full((1,), -(2**63)), table, None, 16, huge, torch.int8, 8
+    )
+    assert not meta[..., 1].any()
 
 
 def test_errors_of_candidate_blocks(fp8):
