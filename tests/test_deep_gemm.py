@@ -137,6 +137,7 @@ def test_the_form_of_deep_gemm_2_8_is_told_by_types(fp8):
     calls = [
         deep_gemm.fp8_fp4_mqa_logits((q, None), kv, *ranges, widest),
         deep_gemm.fp8_fp4_mqa_logits((q, None), kv, *ranges, widest, schedule),
+        deep_gemm.fp8_fp4_mqa_logits((q, None), kv, *ranges, widest, torch.zeros(133, 2, dtype=torch.int32)),
         deep_gemm.fp8_fp4_mqa_logits(q, kv, *ranges, max_seqlen_k=widest, schedule_meta=schedule),
         deep_gemm.fp8_fp4_mqa_logits(q, kv, *ranges, False, widest),
     ]

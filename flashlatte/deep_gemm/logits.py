@@ -78,8 +78,8 @@ def fp8_fp4_mqa_logits(
         # DeepGEMM 2.8 by position: max_seqlen_k, then schedule_meta.
         if isinstance(max_seqlen_k, int) or (max_seqlen_k is not None and schedule_meta is not None):
             raise TypeError(f"clean_logits must be True or False where max_seqlen_k is given, got {clean_logits}")
-        clean_logits, max_seqlen_k, schedule_meta = None, clean_logits, max_seqlen_k or schedule_meta
-        _check_schedule(schedule_meta)
+        _check_schedule(schedule_meta if max_seqlen_k is None else max_seqlen_k)
+        clean_logits, max_seqlen_k = None, clean_logits
         clean = False
     else:
         clean = True if clean_logits is None else clean_logits

@@ -132,10 +132,11 @@ def get_sparse_mqa_logits_metadata(
     start, end = limits
     size = checks.positive_int("sparse_block_kv", sparse_block_kv)
     num_kv_tokens = checks.positive_int("num_kv_tokens", num_kv_tokens)
-    first = blocks.long() * size
+    # Blocks beyond the keys stay beyond them, without overflow.
+    first = blocks.long().clamp(-1, num_kv_tokens) * size
     if checks.flag("use_unaligned_ks", use_unaligned_ks):
         first += start % size
-    num_keys = (end.clamp(max=num_kv_tokens) - first).clamp(0, size)
+    num_keys = (end.clamp(0, num_kv_tokens) - first).clamp(0, size)
     return torch.stack((first, num_keys.where(first >= start.clamp(min=0), 0)), dim=-1)
 
 
@@ -174,11 +175,13 @@ def get_paged_sparse_mqa_logits_metadata(
     checks.tensor("block_table", block_table, (rows, "max_pages"), checks.INDEX_DTYPES, device)
     page_kv = checks.positive_int("page_kv", page_kv)
     size = _check_block_size(sparse_block_kv, page_kv, "page_kv")
-    position = blocks.long() * size
+    # Blocks beyond the table, and pages beyond the cache, stay beyond them: no product overflows.
+    position = blocks.long().clamp(-1, block_table.shape[1] * page_kv) * size
     column = position // page_kv
     in_table = (column >= 0) & (column < block_table.shape[1])
-    page = block_table.long().gather(1, column.where(in_table, 0))
-    num_keys = (context_lens.long().unsqueeze(1) - position).clamp(0, size)
+    page = block_table.long().clamp(-1, torch.iinfo(torch.int64).max // page_kv - 1)
+    page = page.gather(1, column.where(in_table, 0))
+    num_keys = (context_lens.long().clamp_min(0).unsqueeze(1) - position).clamp(0, size)
     return torch.stack((page * page_kv + position % page_kv, num_keys.where(in_table, 0)), dim=-1)
 
 

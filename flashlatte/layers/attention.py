@@ -22,7 +22,7 @@ from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.parts import hidden_projections
 from flashlatte.layers.rope import rotary_table, table_id
 from flashlatte.layers.training import TrainingOutput, attend, check_config
-from flashlatte.layers.training_batch import Rotation, TrainingBatch
+from flashlatte.layers.training_batch import Rotation, TrainingBatch, check_sequences
 from flashlatte.layers.training_ranks import TrainingRanks
 from flashlatte.layers.weights import linear_weight
 from flashlatte.ops.norm_rope.rotary import Rotary
@@ -307,11 +307,8 @@ class MLAAttention(nn.Module):
         checks.tensor("hidden", hidden, ("tokens", config.hidden_size), dtypes, weight.device)
         tokens = hidden.shape[0]
         checks.tensor("cu_seqlens", cu_seqlens, ("n + 1",), checks.INDEX_DTYPES, weight.device)
-        if checks.positive_int("max_seqlen", max_seqlen) > config.rope.max_position:
-            raise ValueError(
-                f"max_seqlen must be at most the config's rope.max_position {config.rope.max_position}, "
-                f"got {max_seqlen}"
-            )
+        batch_tokens = tokens if ranks is None or ranks.tokens is None else ranks.tokens
+        check_sequences(cu_seqlens, max_seqlen, batch_tokens, config.rope.max_position)
         if indices is not None:
             checks.tensor("indices", indices, (tokens, 1, "topk"), checks.INDEX_DTYPES, weight.device)
         batch = TrainingBatch.of_ranks(cu_seqlens, max_seqlen, tokens, ranks)

@@ -11,6 +11,7 @@ import torch
 
 from flashlatte.layers import models
 from flashlatte.layers.training_ranks import TrainingRanks
+from flashlatte.runtime import checks, ragged
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class TrainingBatch:
 
     @staticmethod
     def packed(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int) -> TrainingBatch:
-        """Sequences without padding. Tokens outside the boundaries belong to none."""
-        cu_seqlens = cu_seqlens.int().contiguous()
+        """Sequences without padding. Tokens outside the boundaries belong to none. Boundaries are clamped to ``tokens``
+        and made non-decreasing, because rows are gathered by them."""
+        cu_seqlens = cu_seqlens.clamp(0, tokens).cummax(0).values.int().contiguous()
         token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
         sequence = torch.searchsorted(cu_seqlens, token, right=True)
         inside = (sequence > 0) & (sequence < cu_seqlens.shape[0])
@@ -56,6 +58,17 @@ class TrainingBatch:
             torch.cat([x[block.start : block.stop] for block in ranks.blocks]) for x in (batch.key_start, batch.key_end)
         )
         return dataclasses.replace(batch, key_start=key_start, key_end=key_end, blocks=ranks.blocks)
+
+
+def check_sequences(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int, max_position: int) -> None:
+    """Check the boundaries of a batch's sequences; values on a GPU are not read (``ragged.check_boundaries``)."""
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [n + 1] with n at least 1, got {list(cu_seqlens.shape)}")
+    if checks.positive_int("max_seqlen", max_seqlen) > max_position:
+        raise ValueError(f"max_seqlen must be at most the config's rope.max_position {max_position}, got {max_seqlen}")
+    ragged.check_boundaries("cu_seqlens", cu_seqlens, tokens)
+    if checks.has_values(cu_seqlens) and (longest := int(cu_seqlens.diff().max())) > max_seqlen:
+        raise ValueError(f"max_seqlen must be at least the {longest} tokens of the longest sequence, got {max_seqlen}")
 
 
 class Rotation(NamedTuple):

@@ -229,6 +229,13 @@ def test_tokens_outside_the_boundaries_belong_to_no_sequence():
     assert batch.key_end.tolist() == [0, 0, 3, 4, 5, 6, 7, 0, 0]
 
 
+def test_boundaries_are_clamped():
+    """A GPU does not check them."""
+    batch = TrainingBatch.packed(torch.tensor([-5, 4, 2, 2**32]), 3, 9)
+    assert batch.cu_seqlens.tolist() == [0, 4, 4, 9]
+    assert batch.key_start.tolist() == [0] * 4 + [4] * 5
+
+
 def test_what_has_no_gradient_is_refused():
     layer = trainable(stock("v3"))
     call = torch.cat(hidden_states(LENGTHS)), boundaries(LENGTHS), max(LENGTHS)
@@ -245,6 +252,10 @@ def test_what_has_no_gradient_is_refused():
         ({"cu_seqlens": boundaries(LENGTHS).float()}, TypeError, "^cu_seqlens must be int32 or int64, got float32$"),
         ({"max_seqlen": 0}, ValueError, "^max_seqlen must be"),
         ({"max_seqlen": 513}, ValueError, "^max_seqlen must be at most the config's rope.max_position 512, got 513$"),
+        ({"max_seqlen": 19}, ValueError, "^max_seqlen must be at least the 20 tokens of the longest sequence, got 19$"),
+        ({"cu_seqlens": torch.tensor([0, 20, 10])}, ValueError, "^cu_seqlens must not decrease"),
+        ({"cu_seqlens": torch.tensor([0, 2**32])}, ValueError, "^cu_seqlens must be between 0 and 26"),
+        ({"cu_seqlens": torch.tensor([0])}, ValueError, r"^cu_seqlens must have shape \[n \+ 1\] with n at least 1"),
         ({"indices": torch.zeros(26, 8).int()}, ValueError, r"^indices must have shape \[26, 1, topk\]"),
         ({"dense": 1}, TypeError, "^dense must be True or False, got 1$"),
     ],

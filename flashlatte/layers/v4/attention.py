@@ -11,7 +11,7 @@ from torch import nn
 from flashlatte.layers import rope
 from flashlatte.layers.fused_projections import bmm_into, fuse_weights, linear
 from flashlatte.layers.training import TrainingOutput
-from flashlatte.layers.training_batch import TrainingBatch
+from flashlatte.layers.training_batch import TrainingBatch, check_sequences
 from flashlatte.layers.v4 import training
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.cache_attention import attend_cache
@@ -160,11 +160,7 @@ class V4Attention(nn.Module):
         dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)
         checks.tensor("hidden", hidden, ("tokens", config.hidden_size), dtypes, weight.device)
         checks.tensor("cu_seqlens", cu_seqlens, ("n + 1",), checks.INDEX_DTYPES, weight.device)
-        if checks.positive_int("max_seqlen", max_seqlen) > config.rope.max_position:
-            raise ValueError(
-                f"max_seqlen must be at most the config's rope.max_position {config.rope.max_position}, "
-                f"got {max_seqlen}"
-            )
+        check_sequences(cu_seqlens, max_seqlen, hidden.shape[0], config.rope.max_position)
         batch = TrainingBatch.packed(cu_seqlens, max_seqlen, hidden.shape[0])
         positions = (batch.key_end - 1 - batch.key_start).clamp_(0, config.rope.max_position - 1)
         cosines, sines = rope.rotary_table(self._rope_table_id, weight.device)[positions].chunk(2, dim=-1)

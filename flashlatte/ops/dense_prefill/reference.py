@@ -46,19 +46,21 @@ def backward(
     dq.zero_()
     dk_sum, dv_sum = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (k, v))
     for rows, keys, visible in _blocks(params):
-        query, key, value = _grouped(q[rows], k), _seen(k[keys], visible), _seen(v[keys], visible)
+        key, value = _seen(k[keys], visible), _seen(v[keys], visible)
+        # Queries without a visible key, and their dout, may have any value too.
+        query, d_out = (_grouped(_seen(x[rows], visible.T), k) for x in (q, dout))
         row_lse = torch.where(lse[rows].isinf(), 0.0, lse[rows])
-        drow = (_wide(out[rows]) * _wide(dout[rows])).sum(dim=-1)
+        drow = (_wide(out[rows]) * d_out.flatten(1, 2)).sum(dim=-1)
         if dlse is not None:
             drow = drow - dlse[rows]
         row_lse, drow = (x.T.unflatten(0, (k.shape[1], -1)).unsqueeze(-1) for x in (row_lse, drow))  # [h_k, g, rows, 1]
         scores = torch.einsum("skgd,nkd->kgsn", query, key) * params.softmax_scale
         p = torch.exp(scores.masked_fill(~visible, float("-inf")) - row_lse)
-        dp = torch.einsum("skgd,nkd->kgsn", _grouped(dout[rows], k), value)
+        dp = torch.einsum("skgd,nkd->kgsn", d_out, value)
         scaled_ds = torch.where(visible, p * (dp - drow), 0.0) * params.softmax_scale
         dq[rows] = torch.einsum("kgsn,nkd->skgd", scaled_ds, key).flatten(1, 2).to(dq.dtype)
         dk_sum[keys] += torch.einsum("kgsn,skgd->nkd", scaled_ds, query)
-        dv_sum[keys] += torch.einsum("kgsn,skgd->nkd", p, _grouped(dout[rows], k))
+        dv_sum[keys] += torch.einsum("kgsn,skgd->nkd", p, d_out)
     dk.copy_(dk_sum)
     dv.copy_(dv_sum)
 
@@ -85,7 +87,8 @@ def _blocks(params: DensePrefillParams) -> Iterator[tuple[slice, slice, torch.Te
 
 
 def _seen(x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Rows that are visible to a query, and zeros for the others, which may have any value."""
+    """Keys that are visible to a query, or queries that see a key (``visible`` transposed); zeros for the others, which
+    may have any value."""
     return torch.where(visible.any(dim=0)[:, None, None], _wide(x), 0.0)
 
 

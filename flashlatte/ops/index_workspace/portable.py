@@ -70,7 +70,8 @@ def index_workspace_kernel(
     request, _ = request_of_row(requests, token + first)
     known = request >= 0
     request = tl.where(known, request, 0)
-    length = tl.load(lengths.seq_lens + request * lengths.stride).to(tl.int64)
+    # At least 0, so that no difference wraps round.
+    length = tl.maximum(tl.load(lengths.seq_lens + request * lengths.stride).to(tl.int64), 0)
     end = tl.load(requests.cu_seqlens + (request + 1) * requests.cu_stride).to(tl.int64) - first
     position = length - end + token
     known = known & (position >= 0)

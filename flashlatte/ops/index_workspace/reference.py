@@ -15,7 +15,7 @@ def index_workspace(params: IndexWorkspaceParams) -> None:
     request = torch.searchsorted(starts, token, right=True) - 1
     known = (request >= 0) & (request < seq_lens.shape[0])
     request = request.clamp(0, seq_lens.shape[0] - 1)
-    length = seq_lens.long()[request]
+    length = seq_lens.long().clamp_min(0)[request]  # no difference wraps round
     position = (length - starts[request + 1] + token).where(known, -1)[:, None]
     known = known & (position[:, 0] >= 0)
     gathered = length if gather_lens is None else gather_lens.long()[request]

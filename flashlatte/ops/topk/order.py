@@ -73,7 +73,8 @@ def row_range(rows, row, PER_REQUEST: tl.constexpr):
     if rows.end is not None:
         if PER_REQUEST:
             request = row // rows.next_n
-            last = tl.load(rows.end + request * rows.end_stride).to(tl.int64)
+            # At least 0, so that no difference wraps round.
+            last = tl.maximum(tl.load(rows.end + request * rows.end_stride).to(tl.int64), 0)
             last = last - rows.next_n + 1 + (row - request * rows.next_n)
         else:
             last = tl.load(rows.end + row * rows.end_stride).to(tl.int64)

@@ -55,7 +55,7 @@ def row_ranges(params: TopkParams) -> tuple[torch.Tensor, torch.Tensor]:
     )
     if end is None:
         return first, torch.full_like(first, width)
-    last = end.long()
+    last = end.long().clamp_min(0)  # no difference wraps round
     if params.per_request:
         last = last.repeat_interleave(next_n) + torch.arange(1 - next_n, 1, device=end.device).repeat(last.shape[0])
     return first, last.clamp(max=width).maximum(first)

@@ -210,6 +210,9 @@ def test_tokens_of_no_sequence_and_unused_groups(kind):
         ({"hidden": torch.zeros(26, 48).half()}, TypeError, "^hidden must be float32, got float16$"),
         ({"cu_seqlens": torch.zeros(2)}, TypeError, "^cu_seqlens must be int32 or int64, got float32$"),
         ({"max_seqlen": 257}, ValueError, "^max_seqlen must be at most the config's rope.max_position 256, got 257$"),
+        ({"max_seqlen": 25}, ValueError, "^max_seqlen must be at least the 26 tokens of the longest sequence, got 25$"),
+        ({"cu_seqlens": torch.tensor([-5, 26])}, ValueError, "^cu_seqlens must be between 0 and 26"),
+        ({"cu_seqlens": torch.tensor([0])}, ValueError, r"^cu_seqlens must have shape \[n \+ 1\] with n at least 1"),
         ({"dense": 1}, TypeError, "^dense must be True or False, got 1$"),
     ],
 )

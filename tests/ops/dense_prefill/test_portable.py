@@ -115,6 +115,22 @@ def test_keys_that_no_query_sees_may_be_nan(backend):
         assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_queries_that_see_no_key_may_be_nan(backend):
+    """As may be the gradients of their outputs, such as those of weights e^(lse - lse')."""
+    arguments = replace(CAUSAL, batch=1, s_q=40, s_k=20, varlen=False, unowned=0).inputs()
+    dout = torch.randn(40, 2, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    gradients = []
+    for fill in (0.0, torch.nan):
+        rows = {name: arguments[name].clone() for name in ("q", "k", "v")}
+        rows["q"][:20] = dout[:20] = fill
+        rows = {name: x.requires_grad_() for name, x in rows.items()}
+        out, _ = dense_prefill(**(arguments | rows), backend=backend)
+        gradients.append(torch.autograd.grad(out, list(rows.values()), dout))
+    for result, expected in zip(*gradients, strict=True):
+        assert torch.equal(result, expected)
+
+
 def test_output_with_gaps_between_its_rows():
     arguments = CAUSAL.inputs()
     tokens = arguments["q"].shape[0]

@@ -94,6 +94,11 @@ def test_against_sorting(backend, kind, rows, width, k, with_start, ends, index_
     check(logits, k, start, end, next_n, backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_smallest_int64_ends_no_row(backend):
+    check(torch.ones(6, 5), 3, None, torch.tensor([-(2**63), 4]), 3, backend)
+
+
 @pytest.mark.full
 @pytest.mark.interpreter
 @pytest.mark.parametrize("chunks", [1, 3, 16])
