@@ -106,3 +106,20 @@ def test_errors():
         deep_gemm.fp8_fp4_paged_sparse_mqa_logits(q.unsqueeze(1), cache, weights, meta, 4, 8)
     with pytest.raises(ValueError, match=r"^q must have shape \[rows, 1, H, D\]"):
         deep_gemm.fp8_fp4_paged_sparse_mqa_logits(q, cache, weights, meta, 4, 4)
+
+
+def test_candidate_blocks_and_pages_that_overflow_int64_have_no_keys():
+    huge = torch.tensor([[2**61, -(2**61), 1]])
+    lengths = torch.tensor([40])
+    meta = deep_gemm.get_sparse_mqa_logits_metadata(0 * lengths, lengths, 40, huge, torch.int8, 8)
+    assert meta[0, :, 1].tolist() == [0, 0, 8]
+    table = torch.tensor([[0, 2**60, 2**60]])
+    meta = deep_gemm.get_paged_sparse_mqa_logits_metadata(lengths, table, None, 16, huge, torch.int8, 8)
+    assert meta[0, :, 1].tolist() == [0, 0, 8]
+    assert meta[0, 2, 0] == 8
+    meta = deep_gemm.get_paged_sparse_mqa_logits_metadata(lengths, table, None, 16, huge * 0 + 2, torch.int8, 8)
+    assert meta[..., 0].min() > 2**40
+    meta = deep_gemm.get_paged_sparse_mqa_logits_metadata(
+        torch.full((1,), -(2**63)), table, None, 16, huge, torch.int8, 8
+    )
+    assert not meta[..., 1].any()
