@@ -28,6 +28,8 @@ def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
         target, *sources = operands[0], *map(value, operands[1:])
         if name == "mov":
             result = sources[0]
+        elif name == "mad":
+            result = (sources[0] * sources[1] + sources[2]) & 0xFFFFFFFF
         elif name == "shr":
             result = sources[0] >> sources[1]
         elif name == "shl":

@@ -27,8 +27,8 @@ _PRECISIONS = (None, "fp8")
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
-    if call.optional_features:
-        return f"has no {call.optional_features} yet"
+    if call.optional_features and (reason := refusals.untried(call.optional_features)):
+        return reason
     if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.capability(call, 9, 0):
         return reason
     if call.cache_format is not None and not _hopper_reads(format_class(call.cache_format)):
@@ -115,7 +115,8 @@ def dense_decode(
         precision: None multiplies in q's dtype, to which e4m3 keys are converted exactly. "fp8" (float8_e4m3fn cache
             only) multiplies in e4m3: each row of q is rounded to e4m3 with a scale, and so are the probabilities. Its
             error is about 15 times that of None if the weights of a query are similar, 25 times if few keys dominate
-            (docs/guide/numerics.md). Only "reference" has it.
+            (docs/guide/numerics.md). Only "hopper" and "reference" have it. The kernel of "hopper" has not run on a GPU
+            yet, and needs ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 

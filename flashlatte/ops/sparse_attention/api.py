@@ -6,7 +6,6 @@ The forward pass runs the kernels of ``sparse_prefill``; this operation adds the
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ BACKWARD = "sparse_attention_backward"
 _PORTABLE_MAX_HEAD_DIM = 576
 # A program sums over all heads of a token.
 _HOPPER_MAX_HEADS = 128
-# The environment variable that admits the Hopper kernels of the backward pass.
-UNTRIED = "FLASHLATTE_UNTRIED_KERNELS"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
@@ -37,10 +34,9 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
-    if os.environ.get(UNTRIED) != "1":
-        return f"has not run on a GPU yet, and needs {UNTRIED}=1 in the environment"
     return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
+        refusals.untried()
+        or refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
         or refusals.head_dims(call, (576, 512), (512, 512))
         or refusals.unaligned(call)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from flashlatte import dense_decode
 from flashlatte.ops.dense_decode import fp8
+from flashlatte.runtime import dispatch, machine, refusals
 from flashlatte.testing import oracles
 from flashlatte.testing.cases import DenseDecodeCase
 
@@ -81,7 +83,7 @@ def test_a_nan_of_the_cache_is_seen() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", 8, "FP8", False])
-def test_other_precisions(precision: object) -> None:
+def test_other_precisions(precision: Any) -> None:
     with pytest.raises(ValueError, match=r"^precision must be None or 'fp8', got "):
         dense_decode(**CASE.inputs(), precision=precision)
 
@@ -96,3 +98,19 @@ def test_portable_has_no_fp8() -> None:
     with pytest.raises(ValueError, match=r"it has no precision='fp8': it multiplies in q's dtype"):
         dense_decode(**CASE.inputs(), precision="fp8", backend="portable")
 
+
+def test_hopper_must_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel has not run on a GPU. Calls without a precision are not concerned."""
+    monkeypatch.setattr(machine, "compute_capability", lambda _: (9, 0))
+    call = dispatch.CallSpec(
+        "dense_decode", torch.device("cuda", 0), torch.bfloat16, cache_format="fp8", page_size=64, head_dim=576,
+        head_dim_v=512, h_q=128, h_kv=1,
+    )  # fmt: skip
+    fp8_call = replace(call, optional_features="precision='fp8'")
+    monkeypatch.delenv(refusals.UNTRIED, raising=False)
+    refused = r"it has not run on a GPU yet with precision='fp8', and needs FLASHLATTE_UNTRIED_KERNELS=1"
+    with pytest.raises(ValueError, match=refused):
+        dispatch.select(fp8_call, "hopper")
+    monkeypatch.setenv(refusals.UNTRIED, "1")
+    if not machine.interpreting():
+        assert dispatch.select(fp8_call, "hopper") == dispatch.select(call, "hopper") == "hopper"
