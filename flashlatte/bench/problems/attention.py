@@ -11,7 +11,8 @@ from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_HEADS, SMALL_KEYS
 @dataclass(frozen=True)
 class DenseDecode:
     """Attributes: ``keys`` of every request, or their mean if ``varlen``, or of the longest if ``uneven`` names
-    those of the others; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8".
+    those of the others; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8"; ``precision``
+    as in ``dense_decode``.
     """
 
     batch: int
@@ -25,6 +26,7 @@ class DenseDecode:
     head_dim: int = 576
     cache_format: str | None = None
     uneven: tuple[int, ...] = ()
+    precision: str | None = None
     operation: ClassVar[str] = "dense_decode"
 
     @property
@@ -33,7 +35,9 @@ class DenseDecode:
         dtype = [self.dtype] if self.dtype != "bf16" else []
         cache = [self.cache_format] if self.cache_format else []
         pages = [f"p{self.page_size}"] if self.page_size != 64 else []
-        return "-".join([f"b{self.batch}-sq{self.s_q}-h{self.h_q}-k{self.keys}", *flags, *dtype, *cache, *pages])
+        precision = [f"precision-{self.precision}"] if self.precision else []
+        shape = f"b{self.batch}-sq{self.s_q}-h{self.h_q}-k{self.keys}"
+        return "-".join([shape, *flags, *dtype, *cache, *pages, *precision])
 
     def scaled_down(self) -> DenseDecode:
         return replace(
