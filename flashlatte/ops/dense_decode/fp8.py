@@ -3,7 +3,7 @@
 Keys and values of an e4m3 cache are exact operands. Queries are rounded to e4m3 with a power-of-two scale for each
 token and head. Their rope, the columns after those of a value, is rounded to the sum of two e4m3 terms: it costs a
 tenth of a score's products, and without it errors exceed FlashMLA's where few keys dominate
-(docs/notes/dense-decode.md). P is rounded to e4m3, its sum is not.
+(docs/notes/dense-decode-fp8.md). P is rounded to e4m3, its sum is not.
 """
 
 from __future__ import annotations

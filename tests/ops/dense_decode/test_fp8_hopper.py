@@ -129,7 +129,7 @@ def test_machine_code(record, name: str) -> None:
     assert set(products) == {"64x64x32.F32.E4M3.E4M3"}
     # ptxas waits after every product if it lacks registers (its message C7512).
     assert code.waits <= 8
-    # It reads stale registers where a loop converts numbers to e4m3 and back (docs/notes/dense-decode.md).
+    # It reads stale registers where a loop converts numbers to e4m3 and back (docs/notes/dense-decode-fp8.md).
     assert "E4M3.UNPACK" not in code.sass
     steps = [body for body in loops(code.sass) if sum("QGMMA" in one for one in body) == scores + 2 * 8]
     innermost = sorted(steps, key=len)[:2]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashlatte.kernels.hopper.barriers import FIRST_FREE
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS, SWIZZLED
@@ -93,10 +94,13 @@ def _allocate_rows(LATENTS: gl.constexpr, ROPES: gl.constexpr):
 def allocate():
     k = _allocate_rows(SLOTS, SLOTS)
     q = _allocate_rows(1, 2)
+    k_offset = offset_of(0, find_tiles((k.latent.index(0),)))
+    # ``find_tiles`` has written where TMA will write.
+    fence_async_shared()
     return Fp8Tiles(
         q,
         k,
-        offset_of(0, find_tiles((k.latent.index(0),))),
+        k_offset,
         gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, ROWS, KEYS], _SQUARE),
         gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], _VECTOR),
         gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], _VECTOR),
