@@ -19,6 +19,8 @@ PEERS = (
     ("vllm", "0.33.0"),
     ("vllm", "0.20.2"),
     ("sglang", "0.5.23"),
+    # The version of .ci/sglang_archive.py, in which flashlatte bench sglang-steps runs.
+    ("sglang", "0.5.17"),
     ("sgl-flash-mla", "1.0.0"),
     ("sgl-deep-gemm", "0.2.5"),
     # Which SGLang 0.5.23 pins.

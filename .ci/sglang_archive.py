@@ -8,7 +8,8 @@ a folder, and start Python with PYTHONPATH=FOLDER:CHECKOUT. Prints each part's s
 downloaded here.
 
 SGLang 0.5.17 is the newest one whose sgl-kernel is built for PyTorch 2.11. FlashInfer comes without its CUDA sources:
-SGLang imports it, and its kernels cannot be compiled.
+SGLang imports it, and its kernels cannot be compiled. DeepGEMM and some of SGLang's own kernels come as CUDA sources,
+compiled at their first call: the machine needs nvcc, a C++ compiler and ninja.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import fatbins
 import packing
 
-SGLANG = ("sglang==0.5.17", "sglang-kernel==0.4.5", "flashinfer-python==0.6.15.post1")
+SGLANG = ("sglang==0.5.17", "sglang-kernel==0.4.5", "flashinfer-python==0.6.15.post1", "sgl-deep-gemm==0.1.5.post1")
 # What SGLang imports to run a model and the usual image of PyTorch lacks. Versions that were tested together.
 PACKAGES = (
     "annotated-types==0.8.0",

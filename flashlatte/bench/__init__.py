@@ -24,6 +24,7 @@ NAMED = {
     "distributed-layer": ("distributed.layer", "a decode step of a layer on several GPUs (torchrun)"),
     "engine": ("serving.engine", "the engine compared with transformers"),
     "vllm-steps": ("serving.vllm_steps", "decode steps of vLLM with several attention backends, alternately"),
+    "sglang-steps": ("serving.sglang_steps", "decode steps of SGLang without FlashLatte and with it, alternately"),
     "vllm-throughput": ("serving.vllm_throughput", "vLLM's throughput without FlashLatte and with it, alternately"),
     "cache-quantization": ("cache_quantization", "error of attention over quantized caches, on a CPU"),
     "plot": ("pictures.command", "draw results as the pictures of the documentation"),

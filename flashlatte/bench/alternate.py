@@ -23,7 +23,6 @@ from flashlatte.bench.results import append_line
 from flashlatte.bench.workloads import WrongResult
 from flashlatte.bench.workloads.base import Results
 from flashlatte.runtime import machine
-from flashlatte.testing.compare import Tolerance, assert_close
 
 ROUNDS = 4
 
@@ -56,25 +55,6 @@ class TimedCall:
 
 # A section yields groups of calls; those of a group are timed alternately.
 Sections = dict[str, Callable[[torch.device], Iterable[list[TimedCall]]]]
-
-
-def against(
-    reference: Callable[[], Results],
-    tolerances: dict[str, Tolerance],
-    read: Callable[[Results], Results] = lambda results: results,
-) -> Callable[[Results], None]:
-    """A check that ``read(results)`` equals ``reference()`` within the tolerances."""
-    expected = functools.cache(reference)
-
-    def check(results: Results) -> None:
-        found = read(results)
-        for name, tolerance in tolerances.items():
-            try:
-                assert_close(found[name], expected()[name], tolerance, name)
-            except AssertionError as error:
-                raise WrongResult(str(error)) from error
-
-    return check
 
 
 def backend_on(backend: str, device: torch.device) -> str:
@@ -137,9 +117,9 @@ def lines(
             yield line | case.more | {"scaled_down": ceilings is None} | about
 
 
-def add_arguments(parser: argparse.ArgumentParser, sections: Sections, rounds: int = ROUNDS) -> None:
+def add_arguments(parser: argparse.ArgumentParser, sections: Sections) -> None:
     parser.add_argument("--section", action="append", choices=list(sections), help="default: all (may be repeated)")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"measurements of each call (default {rounds})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"measurements of each call (default {ROUNDS})")
     add_json_option(parser)
 
 

@@ -32,7 +32,7 @@ def describe(device: torch.device) -> Environment:
     return Environment(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         torch=torch.__version__,
-        triton=_version("triton"),
+        triton=package_version("triton"),
         flashlatte=flashlatte.__version__,
         commit=commit(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -79,7 +79,8 @@ def _git(checkout: Path, *arguments: str) -> str:
     return result.stdout.strip()
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import subprocess
@@ -15,6 +14,7 @@ import torch
 
 import flashlatte
 from flashlatte import ops
+from flashlatte.bench.environment import package_version
 from flashlatte.distributed import diagnostics as ranks
 from flashlatte.doctor.calls import DTYPES, takes_sink, typical_calls, v4_calls, v41_calls
 from flashlatte.doctor.models import read_fields, read_model
@@ -66,7 +66,7 @@ def diagnose(dtype: str = "bf16", model: str | Path | None = None) -> dict[str, 
             "python": platform.python_version(),
             # Unlike the package's metadata, it includes the build (+cpu, +cu130).
             "torch": str(torch.__version__),
-            **{name: _version(name) for name in PACKAGES},
+            **{name: package_version(name) for name in PACKAGES},
         },
         "device": _describe(device),
         "ranks": ranks.diagnose(),
@@ -133,10 +133,3 @@ def _describe(device: torch.device) -> dict[str, Any]:
         f"{properties.total_memory / 2**30:.0f} GiB",
     ]
     return {"type": "cuda", "name": properties.name, "facts": facts}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

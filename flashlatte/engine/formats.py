@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.engine.pooled_indexer import layer_configs
+from flashlatte.engine.layer_configs import layer_configs
 from flashlatte.kv_cache import FORMAT_NAMES, CacheFormat, get_format
 from flashlatte.layers import MLAConfig, V4Config
 from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE

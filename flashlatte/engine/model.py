@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,45 @@ from flashlatte.distributed.model.ranks import Ranks
 from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
+from flashlatte.engine.layer_configs import layer_configs, selects_pools, shares_latents
 from flashlatte.engine.linear_attention import HybridMetadata, LinearAttention, token_groups
 from flashlatte.engine.loading import load
 from flashlatte.engine.model_types import MODEL_TYPES
+from flashlatte.engine.module_attention import ModuleAttention, step_rotation
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of, is_linear
-from flashlatte.engine.pooled_indexer import PooledIndexer, PooledStep, layer_configs, selects_pools
+from flashlatte.engine.pooled_indexer import PooledIndexer, PooledStep
 from flashlatte.engine.residuals import Block, residual_of
-from flashlatte.engine.sublayers import sublayers
 from flashlatte.engine.text_part import text_config, text_part
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
-from flashlatte.layers.parts import check_weights, hidden_projections
+from flashlatte.layers.parts import check_sources, check_weights, hidden_projections, source_layer
+from flashlatte.ops.norm_rope.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One of the two pairs of a decoder layer of LongCat-Flash (arXiv:2509.01322, §2.2), named as in other models.
+
+    Attributes:
+        shortcut: the experts, which read the input of the first pair's MLP; None in the second pair, which adds their
+            output.
+    """
+
+    input_layernorm: Any
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
+    shortcut: Any
 
 
 class Model(PagedModel):
     """An MLA model that computes the logits of a flat batch over paged caches.
 
-    It shares the weights of the transformers model. ``attention`` holds the MLA layers, and ``linear`` those of linear
-    attention by their index. With several ranks, each has some of the heads and some of the intermediate columns of
-    every MLP (copied from a transformers model), and all other weights.
+    It shares the weights of the transformers model. ``attention`` holds the MLA layers, ``sources`` the index among
+    them of the layer whose latents each reads, and ``linear`` the layers of linear attention by their index. With
+    several ranks, each has some of the heads and some of the intermediate columns of every MLP (copied from a
+    transformers model), and all other weights.
 
     Args:
         model: a transformers model of one of ``MODEL_TYPES``, also as the language model of a multimodal model, or the
@@ -88,7 +108,7 @@ class Model(PagedModel):
             check_divisible(model)
             model = model if of_checkpoint else copied(model)
         self.batch_invariant = batch_invariant
-        self._decoder_layers = sublayers(model)
+        self._decoder_layers = _sublayers(model)
         layers = dict(enumerate(self._decoder_layers))
         self.linear = {n: LinearAttention(layers.pop(n).self_attn) for n in list(layers) if is_linear(model.config, n)}
         self.pooled = {
@@ -100,37 +120,47 @@ class Model(PagedModel):
         self._check_eager(config.model_type)
         if ranks is None:
             fuse_weights_on_gpu(hidden_projections(layer.self_attn) for layer in layers.values())
-        self.attention = [self._adopt(number, layer, backend, ranks) for number, layer in layers.items()]
+        self.sources = list(range(len(layers)))
+        if shares_latents(model.config):
+            modules = [layer.self_attn for layer in layers.values()]
+            check_sources(modules)
+            self.sources = [*map(source_layer, modules)]
+        adopt = self._adopt_module if shares_latents(model.config) else self._adopt
+        self.attention = [adopt(number, layer, backend, ranks) for number, layer in layers.items()]
+        shards = [attention for attention in self.attention if isinstance(attention, MLAAttention)]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
             # It replaces parameters.
-            for attention, layer in zip(self.attention, layers.values(), strict=True):
+            for attention, layer in zip(shards, layers.values(), strict=True):
                 _share_parameters(attention, layer.self_attn)
         elif ranks is not None:
             # Every process may have made the model on the first GPU.
             take(model, device or ranks.device, copies=not of_checkpoint)
         if ranks is not None:
-            fuse_weights_on_gpu(map(hidden_projections, self.attention))
-        super().__init__(model, self.attention[0].kv_a_layernorm.weight.device, ranks)
+            fuse_weights_on_gpu(map(hidden_projections, shards))
+        first = next(iter(layers.values())).self_attn
+        super().__init__(model, first.kv_a_layernorm.weight.device, ranks)
         self.max_position = self.config.rope.max_position
         self._residual = residual_of(model.config)
+        self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._has_float32_head = getattr(self._head, "weight", None) is not None and (
             self._head.weight.dtype == torch.float32
         )
 
     def layouts(self, cache_format: str, page_size: int) -> list[tuple[kv_cache.CacheFormat, int]]:
-        """Every MLA layer's latents, then index keys of each layer with an indexer."""
-        caches = [latent_format(layer.config, cache_format) for layer in self.attention]
-        for layer, layout in zip(self.attention, tuple(caches), strict=True):
-            if layer.indexer is not None:
-                caches.append(kv_cache.get_format(index_format_beside(layout), layer.indexer.config.head_dim))
+        """The latents of every MLA layer that has its own, then index keys of each layer with an indexer."""
+        formats = [latent_format(layer.config, cache_format) for layer in self.attention]
+        caches = [formats[number] for number in self._owners()]
+        for layer, layout in zip(self.attention, formats, strict=True):
+            if layer.indexer is not None and layer.config.indexer is not None:
+                caches.append(kv_cache.get_format(index_format_beside(layout), layer.config.indexer.head_dim))
         caches += [kv_cache.get_format(self.plain_format, indexer.state_width) for indexer in self.pooled.values()]
         return [(cache, page_size) for cache in caches]
 
     def planner(self, cache_format: str, limits: EngineLimits) -> Planner:
         # A page of the scheduler is one page on each rank that stores some of the keys.
         page_size = limits.page_size * self.ranks.kv_ranks
-        indexers = [layer.indexer for layer in self.attention if layer.indexer is not None]
+        indexers = [layer.config.indexer for layer in self.attention if layer.indexer is not None]
         builder = MLAMetadataBuilder(
             page_size,
             limits.max_num_seqs,
@@ -139,7 +169,7 @@ class Model(PagedModel):
             self.device,
             cache_format=cache_format,
             num_pages=limits.num_pages,
-            topk=indexers[0].config.topk if indexers else None,
+            topk=indexers[0].topk if indexers and indexers[0] is not None else None,
             windows=sorted({config.window for config in self.layers if config.window is not None}),
         )
 
@@ -184,24 +214,36 @@ class Model(PagedModel):
             streams = self._residual.mlp(layer, streams, feed)
         hidden = self._residual.end(self._body, streams[rows])
         # Hy4's head is float32 in a bf16 model.
-        return self._head(hidden.float() if self._has_float32_head else hidden)
+        logits = self._head(hidden.float() if self._has_float32_head else hidden)
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    def _owners(self) -> list[int]:
+        """The MLA layers with latents of their own, by their index among MLA layers."""
+        return [number for number, source in enumerate(self.sources) if number == source]
 
     def _attention_blocks(self, caches: list[torch.Tensor], metadata: MLAMetadata | HybridMetadata) -> Iterator[Block]:
         """The attention of each layer, bound to a step."""
         step = metadata if isinstance(metadata, HybridMetadata) else HybridMetadata(metadata)
-        num_latents = len(self.attention)
-        num_paged = num_latents + len(self.pooled) + sum(layer.indexer is not None for layer in self.attention)
-        latents, index_caches = iter(caches[:num_latents]), iter(caches[num_latents:num_paged])
-        layers, states = iter(self.attention), iter(caches[num_paged:])
+        owners = self._owners()
+        num_paged = len(owners) + len(self.pooled) + sum(layer.indexer is not None for layer in self.attention)
+        latents, index_caches = dict(zip(owners, caches, strict=False)), iter(caches[len(owners) : num_paged])
+        layers, states = zip(self.attention, self.sources, strict=True), iter(caches[num_paged:])
+        rotary: Rotary | None = None
         for number in range(len(self._decoder_layers)):
             if number in self.linear:
                 linear = self.linear[number]
                 yield functools.partial(linear, conv=next(states), recurrent=next(states), groups=step.groups)
                 continue
-            attention, pooled = next(layers), self.pooled.get(number)
+            (attention, source), pooled = next(layers), self.pooled.get(number)
             index_cache = next(index_caches) if pooled is not None or attention.indexer is not None else None
+            if isinstance(attention, ModuleAttention):
+                rotary = rotary or step_rotation(self._body.rotary_emb, step.attention.positions, self.dtype)
+                yield functools.partial(
+                    attention, cache=latents[source], metadata=step.attention, rotary=rotary, index_cache=index_cache
+                )
+                continue
             yield functools.partial(
-                self._attend, attention, pooled, cache=next(latents), index_cache=index_cache, step=step
+                self._attend, attention, pooled, cache=latents[source], index_cache=index_cache, step=step
             )
 
     def _attend(
@@ -247,6 +289,12 @@ class Model(PagedModel):
         check_weights(attention, attention.kv_a_layernorm.weight.dtype)
         return attention
 
+    def _adopt_module(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> ModuleAttention:
+        """A decoder layer's module as it is."""
+        if self.batch_invariant:
+            raise ValueError("batch_invariant must be False for a model with an indexer, got True")
+        return ModuleAttention(layer.self_attn, self.layers[number], backend)
+
 
 def _check_ranks(whole: Any, config: Any, layers: Sequence[MLAConfig], ranks: Ranks) -> None:
     """Raise ValueError for a model that several ranks cannot compute together.
@@ -255,6 +303,7 @@ def _check_ranks(whole: Any, config: Any, layers: Sequence[MLAConfig], ranks: Ra
         whole, config: config of the model, and of its language model.
     """
     reasons = {
+        "whose layers share latents": shares_latents(config),
         "whose layers have different heads": len(set(layers)) > 1,
         "whose layers of linear attention are not divided": any(is_linear(config, n) for n in range(len(layers))),
         "whose indexer of pools is not divided": selects_pools(config),
@@ -307,3 +356,17 @@ def _share_parts(layer: nn.Module, module: nn.Module, others: Collection[str] = 
             _share_parts(part, shared)
         else:
             setattr(layer, name, shared)
+
+
+def _sublayers(model: Any) -> list[Any]:
+    """The decoder layers of a transformers model, or the pairs in them if they have several."""
+    found = []
+    for layer in model.model.layers:
+        if not isinstance(layer.self_attn, nn.ModuleList):
+            found.append(layer)
+            continue
+        for index, parts in enumerate(
+            zip(layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlps, strict=True)
+        ):
+            found.append(Sublayer(*parts, layer.mlp if index == 0 else None))
+    return found

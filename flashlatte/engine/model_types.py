@@ -22,13 +22,13 @@ MODEL_TYPES = (
     "longcat_flash",
     "minicpm3",
     "mistral4",
+    "mistral_large4_text",
     "sarvam_mla",
     "youtu",
 )
 
 REFUSED = {
     "deepseek_v41": "transformers has no such model, and Engram, which adds embeddings of n-grams, has no module here",
-    "mistral_large4": "its layers share latents, and the frequencies of its rotation are learned",
 }
 
 

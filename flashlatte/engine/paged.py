@@ -236,8 +236,7 @@ def check_parts(model: Any) -> None:
                     f"engine does not call it: got {got} on {name or 'the layer'}"
                 )
     # The hooks of ``flashlatte.integrations.transformers.enable`` prepare a call that the engine does not make.
-    enabled = getattr(model.model, "_flashlatte", None)
-    own = {hook.id for hook in enabled.hooks} if enabled is not None else set()
+    own = {hook.id for hook in getattr(model.model, "_flashlatte_hooks", ())}
     parts = {"the model": model, "the decoder": model.model, "the last norm of the model": model.model.norm}
     for name, part in parts.items():
         if has_hooks(part, own):

@@ -14,47 +14,12 @@ import torch
 
 from flashlatte import kv_cache
 from flashlatte.engine.batch import StepBatch
-from flashlatte.layers import MLAConfig, models
-from flashlatte.layers.config import indexer_config, max_position_embeddings
-from flashlatte.layers.config_fields import check_fields
-from flashlatte.layers.rope_config import Rope
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.runtime.transfer import to_device
 
 # Tokens of a request whose pools are scored at once: scores are float32 [tokens, heads, pools].
 _TOKENS = 256
-_FIELDS = ("index_kpool", "index_kpool_always_select_tail")
-_SIZES = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-
-def selects_pools(config: Any) -> bool:
-    """Whether the indexer of a transformers config selects pools of tokens."""
-    return getattr(config, _FIELDS[0], None) is not None
-
-
-def layer_configs(config: Any) -> tuple[MLAConfig, ...]:
-    """``MLAConfig.layers``, also for a model whose indexer selects pools. Its MLA layers take the selection as indices.
-
-    Raises:
-        TypeError, ValueError: as ``MLAConfig.layers``.
-    """
-    traits = models.supported(config.model_type)
-    if traits is None or traits.has_layers:
-        return MLAConfig.layers(config)
-    if not selects_pools(config):
-        return (MLAConfig.from_transformers(config),) * config.num_hidden_layers
-    fields = {name: value for name, value in models.config_fields(config).items() if name not in _FIELDS}
-    check_fields(fields, traits)
-    made = MLAConfig(
-        **{name: fields[name] for name in _SIZES},
-        q_lora_rank=fields["q_lora_rank"],
-        rope=Rope(layout=models.UNROTATED, max_position=max_position_embeddings(fields, traits.max_position)),
-        norm_eps=fields["rms_norm_eps"],
-        attention_bias=fields["attention_bias"],
-        indexer=indexer_config(fields, traits),
-    )
-    return (made,) * config.num_hidden_layers
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import nn
 from flashlatte.layers.weights import has_hooks
 
 # Multimodal models whose language model the engine supports.
-MULTIMODAL = ("dots3_note", "glm5_next", "hy_v4_vl")
+MULTIMODAL = ("dots3_note", "glm5_next", "hy_v4_vl", "mistral_large4")
 
 
 class TextPart(nn.Module):
@@ -25,8 +25,7 @@ class TextPart(nn.Module):
     def __init__(self, whole: Any) -> None:
         super().__init__()
         # Those of ``flashlatte.integrations.transformers.enable`` prepare a call that the engine does not make.
-        enabled = getattr(whole.model.language_model, "_flashlatte", None)
-        own = {hook.id for hook in enabled.hooks} if enabled is not None else set()
+        own = {hook.id for hook in getattr(whole.model.language_model, "_flashlatte_hooks", ())}
         if has_hooks(whole, own) or has_hooks(whole.model, own):
             raise TypeError("the model must have no hooks, as the engine does not call it: got some")
         self.model, self.lm_head = whole.model.language_model, whole.lm_head

@@ -171,3 +171,16 @@ class CacheFormat(abc.ABC):
         return tuple(
             part.unflatten(1, (page_size, plane.width)) for part, plane in zip(parts, self.planes, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class ByteFormat(CacheFormat):
+    """Base of the quantised formats: a token is bytes, and rows have the class's ``head_dim``."""
+
+    record_dtype = torch.uint8
+    accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+    def __post_init__(self) -> None:
+        width = type(self).head_dim
+        if self.head_dim != width:
+            raise ValueError(f"head_dim of format {self.name} is {width}, got {self.head_dim}")

@@ -92,37 +92,25 @@ class IndexBf16Format(IndexFormat):
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return (Plane(self.head_dim, torch.bfloat16),)
+        return (Plane(self.head_dim, self.record_dtype),)
 
     def encode(
         self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
     ) -> tuple[torch.Tensor, ...]:
-        return (latent.to(torch.bfloat16),)
+        return (latent.to(self.record_dtype),)
 
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
         return planes[0].float()
 
 
 @dataclass(frozen=True)
-class IndexFp32Format(IndexFormat):
+class IndexFp32Format(IndexBf16Format):
     """The values in float32, without scales: for float32 models and comparisons."""
 
     name = "index_fp32"
     encoding = "fp32"
     record_dtype = torch.float32
     accepted_dtypes = (torch.float32,)
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        return (Plane(self.head_dim, torch.float32),)
-
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
-        return (latent.float(),)
-
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
-        return planes[0].float()
 
 
 @dataclass(frozen=True)

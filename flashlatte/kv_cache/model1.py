@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import CacheFormat, Plane, Tiling
+from flashlatte.kv_cache.formats import ByteFormat, Plane, Tiling
 from flashlatte.kv_cache.fp8 import as_bytes, dequantize_tiles, from_bytes, quantize_tiles
 
 TILE = 64
@@ -25,12 +25,10 @@ SCALE_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Model1Format(CacheFormat):
+class Model1Format(ByteFormat):
     """584 bytes per token, data and scales in separate planes. Rows and values are 512 wide: 448 latent, 64 rope."""
 
     name = "model1"
-    record_dtype = torch.uint8
-    accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
     page_alignment = LATENT_BYTES + ROPE_BYTES
     row_alignment = 4
     tiling = Tiling(
@@ -44,10 +42,6 @@ class Model1Format(CacheFormat):
     has_exact_scales = False
 
     head_dim: int = 512
-
-    def __post_init__(self) -> None:
-        if self.head_dim != 512:
-            raise ValueError(f"head_dim of format model1 is 512, got {self.head_dim}")
 
     @property
     def value_dim(self) -> int:

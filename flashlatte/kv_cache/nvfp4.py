@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import BlockScaling, CacheFormat, Plane
+from flashlatte.kv_cache.formats import BlockScaling, ByteFormat, Plane
 from flashlatte.kv_cache.fp4 import NVFP4_BLOCK, dequantize_nvfp4, quantize_nvfp4
 from flashlatte.kv_cache.fp8 import as_bytes, from_bytes, to_e4m3
 
@@ -22,7 +22,7 @@ LANES = 4
 
 
 @dataclass(frozen=True)
-class Nvfp4Format(CacheFormat):
+class Nvfp4Format(ByteFormat):
     """352 bytes per token. The scale is amax / 6 rounded up to e4m3.
 
     The error of a value is at most 3/16 of amax in a block with amax from 6 · 2^-6 to 2,688: half of e2m1's largest
@@ -31,7 +31,6 @@ class Nvfp4Format(CacheFormat):
     """
 
     name = "nvfp4_ds_mla"
-    record_dtype = torch.uint8
     accepted_dtypes = (torch.uint8, torch.int8)
     has_exact_scales = False
     block_scaling = BlockScaling(
@@ -43,10 +42,6 @@ class Nvfp4Format(CacheFormat):
         scale_lanes=LANES,
         rounds_up=True,
     )
-
-    def __post_init__(self) -> None:
-        if self.head_dim != 576:
-            raise ValueError(f"head_dim of format {self.name} is 576, got {self.head_dim}")
 
     @property
     def planes(self) -> tuple[Plane, ...]:

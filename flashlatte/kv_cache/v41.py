@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import BlockScaling, CacheFormat, Plane
+from flashlatte.kv_cache.formats import BlockScaling, ByteFormat, CacheFormat, Plane
 from flashlatte.kv_cache.fp4 import NVFP4_BLOCK, dequantize_nvfp4, quantize_nvfp4
 from flashlatte.kv_cache.fp8 import as_bytes, dequantize_tiles, from_bytes, quantize_tiles
 
@@ -31,18 +31,12 @@ BLOCK = 32
 
 
 @dataclass(frozen=True)
-class V41Row(CacheFormat):
+class V41Row(ByteFormat):
     """Common base: rows and values of 512 elements, 448 latent and 64 rotated."""
 
-    record_dtype = torch.uint8
-    accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
     has_exact_scales = False
 
     head_dim: int = ROW
-
-    def __post_init__(self) -> None:
-        if self.head_dim != ROW:
-            raise ValueError(f"head_dim of format {self.name} is {ROW}, got {self.head_dim}")
 
     @property
     def value_dim(self) -> int:

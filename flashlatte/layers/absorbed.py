@@ -7,6 +7,7 @@ With W_UK and W_UV the two parts of a head's kv_b_proj, q · (W_UK c) = (W_UKᵀ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -71,72 +72,45 @@ def attend_pages(
         return attend_selected(query, cache, indices, softmax_scale, backend, batch_invariant, sink)
     if part is None:
         raise ValueError("metadata must have a decode part for queries in absorbed form, got decode=None")
+    queries = _by_request(query, part)
     if sharded is not None:
-        return _by_token(sharded.attend(_by_request(query, part), cache, softmax_scale, backend), part)
+        return _by_token(sharded.attend(queries, cache, softmax_scale, backend), part)
+    common: dict[str, Any] = {"softmax_scale": softmax_scale, "head_dim_v": cache.value_dim}
+    common |= {"batch_invariant": batch_invariant, "backend": backend}
     if cache.layout.plain:
-        return _attend_dense(query, cache, part, softmax_scale, backend, batch_invariant, sink)
+        out, lse = dense_decode(
+            queries,
+            cache.pages,
+            part.block_table,
+            part.seq_lens,
+            causal=part.queries > 1,
+            k_scale=cache.scale,
+            **common,
+        )
+        apply_sink(out, lse.transpose(1, 2), sink)
+        return _by_token(out, part)
     # dense_decode would need a dequantised copy of the whole history at every step. sparse_decode reads the stored
     # bytes, given the slots of all tokens.
-    return _attend_all_slots(query, cache, part, softmax_scale, backend, batch_invariant, sink)
+    if part.all_slots is None:
+        raise ValueError(
+            f"metadata must be built for the cache's format {cache.layout.name}: MLAMetadataBuilder(cache_format=…)"
+        )
+    out, _ = sparse_decode(
+        queries,
+        cache.pages,
+        part.all_slots[:, None].expand(-1, part.queries, -1),
+        cache_format=cache.layout,
+        topk_length=part.visible_lens,
+        attn_sink=sink,
+        **common,
+    )
+    return _by_token(out, part)
 
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> None:
     """Multiply attention's outputs [..., h, v] in place by e^lse / (e^lse + e^sink), for lse [..., h] and sink [h]."""
     if sink is not None:
         out.mul_(torch.sigmoid(lse - sink).to(out.dtype)[..., None])
-
-
-def _attend_dense(
-    query: torch.Tensor,
-    cache: LatentCache,
-    part: DecodePart,
-    softmax_scale: float,
-    backend: str | None,
-    batch_invariant: bool,
-    sink: torch.Tensor | None,
-) -> torch.Tensor:
-    out, lse = dense_decode(
-        _by_request(query, part),
-        cache.pages,
-        part.block_table,
-        part.seq_lens,
-        head_dim_v=cache.value_dim,
-        softmax_scale=softmax_scale,
-        causal=part.queries > 1,
-        k_scale=cache.scale,
-        batch_invariant=batch_invariant,
-        backend=backend,
-    )
-    apply_sink(out, lse.transpose(1, 2), sink)
-    return _by_token(out, part)
-
-
-def _attend_all_slots(
-    query: torch.Tensor,
-    cache: LatentCache,
-    part: DecodePart,
-    softmax_scale: float,
-    backend: str | None,
-    batch_invariant: bool,
-    sink: torch.Tensor | None,
-) -> torch.Tensor:
-    if part.all_slots is None:
-        raise ValueError(
-            f"metadata must be built for the cache's format {cache.layout.name}: MLAMetadataBuilder(cache_format=…)"
-        )
-    out, _ = sparse_decode(
-        _by_request(query, part),
-        cache.pages,
-        part.all_slots[:, None].expand(-1, part.queries, -1),
-        cache_format=cache.layout,
-        topk_length=part.visible_lens,
-        attn_sink=sink,
-        softmax_scale=softmax_scale,
-        head_dim_v=cache.value_dim,
-        batch_invariant=batch_invariant,
-        backend=backend,
-    )
-    return _by_token(out, part)
 
 
 def attend_selected(

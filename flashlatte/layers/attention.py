@@ -128,7 +128,7 @@ class MLAAttention(nn.Module):
         # The shards' outputs are summed, so only the first shard adds the bias.
         self.o_proj = linear(count * config.v_head_dim, hidden, dtype, device, bias=bias and first == 0)
         self.indexer = None
-        if config.indexer is not None and not shares_selection and config.q_lora_rank is not None:
+        if config.indexer is not None and not shares_selection:
             self.indexer = Indexer(config.indexer, hidden, config.q_lora_rank, dtype=dtype, device=device)
         self.requires_grad_(False)
         fuse_weights(*hidden_projections(self))
@@ -229,7 +229,7 @@ class MLAAttention(nn.Module):
         checks.tensor("hidden", hidden, (metadata.num_tokens, config.hidden_size), (dtype,), device)
         pages, layout = as_cache(cache, cache_format)
         self._check_cache(pages, layout, k_scale)
-        _check_same_cache(metadata, pages)
+        metadata.check_cache(pages)
         self._check_selection(metadata, layout, indices)
         if self.batch_invariant and metadata.sharding is not None:
             raise ValueError(f"batch_invariant needs a whole cache, got metadata for {metadata.sharding}")
@@ -379,23 +379,3 @@ class MLAAttention(nn.Module):
             )
         if k_scale is not None and not layout.takes_scale:
             raise ValueError(f"k_scale belongs to cache format fp8, got {layout.name}")
-
-
-def _check_same_cache(metadata: MLAMetadata, pages: torch.Tensor) -> None:
-    """Check that metadata and cache agree; kernels cannot detect pages or slots of another cache or step."""
-    # These values change at every step, and torch.compile would recompile for each.
-    if not torch.compiler.is_compiling():
-        if metadata.is_overwritten:
-            raise ValueError("metadata must be the last one its builder built: its buffers now hold another step")
-        if metadata.required_pages > pages.shape[0]:
-            raise ValueError(
-                f"cache must have at least {metadata.required_pages} pages for this metadata, got {pages.shape[0]}"
-            )
-    if metadata.page_size != pages.shape[1]:
-        raise ValueError(
-            f"cache must have pages of {metadata.page_size} tokens like the metadata, got pages of {pages.shape[1]}"
-        )
-    if metadata.num_pages is not None and metadata.num_pages > pages.shape[0]:
-        raise ValueError(f"cache must have the metadata's {metadata.num_pages} pages, got {pages.shape[0]}")
-    if metadata.positions.device != pages.device:
-        raise ValueError(f"metadata must be on {pages.device} like the cache, got {metadata.positions.device}")

@@ -16,10 +16,11 @@ from flashlatte.layers.metadata import (
     PrefillPart,
     needs_gathered_rows,
     plan_chunks,
+    request_ids,
     uses_sparse_decode,
+    window_slots,
 )
 from flashlatte.layers.selection import GATHER_TOKENS, LOGIT_BYTES, IndexSelection, plan_selection
-from flashlatte.layers.window import request_ids, window_slots
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.runtime import checks
 from flashlatte.runtime.transfer import to_device

@@ -96,6 +96,7 @@ class MLAConfig:
         query_factor, latent_factor: factors of queries, and of normalised latents (LongCat-Flash).
         query_scaling: position-dependent factor of queries; None: none.
         indexer: selects the tokens that a query attends to; None: a query attends to all tokens up to its own.
+            ``MLAAttention``'s needs a q_lora_rank.
         output_gate: attention's output o [h, v] of a token is multiplied by a sigmoid before ``o_proj``. None: it is
             not. With hidden states x, "head": o[i] · σ(g_proj(x)[i]) (Ling 3.0, dots3-note); "channel": o ·
             σ(gate_proj(x)) (Hy4). "query": o · σ(g), where (q, g) = q_gate_proj((norm(c), c)) replaces q_b_proj, with
@@ -152,14 +153,11 @@ class MLAConfig:
         checks.epsilon("norm_eps", self.norm_eps)
         for name in ("query_factor", "latent_factor"):
             checks.positive_number(name, getattr(self, name))
-        if self.indexer is not None:
-            if self.q_lora_rank is None:
-                raise ValueError("q_lora_rank must be set in a config with an indexer, got None")
-            if self.qk_rope_head_dim > self.indexer.head_dim:
-                raise ValueError(
-                    f"qk_rope_head_dim must be at most the indexer's head_dim {self.indexer.head_dim}, "
-                    f"got {self.qk_rope_head_dim}"
-                )
+        if self.indexer is not None and self.qk_rope_head_dim > self.indexer.head_dim:
+            raise ValueError(
+                f"qk_rope_head_dim must be at most the indexer's head_dim {self.indexer.head_dim}, "
+                f"got {self.qk_rope_head_dim}"
+            )
 
     @property
     def qk_head_dim(self) -> int:

@@ -58,12 +58,14 @@ class Indexer(nn.Module):
         self,
         config: IndexerConfig,
         hidden_size: int,
-        q_lora_rank: int,
+        q_lora_rank: int | None,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if q_lora_rank is None:
+            raise ValueError("q_lora_rank must be set in the config of a layer with an indexer, got None")
         self.config = config
 
         self.wq_b = linear(q_lora_rank, config.num_heads * config.head_dim, dtype, device)

@@ -14,6 +14,7 @@ from flashlatte.kv_cache import get_format
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.layers.selection import IndexSelection
 from flashlatte.layers.sharded_keys import ShardedDecode, ShardedRows
+from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.runtime.transfer import to_device
 
 _Dataclass = TypeVar("_Dataclass")
@@ -147,6 +148,25 @@ class MLAMetadata:
         """Whether a later ``build`` has overwritten the buffers."""
         return self.buffers is not None and self.buffers.num_builds != self.build_index
 
+    def check_cache(self, pages: torch.Tensor) -> None:
+        """Check that a cache fits; kernels cannot detect pages or slots of another cache or step."""
+        # These values change at every step, and torch.compile would recompile for each.
+        if not torch.compiler.is_compiling():
+            if self.is_overwritten:
+                raise ValueError("metadata must be the last one its builder built: its buffers now hold another step")
+            if self.required_pages > pages.shape[0]:
+                raise ValueError(
+                    f"cache must have at least {self.required_pages} pages for this metadata, got {pages.shape[0]}"
+                )
+        if self.page_size != pages.shape[1]:
+            raise ValueError(
+                f"cache must have pages of {self.page_size} tokens like the metadata, got pages of {pages.shape[1]}"
+            )
+        if self.num_pages is not None and self.num_pages > pages.shape[0]:
+            raise ValueError(f"cache must have the metadata's {self.num_pages} pages, got {pages.shape[0]}")
+        if self.positions.device != pages.device:
+            raise ValueError(f"metadata must be on {pages.device} like the cache, got {self.positions.device}")
+
     def to(self, device: torch.device) -> MLAMetadata:
         """A copy on another device."""
         return _to_device(self, device)
@@ -235,3 +255,25 @@ def _spans(context_lens: list[int], chunk_tokens: int) -> list[list[tuple[int, i
             spans[-1].append((request, start, length))
             start, free = start + length, free - length
     return spans
+
+
+def window_slots(
+    positions: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor, page_size: int, width: int
+) -> torch.Tensor:
+    """Slots of the tokens at positions p - width + 1 to p of each token's request, int32 [T, width].
+
+    -1 before the first token.
+
+    Args:
+        positions: int64 [T], position p of each token in its request.
+        request_ids: int [T], the row of each token's request in ``block_table``; -1 for a token without a request.
+        block_table: int32 [n, max_pages].
+    """
+    back = torch.arange(width - 1, -1, -1, device=positions.device)
+    return to_cache_indices(positions[:, None] - back, block_table, page_size, request_ids=request_ids)
+
+
+def request_ids(query_lens: list[int]) -> torch.Tensor:
+    """The request of each token of a flat batch, int64 [tokens] on the CPU."""
+    requests = torch.arange(len(query_lens), device="cpu")
+    return torch.repeat_interleave(requests, torch.tensor(query_lens, dtype=torch.int64, device="cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,6 +82,32 @@ def has_query_latent(module: Any) -> bool:
 def owns_latents(module: Any) -> bool:
     """Whether the module computes and stores latents; else it reads those of an earlier layer."""
     return module.kv_a_proj_with_mqa is not None
+
+
+def source_layer(module: Any) -> int:
+    """The layer whose latents a module attends to: its own, or the earlier one that its config names."""
+    return module.layer_idx if owns_latents(module) else module.config.kv_source_layers[module.layer_idx]
+
+
+def check_sources(modules: Iterable[Any]) -> None:
+    """Raise ValueError if ``kv_source_layers`` names other latents than those that transformers reads.
+
+    transformers gives a layer without latents those of the last layer before it that shares some and is rotated alike.
+
+    Args:
+        modules: the attention modules of all layers, in order.
+    """
+    shared: dict[bool, int] = {}
+    for module in modules:
+        rotates = module.qk_rope_head_dim > 0
+        if owns_latents(module):
+            if getattr(module, "store_full_length_kv", False):
+                shared[rotates] = module.layer_idx
+        elif source_layer(module) != shared.get(rotates):
+            raise ValueError(
+                f"kv_source_layers must name the last layer before {module.layer_idx} that shares latents and is "
+                f"rotated like it, which transformers reads, got {source_layer(module)}"
+            )
 
 
 def check_parts(module: Any) -> None:

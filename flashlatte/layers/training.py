@@ -19,8 +19,11 @@ from flashlatte.layers.indexer import IndexProjections
 from flashlatte.layers.parts import (
     QueryLatent,
     has_query_latent,
+    head_factors,
     key_rope_norm,
     latent_factor,
+    owns_latents,
+    part,
     project_output,
     project_query,
     sinks,
@@ -37,6 +40,7 @@ from flashlatte.ops.sparse_attention import sparse_attention
 # The modules of the layers whose gradients are computed. Others would be left out without an error.
 _PARTS = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"}
 _PARTS |= {"o_proj", "indexer", "g_proj", "gate_proj", "q_gate_proj", "sinks", "k_rope_only_layernorm"}
+_PARTS |= {"softmax_scaling"}
 # The fields of configs that it reads, or that no gradient depends on.
 _FIELDS = {
     MLAConfig: {
@@ -79,6 +83,13 @@ class TrainingOutput(NamedTuple):
     indices: torch.Tensor | None = None
 
 
+class KeyRows(NamedTuple):
+    """Normalised latents [T, kv_lora_rank], and rotated keys [T, 1, rope], of a batch's tokens."""
+
+    latent: torch.Tensor
+    k_rope: torch.Tensor
+
+
 class IndexOperands(NamedTuple):
     """Index queries [T, h_i, d_i], index keys [T, d_i], and float32 weights [T, h_i] of heads."""
 
@@ -100,6 +111,8 @@ def attend(
     ranks: TrainingRanks | None = None,
     query_factors: torch.Tensor | None = None,
     window: int | None = None,
+    rows: KeyRows | None = None,
+    positions: torch.Tensor | None = None,
 ) -> TrainingOutput:
     """Attention of a flat batch [T, hidden_size] through a module with transformers' names of the projections.
 
@@ -116,6 +129,9 @@ def attend(
             tokens, and indices and key ranges number the tokens of the whole batch.
         query_factors: [T] or [T, h], factors of queries; None: none.
         window: tokens that a layer without an indexer attends to, the query's own included; None: all up to it.
+        rows: those of an earlier layer, for a module without latents of its own; None: the module's own (``key_rows``).
+        positions: int [T], positions of the tokens in their sequences, for a module whose queries have learned factors
+            (Mistral Large 4).
 
     Raises:
         TypeError, ValueError: a module with other parts than these; a layer that shares a selection without one.
@@ -124,7 +140,9 @@ def attend(
     dense = dense or config is None or batch.max_seqlen <= config.topk
     if not dense and indexer is None and indices is None:
         raise ValueError("indices must be those of the layer before for a layer that shares a selection, got None")
-    dtype = product_dtype(module.kv_a_proj_with_mqa.weight)
+    dtype = product_dtype((module.kv_a_proj_with_mqa if owns_latents(module) else module.q_proj).weight)
+    if (scaling := part(module, "softmax_scaling")) is not None:
+        query_factors = _learned_factors(scaling, positions, dtype)
     rope, rank = module.qk_rope_head_dim, module.kv_lora_rank
     to_heads = torch.nn.Identity() if ranks is None else ranks.to_heads
     q_latent = of_heads = None
@@ -134,26 +152,23 @@ def attend(
         of_heads = QueryLatent(to_heads(projected), to_heads(q_latent.normalised))
     query, gate = project_query(module, to_heads(hidden), of_heads, query_factors)
     q_nope, q_rope = query.split((module.qk_nope_head_dim, rope), dim=-1)
-    latent, k_rope = module.kv_a_proj_with_mqa(hidden).split((rank, rope), dim=-1)
-    latent = module.kv_a_layernorm(latent) * latent_factor(module)
-    if key_rope_norm(module) is not None:
-        k_rope = module.k_rope_only_layernorm(k_rope)
-    k_rope = k_rope.unsqueeze(1)
+    latent, k_rope = key_rows(module, hidden, rotation) if rows is None else rows
     if rotation is not None:
-        q_rope, k_rope = rotation(q_rope), rotation(k_rope)
+        q_rope = rotation(q_rope)
     q_rope, k_rope = q_rope.to(dtype), k_rope.to(dtype)
     if ranks is not None:
-        rows = ranks.gather(to_heads(torch.cat((latent.to(dtype), k_rope.squeeze(1)), dim=-1)))
-        latent, k_rope = rows[:, :rank], rows[:, None, rank:]
+        gathered = ranks.gather(to_heads(torch.cat((latent.to(dtype), k_rope.squeeze(1)), dim=-1)))
+        latent, k_rope = gathered[:, :rank], gathered[:, None, rank:]
     scale = softmax_scale(module)
     sink = sinks(module)
 
     operands = None
     # Also where none is recorded, as in the first pass of a reentrant checkpoint, which must have the same results.
     learns = indexer is not None and requires_gradient(indexer)
-    if indexer is not None and config is not None and q_latent is not None and (learns or not dense):
-        normalised = q_latent.normalised.detach()
-        operands = index_operands(indexer, config, hidden.detach(), normalised, rotation, dtype)
+    if indexer is not None and config is not None and (learns or not dense):
+        q_input = (hidden if q_latent is None else q_latent.normalised).detach()
+        unlearned = None if rotation is None else rotation.detach()
+        operands = index_operands(indexer, config, hidden.detach(), q_input, unlearned, dtype, positions)
         if ranks is not None:
             operands = operands._replace(k=ranks.gather(operands.k))
     seen: dict[str, Any]
@@ -169,14 +184,14 @@ def attend(
     loss = num_rows = None
     if learns and operands is not None:
         with torch.no_grad():
-            folded, rows = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
+            folded, keys = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
             # The target is the attention, of which a sink takes a part.
             total = lse if sink is None else torch.logaddexp(lse, sink)
         deterministic = torch.are_deterministic_algorithms_enabled()
         loss, num_rows = indexer_loss(
             *operands,
             folded,
-            rows,
+            keys,
             **seen,
             lse=total.detach(),
             softmax_scale=scale,
@@ -186,16 +201,42 @@ def attend(
     return TrainingOutput(project_output(module, out, gate), loss, num_rows, indices)
 
 
+def key_rows(module: Any, hidden: torch.Tensor, rotation: Rotation | None) -> KeyRows:
+    """The rows of hidden states [T, hidden_size] of a module with latents of its own."""
+    latent, k_rope = module.kv_a_proj_with_mqa(hidden).split((module.kv_lora_rank, module.qk_rope_head_dim), dim=-1)
+    latent = module.kv_a_layernorm(latent) * latent_factor(module)
+    if key_rope_norm(module) is not None:
+        k_rope = module.k_rope_only_layernorm(k_rope)
+    k_rope = k_rope.unsqueeze(1)
+    return KeyRows(latent, k_rope if rotation is None else rotation(k_rope))
+
+
+def _learned_factors(scaling: Any, positions: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if positions is None:
+        raise ValueError("positions must be given for a module whose queries have learned factors, got None")
+    return head_factors(scaling, positions, dtype)
+
+
 def index_operands(
     indexer: IndexProjections,
     config: IndexerConfig,
     hidden: torch.Tensor,
-    q_latent: torch.Tensor,
+    q_input: torch.Tensor,
     rotation: Rotation | None,
     dtype: torch.dtype,
+    positions: torch.Tensor | None = None,
 ) -> IndexOperands:
-    """Operands of index logits in ``dtype``, unquantised, for hidden states [T, hidden_size] and queries' latents."""
-    q = indexer.wq_b(q_latent).unflatten(-1, (-1, config.head_dim))
+    """Operands of index logits in ``dtype``, unquantised.
+
+    Args:
+        hidden: [T, hidden_size].
+        q_input: queries' normalised latents [T, q_lora_rank], or hidden states for a model without these.
+        positions: as for ``attend``.
+    """
+    norm, scaling = part(indexer, "q_input_norm"), part(indexer, "softmax_scaling")
+    q = indexer.wq_b(q_input if norm is None else norm(q_input)).unflatten(-1, (-1, config.head_dim))
+    if scaling is not None:
+        q = q * _learned_factors(scaling, positions, q.dtype)[..., None]
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(1)
     if rotation is not None:
         q, k = (_rotate_index(x, rotation, config) for x in (q, k))

@@ -73,6 +73,10 @@ class Rotation(NamedTuple):
         cosines, sines = table[positions].chunk(2, dim=-1)
         return Rotation(cosines, sines, layout == models.INTERLEAVED)
 
+    def detach(self) -> Rotation:
+        """The same rotation without gradients of its frequencies, which Mistral Large 4 learns."""
+        return Rotation(self.cosines.detach(), self.sines.detach(), self.interleaved)
+
     def __call__(self, x: torch.Tensor, interleaved: bool | None = None) -> torch.Tensor:
         """Rotate x [T, h, rope] in float32, or float64 for float64.
 

@@ -40,8 +40,9 @@ FAMILIES = (
     "HYV4VL",
     "LongcatFlash",
     "MiniCPM3",
+    "MistralLarge4",
 )
-QUICK = ("DeepseekV3", "Glm4MoeLite", "GlmMoeDsa", "AXK2", "HYV4", "Dots3Note", *FAMILIES[-4:])
+QUICK = ("DeepseekV3", "Glm4MoeLite", "GlmMoeDsa", "AXK2", "HYV4", "Dots3Note", *FAMILIES[-5:])
 
 
 @pytest.mark.parametrize("family", mostly_full(FAMILIES, *QUICK))
@@ -69,6 +70,8 @@ def test_every_chunk_size(max_num_batched_tokens):
         pytest.param("Glm5Next", 12, marks=pytest.mark.full),
         ("HYV4VL", 12),
         ("LongcatFlash", 0),
+        ("MistralLarge4", 0),
+        ("MistralLarge4", 12),
         pytest.param("AXK2", 0, marks=pytest.mark.full),
     ],
 )
@@ -87,6 +90,7 @@ def test_a_pool_so_small_that_requests_give_way(family, swap_space):
         ("DeepseekV32", 3),
         pytest.param("Dots3Note", 3, marks=pytest.mark.full),
         pytest.param("LongcatFlash", 3, marks=pytest.mark.full),
+        pytest.param("MistralLarge4", 3, marks=pytest.mark.full),
     ],
 )
 def test_drafts_change_no_token(family, num_speculative_tokens):
@@ -100,7 +104,10 @@ def test_drafts_change_no_token(family, num_speculative_tokens):
     check(speculating, family)
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "GlmMoeDsa", "HYV4", "AXK2", "Dots3Note", "Glm5Next", "LongcatFlash"])
+@pytest.mark.parametrize(
+    "family",
+    ["DeepseekV3", "GlmMoeDsa", "HYV4", "AXK2", "Dots3Note", "Glm5Next", "LongcatFlash", "MistralLarge4"],
+)
 def test_a_prefix_is_computed_once(family):
     shared = prompt(40)
     served = engine(family)
@@ -254,12 +261,12 @@ def test_a_seed_gives_the_same_tokens_in_any_batch_and_with_drafts():
     assert alone != engine().generate([prompt(9)], greedy(10))[0].outputs[0].token_ids
 
 
-def test_logprobs_are_the_models():
-    (output,) = engine().generate([prompt(5)], greedy(4, logprobs=0))
+@pytest.mark.parametrize("family", ["DeepseekV3", "MistralLarge4"], ids=["plain", "softcapping"])
+def test_logprobs_are_the_models(family):
+    (output,) = engine(family).generate([prompt(5)], greedy(4, logprobs=0))
     with torch.no_grad():
-        logits = (
-            model().forward(torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])).logits[0, 4:-1]
-        )
+        tokens = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])
+        logits = model(family).forward(tokens).logits[0, 4:-1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(output.outputs[0].token_ids)[:, None]).squeeze(-1)
     assert torch.allclose(torch.tensor(chosen_logprobs(output)), expected, atol=1e-5)
 

@@ -20,7 +20,16 @@ pytestmark = pytest.mark.full
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
 INVARIANT = "Youtu, batch_invariant"
-FAMILIES = ("DeepseekV3", "DeepseekV32", "GlmMoeDsa", "DeepseekV4", "KimiLinear", "Glm5Next", INVARIANT)
+FAMILIES = (
+    "DeepseekV3",
+    "DeepseekV32",
+    "GlmMoeDsa",
+    "DeepseekV4",
+    "KimiLinear",
+    "Glm5Next",
+    "MistralLarge4",
+    INVARIANT,
+)
 # Some begin alike, in pages of any size, and some repeat themselves, for guesses.
 ALIKE, OTHER, REPEATED = prompt(30, 1), prompt(30, 2), prompt(3, 3) * 12
 PROMPTS = tuple(

@@ -238,6 +238,7 @@ def test_what_states_rule_out_is_refused_by_name():
         ("Glm5Next", "glm5_next_text, whose layers of linear attention are not divided"),
         ("HYV4VL", "hy_v4_vl_text, which is a part of another model"),
         ("LongcatFlash", "longcat_flash, whose decoder layers have two attentions"),
+        ("MistralLarge4", "mistral_large4_text, whose layers share latents"),
     ],
 )
 def test_several_ranks_are_refused_by_name(family, reason):

@@ -27,8 +27,8 @@ def test_a_model_with_other_layers_is_refused_by_name():
     other: Any = type("Other", (), {"config": type("Config", (), {"model_type": "llama"})})
     with pytest.raises(ValueError, match=r"deepseek_v3.*got 'llama'$"):
         Engine(other)
-    other.config.model_type = "mistral_large4"
-    with pytest.raises(ValueError, match=r"got 'mistral_large4': its layers share latents, .* rotation are learned$"):
+    other.config.model_type = "deepseek_v41"
+    with pytest.raises(ValueError, match=r"got 'deepseek_v41': transformers has no such model, and Engram, .* here$"):
         Engine(other)
     with pytest.raises(TypeError, match=r"^model must be of transformers, or the directory of a checkpoint, got None$"):
         Engine(None)
@@ -107,7 +107,7 @@ def test_hooks_around_the_layers_are_refused(family, name, told):
         Engine(hooked, num_pages=24, page_size=16)
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4", "Glm5Next", "HYV4VL"])
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4", "Glm5Next", "HYV4VL", "MistralLarge4"])
 def test_a_model_that_is_enabled_is_served(family):
     """The hooks of ``enable`` are none of the engine's."""
     enabled = enable(copy.deepcopy(model(family)))
@@ -115,7 +115,9 @@ def test_a_model_that_is_enabled_is_served(family):
     assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
 
 
-@pytest.mark.parametrize("family", ["Glm5Next", "HYV4VL", "KimiLinear", "BailingHybrid", "LongcatFlash", "MiniCPM3"])
+@pytest.mark.parametrize(
+    "family", ["Glm5Next", "HYV4VL", "KimiLinear", "BailingHybrid", "LongcatFlash", "MiniCPM3", "MistralLarge4"]
+)
 def test_a_checkpoint_with_other_layers_or_another_model_around(family, tmp_path):
     model(family).save_pretrained(tmp_path)
     (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
@@ -134,6 +136,65 @@ def test_dots3_note_with_vision_and_audio_is_served_for_tokens(tmp_path):
     whole.save_pretrained(tmp_path)
     (output,) = Engine(tmp_path, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
     assert output.outputs[0].token_ids == generated_by_transformers("Dots3Note", prompt(5), 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # No layer shares latents, but one shares a selection.
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": (1, 1, 0),
+            "kv_source_layers": (0, 1, 2),
+            "indexer_types": ("full", "full", "shared"),
+            "final_logit_softcapping": 30.0,
+        },
+        # One without a rotation is read by two layers, one of which shares its selection too.
+        {
+            "no_rope_layers": (0, 0, 0, 1),
+            "kv_source_layers": (0, 0, 0, 3),
+            "indexer_types": ("full", "shared", "full", "full"),
+            "index_topk": 5,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "attention_bias": True,
+        },
+        # Two sources of one kind.
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layers": (1, 1, 1, 1, 1),
+            "kv_source_layers": (0, 0, 2, 2, 2),
+            "indexer_types": ("full", "shared", "full", "full", "shared"),
+        },
+    ],
+    ids=["own latents", "two readers", "two sources"],
+)
+def test_mistral_large_4_of_other_sizes(changes):
+    served, prompts = model("MistralLarge4", **changes), [prompt(length, length) for length in (3, 30, 17)]
+    for output in engine(served, max_num_batched_tokens=24).generate(prompts, greedy(6)):
+        ids = torch.tensor([output.prompt_token_ids])
+        expected = served.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        assert output.outputs[0].token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_what_is_refused_of_mistral_large_4():
+    rope = {"no_rope_layers": (1, 1, 1, 1), "indexer_types": ("full",) * 4, "kv_source_layers": (0, 1, 0, 1)}
+    with pytest.raises(ValueError, match=r"^kv_source_layers must name the last layer before 2 .*, got 0$"):
+        Model(model("MistralLarge4", **rope))
+    with pytest.raises(ValueError, match=r"^batch_invariant must be False for a model with an indexer, got True$"):
+        Model(model("MistralLarge4"), batch_invariant=True)
+    with pytest.raises(ValueError, match=r"^cache_format must be bf16, fp16 or fp32 for rows of 32 \+ 8 and an in"):
+        engine("MistralLarge4", cache_format="fp8")
+    changed = copy.deepcopy(model("MistralLarge4"))
+    changed.config.text_config.rope_parameters["rope_type"] = "dynamic"
+    with pytest.raises(ValueError, match=r"^rope_type must be default or yarn, got 'dynamic'$"):
+        Model(changed)
+    changed = copy.deepcopy(model("MistralLarge4"))
+    changed.model.language_model.layers[1].self_attn.v_norm = torch.nn.RMSNorm(12)
+    with pytest.raises(TypeError, match=r"^MistralLarge4TextAttention must have no other parts .*, got v_norm$"):
+        Model(changed)
 
 
 def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():

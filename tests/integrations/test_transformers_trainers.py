@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_transformers_training import LENGTH, gradients, make
+from integrations.test_transformers_training import LENGTH, gradients, layers_of, make
 from support import rank_fsdp_jobs as jobs
 from support.ranks import Ranks
 
@@ -48,12 +48,13 @@ def _fresh_compiler():
 @pytest.mark.usefixtures("_fresh_compiler")
 @full
 @pytest.mark.parametrize("part", ["attention", "layer", "model"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "large4"])
 def test_compiled_without_a_graph_break(name, part):
     """Also when other lengths follow. "aot_eager" traces forward and backward passes, and generates no code."""
     model = enable(make(name))
     compiled = copy.deepcopy(model)
-    parts = {"attention": [layer.self_attn for layer in compiled.model.layers], "layer": compiled.model.layers}
+    layers = layers_of(compiled)
+    parts = {"attention": [layer.self_attn for layer in layers], "layer": layers}
     for module in parts.get(part, [compiled]):
         module.compile(backend="aot_eager", fullgraph=True)
     for length in (LENGTH, LENGTH + 10):
@@ -66,6 +67,8 @@ def test_compiled_without_a_graph_break(name, part):
         *((name, {}) for name in NAMES),
         ("v32", {"use_reentrant": True}),
         ("v4", {"use_reentrant": False}),
+        pytest.param("large4", {}, marks=full),
+        pytest.param("large4", {"use_reentrant": False}, marks=full),
         # The warm-up, in which no layer's input requires a gradient.
         ("v32", {"indexers_only": True}),
         ("v4", {"indexers_only": True, "use_reentrant": True}),

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_transformers_families import EXPERTS, GLM5, INDEXED, SIZES, SUPPORTED, _stock, hy4_vl
+from integrations.test_transformers_families import (
+    DRAWN,
+    EXPERTS,
+    GLM5,
+    INDEXED,
+    LARGE4,
+    SIZES,
+    SUPPORTED,
+    _stock,
+    hy4_vl,
+)
 
 from flashlatte.integrations.transformers import disable, enable
 from flashlatte.integrations.transformers.calls import CACHE
@@ -22,7 +32,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", INDEXED),
     "glm5": ("GlmMoeDsa", GLM5),
 }
-REFUSED = ["glm5-next", "large4"]
+REFUSED = ["glm5-next"]
+# Queries are scaled by position; every 16 positions in mistral4.
+SCALING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 16}
+SCALING |= {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral4": ("Mistral4", {"rope_parameters": SCALING, "n_group": 1, "max_position_embeddings": 512})
+}
+# Layers 1, and 3 and 4, read the latents of two earlier ones, all of which are rotated.
+SHARING = {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 1, 1], "kv_source_layers": [0, 0, 2, 2, 2]}
+SHARING |= {"indexer_types": ["full", "shared", "full", "full", "shared"]}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -41,7 +60,9 @@ def make(name: str, **options: Any) -> Any:
         from support.transformers_v4 import model_of
 
         return model_of(**options).requires_grad_(True).train()
-    family, of_family = FAMILIES[name]
+    if name in SUPPORTED and not options and name not in FAMILIES:
+        return copy.deepcopy(_stock(name)).requires_grad_(True).train()
+    family, of_family = (FAMILIES | SCALED)[name]
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(0)
@@ -59,6 +80,11 @@ def step(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def layers_of(model: Any) -> Any:
+    """The decoder layers of a model, also of one around a language model."""
+    return getattr(model.model, "language_model", model.model).layers
 
 
 def checkpointing(model: Any, use_reentrant: bool) -> None:
@@ -148,6 +174,49 @@ def test_the_language_model_inside_hy4_vl(prompts, attended, side):
         assert_close(found[key], gradient, key)
 
 
+def sharing_model() -> Any:
+    """A Mistral Large 4 with ``SHARING``, whose learned frequencies and factors are not those of a new model."""
+    if not hasattr(transformers, "MistralLarge4Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no MistralLarge4")
+    torch.manual_seed(0)
+    text = transformers.MistralLarge4TextConfig(**SIZES | EXPERTS | LARGE4 | SHARING)
+    model = transformers.MistralLarge4TextModel(text).train()
+    for name, weight in model.named_parameters():
+        if name.endswith(DRAWN):
+            weight.data.normal_(0.0, 0.5)
+    return model
+
+
+def weighted_sum(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the last hidden states of a decoder, with gradients in the parameters."""
+    hidden = model(**inputs, use_cache=False).last_hidden_state
+    total = (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5))).sum()
+    total.backward()
+    return total
+
+
+def test_latents_of_several_layers_are_shared(prompts, attended):
+    """The gradients of readers reach the layer whose latents they read, also under a checkpoint."""
+    inputs, stock = prompts((0, 3), length=LENGTH), sharing_model()
+    model = enable(copy.deepcopy(stock))
+    total, expected = weighted_sum(model, inputs), weighted_sum(stock, inputs)
+    assert len(attended) == 5
+    assert_close(total, expected)
+    found, wanted = gradients(model), gradients(stock)
+    assert {"rotary_emb.alpha", "layers.4.self_attn.softmax_scaling.scale"} <= wanted.keys()
+    for key, gradient in wanted.items():
+        assert_close(found[key], gradient, key)
+    model.zero_grad()
+    checkpointing(model, use_reentrant=False)
+    assert weighted_sum(model, inputs).equal(total)
+    again = gradients(model)
+    for key, gradient in wanted.items():
+        assert_close(again[key], gradient, key)
+    checkpointing(model, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"^a reentrant checkpoint loses the gradients of latents that layers share: "):
+        model(**inputs, use_cache=False)
+
+
 def test_layers_may_prefer_stock_attention(prompts, attended, monkeypatch):
     """As in float32 on a GPU."""
     inputs, stock = prompts((0, 3), length=LENGTH), make("v3")
@@ -165,7 +234,7 @@ def test_layers_may_prefer_stock_attention(prompts, attended, monkeypatch):
 def test_families_that_do_not_train_are_refused(name, prompts, attended):
     inputs = prompts((0, 0), length=LENGTH)
     model = enable(copy.deepcopy(_stock(name)).requires_grad_(True).train())
-    with pytest.raises(ValueError, match=r"compute this training step: its (indexer selects pools|layers share)"):
+    with pytest.raises(ValueError, match=r"compute this training step: its indexer selects pools"):
         step(model, inputs)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(".indexer." not in key)
@@ -244,6 +313,7 @@ def test_gradients_of_each_loss(prompts):
     assert all(gradients(model)[key].abs().sum() == 0 for key in once)
 
 
+@pytest.mark.parametrize("any_name", [*FAMILIES, "v4", "large4"])
 def test_autocast(any_name, prompts):
     inputs = prompts((0, 4), length=LENGTH)
     stock = make(any_name)
@@ -296,6 +366,7 @@ def weighted_logits(outputs: Any, first: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens", "both"])
+@pytest.mark.parametrize("name", [*FAMILIES, "mistral4", "large4"])
 def test_packed_sequences_are_those_alone(name, attended, by):
     model, tokens = enable(make(name)), packed_inputs(by)["input_ids"]
     alone, first = torch.zeros(()), 0
@@ -309,7 +380,7 @@ def test_packed_sequences_are_those_alone(name, attended, by):
     model.zero_grad()
     attended.clear()
     outputs = model(**packed_inputs(by))
-    assert attended == [name != "v3"] * len(model.model.layers)
+    assert attended == [name not in ("v3", "mistral4")] * model.config.get_text_config().num_hidden_layers
     total = weighted_logits(outputs) + outputs.get("indexer_loss", 0.0)
     assert_close(total, alone)
     total.backward()

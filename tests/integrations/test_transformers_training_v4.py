@@ -76,6 +76,88 @@ def test_padding_has_no_part_in_the_loss():
     assert_close(padded.indexer_loss, alone.indexer_loss)
 
 
+# Of one token, shorter than a group, as many as form groups of 4, and more groups than the indexer selects.
+LENGTHS = (1, 3, 29, 8, 1, 23, 2)
+
+
+def packed_inputs(by: str) -> dict[str, torch.Tensor]:
+    """Sequences in one row, which ``by`` separates: "position_ids", "cu_seq_lens" or "both"."""
+    inputs = {"input_ids": tokens(1, sum(LENGTHS))}
+    if by != "cu_seq_lens":
+        inputs["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    if by != "position_ids":
+        inputs["cu_seq_lens_q"] = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    return inputs
+
+
+def weighted_logits(outputs, first=0):
+    logits = outputs.logits[0]
+    weights = torch.randn(sum(LENGTHS), logits.shape[1], generator=torch.Generator().manual_seed(5))
+    return (logits * weights[first : first + len(logits)]).sum()
+
+
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens", "both"])
+def test_packed_sequences_are_those_alone(attended, by):
+    model = enable(make("v4"))
+    inputs = packed_inputs(by)
+    alone, logits, first = torch.zeros(()), [], 0
+    # Tokens with a group to attend to, over which the mean of a layer's loss is.
+    counts = [max(0, length - 3) for length in LENGTHS]
+    for length, count in zip(LENGTHS, counts, strict=True):
+        outputs = model(input_ids=inputs["input_ids"][:, first : first + length])
+        alone = alone + weighted_logits(outputs, first) + outputs.get("indexer_loss", 0.0) * count / sum(counts)
+        logits.append(outputs.logits)
+        first += length
+    alone.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    attended.clear()
+    outputs = model(**inputs)
+    assert attended == [False, True, False]
+    assert_close(outputs.logits, torch.cat(logits, dim=1), "logits")
+    total = weighted_logits(outputs) + outputs.indexer_loss
+    assert_close(total, alone, "loss")
+    total.backward()
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert_close(found[key], gradient, key)
+
+
+def test_packed_rows_of_a_batch_are_those_alone():
+    """Two rows, separated at other tokens: a sequence does not go on in the next row."""
+    model = enable(make("v4"))
+    lengths = ((20, 17), (5, 32))
+    ids = tokens(2, LENGTH)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    outputs = model(input_ids=ids, position_ids=positions)
+    for row, parts in enumerate(lengths):
+        alone = [model(input_ids=part[None]).logits[0] for part in ids[row].split(parts)]
+        assert_close(outputs.logits[row], torch.cat(alone), "logits")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"position_ids": torch.arange(3, LENGTH + 3)[None]}, "its position_ids do not count from 0 in each sequence"),
+        (
+            {"position_ids": torch.arange(LENGTH)[None], "cu_seq_lens_q": torch.tensor([0, LENGTH, 2 * LENGTH - 4])},
+            f"its cu_seq_lens_q do not lead from 0 to its {2 * LENGTH} tokens",
+        ),
+        (
+            {"position_ids": torch.arange(LENGTH)[None], "cu_seq_lens_q": torch.tensor([0, 9, 2 * LENGTH])},
+            "its position_ids do not count from 0 in each sequence",
+        ),
+        ({"position_ids": torch.arange(LENGTH)[None], "attention_mask": mask_of()}, "it has position_ids and an att"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 2 * LENGTH]), "attention_mask": mask_of()}, "it has cu_seq_lens_q and"),
+    ],
+)
+def test_boundaries_that_it_cannot_follow_are_refused(attended, options, reason):
+    with pytest.raises(ValueError, match=f"cannot compute this training step: {reason}"):
+        enable(make("v4"))(tokens(2, LENGTH), **options)
+    assert not attended
+
+
 @pytest.mark.parametrize("option", ["position_ids", "output_attentions", CACHE, "mask", "dropout"])
 def test_other_steps_are_stock_attention_s_or_refused(attended, option):
     mask, options = mask_of(), {}

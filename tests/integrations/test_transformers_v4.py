@@ -182,7 +182,7 @@ def test_disable(stock, enabled):
 def test_settings_that_do_not_fit(stock, change, error, message):
     with pytest.raises(error, match=message):
         enable(stock, **change)
-    assert "_flashlatte" not in vars(stock.model)
+    assert "_flashlatte_hooks" not in vars(stock.model)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_hooks_on_what_is_read_and_not_called_are_refused(stock, name):
     hook = model.model.layers[1].self_attn.get_submodule(name).register_forward_hook(lambda *called: 2 * called[2])
     with pytest.raises(TypeError, match=f"^{name.split('.')[-1]}( of layer 1)? must be a plain module"):
         enable(model, page_size=4)
-    assert "_flashlatte" not in vars(model.model)
+    assert "_flashlatte_hooks" not in vars(model.model)
     hook.remove()
     enable(model, page_size=4)
     model.model.layers[1].self_attn.get_submodule(name).register_forward_pre_hook(lambda *called: None)

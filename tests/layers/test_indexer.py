@@ -311,6 +311,8 @@ def test_a_choice_to_share_must_have_been_made():
     engine.step({0: 20})
     with pytest.raises(ValueError, match="this layer has no indexer"):
         layer(engine.sequences[0][:20], engine.cache, engine.metadata, index_cache=engine.index_cache)
+    with pytest.raises(ValueError, match=r"^q_lora_rank must be set in the config of a layer with an ind.*, got None$"):
+        MLAAttention(MLAConfig(64, 4, indexer=IndexerConfig(4, 128, topk=8)))
     with pytest.raises(ValueError, match="shares_selection needs a config with an indexer"):
         MLAAttention(dataclasses.replace(engine.layer.config, indexer=None), shares_selection=True)
 

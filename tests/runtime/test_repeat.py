@@ -1,4 +1,4 @@
-"""Calls that repeat their launches, with a stand-in for a compiled kernel that adds on the CPU."""
+"""Calls that repeat their launches: which do, and what is never left out."""
 
 from __future__ import annotations
 
@@ -7,84 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.repeated_kernel import Add, launch, numbers, operation
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
 from flashlatte.runtime import recording, repeat
 from flashlatte.runtime.torch_op import register_op
 from flashlatte.runtime.triton_internals import counting_launches
-
-STREAM = 77
-
-
-class Add:
-    """A compiled kernel: writes a + b + number to out, which it finds by address."""
-
-    def __init__(self) -> None:
-        self.function, self.packed_metadata = "function", "metadata"
-        self.memory: dict[int, torch.Tensor] = {}
-        self.launches = 0
-
-    def run(self, *arguments: Any) -> None:
-        columns, rows, layers, stream, function, metadata, _, _, _, out, a, b, number = arguments
-        assert (columns, rows, layers, stream, function, metadata) == (3, 1, 1, STREAM, "function", "metadata")
-        self.launches += 1
-        with _disable_current_modes():  # a GPU's work is no operation of PyTorch
-            self.memory[out].copy_(self.memory[a] + self.memory[b] + number)
-
-    def known(self, *tensors: torch.Tensor) -> None:
-        self.memory |= {tensor.data_ptr(): tensor for tensor in tensors}
-
-
-@pytest.fixture
-def add(monkeypatch: pytest.MonkeyPatch) -> Add:
-    compiled = Add()
-    repeat.forget()
-    monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
-    monkeypatch.setattr(repeat, "_current_device", lambda: None)
-    monkeypatch.setattr(repeat, "_current_stream", lambda device: STREAM)
-
-    def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty_strided(shape, stride, dtype=dtype)
-        compiled.known(tensor)
-        return tensor
-
-    monkeypatch.setattr(repeat, "_allocate", allocate)
-    return compiled
-
-
-def launch(compiled: Add, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:
-    compiled.known(out, a, b)
-    compiled.run(
-        3, 1, 1, STREAM, "function", "metadata", None, None, None, *(x.data_ptr() for x in (out, a, b)), number
-    )
-    knobs.runtime.launch_enter_hook(None)  # as Triton's launcher does
-    recording.record_launch(compiled, (3,), (out, a, b, number))
-
-
-def operation(compiled: Add, implementation: Callable[..., None] | None = None) -> tuple[Any, list[int]]:
-    """An operation over ``launch``, and a list that grows with every call that runs its Python."""
-    ran: list[int] = []
-    work = recording.watched(implementation or (lambda *args: launch(compiled, *args)))
-
-    @repeat.repeats_launches
-    def add(a: torch.Tensor, b: torch.Tensor, *, number: float = 0.0, out: torch.Tensor | None = None) -> Any:
-        ran.append(1)
-        if isinstance(number, bool):
-            raise TypeError("number must be a number")
-        result = torch.empty_strided(a.shape, a.stride()) if out is None else out
-        work(result, a, b, number)
-        return (result,)
-
-    return add, ran
-
-
-def numbers(compiled: Add, *shape: int) -> torch.Tensor:
-    x = torch.randn(*shape)
-    compiled.known(x)
-    return x
 
 
 def test_repeats_with_other_tensors(add: Add) -> None:
@@ -134,84 +63,6 @@ def test_equal_values_of_another_type_are_checked(add: Add) -> None:
     call(a, b, number=1)
     with pytest.raises(TypeError):
         call(a, b, number=True)
-
-
-def test_tensors_that_share_memory_are_not_confused(add: Add) -> None:
-    call, ran = operation(add)
-    a, b = numbers(add, 4), numbers(add, 4)
-    for first, second in ((a, a), (b, b), (a, b), (b, a), (b, b)):
-        (result,) = call(first, second)
-        assert torch.equal(result, first + second)
-    assert len(ran) == 2
-
-
-def test_only_the_same_sharing_of_memory_is_repeated(add: Add) -> None:
-    call, ran = operation(add)
-    a, b = numbers(add, 4), numbers(add, 4)
-    call(a, b, out=a)
-    for first, second, out in ((a, b, b), (a, a, a), (b, a, b)):
-        expected = first + second
-        (result,) = call(first, second, out=out)
-        assert torch.equal(result, expected)
-    # Anew where the output is the second operand, or both operands are one.
-    assert len(ran) == 3
-
-
-def test_more_sharing_than_was_recorded_is_left_to_the_operation(add: Add) -> None:
-    """An operation may refuse an output that is an input; that others share memory already hides none."""
-    call, ran = operation(add)
-    a, b = numbers(add, 4), numbers(add, 4)
-    call(a, a, out=b)
-    assert len(ran) == 1
-    call(a, a, out=a)
-    assert len(ran) == 2
-
-
-def test_a_view_from_within_an_argument_is_not_another_argument(add: Add) -> None:
-    """The launch takes the second row of ``rows``, where ``b`` begins in some of the calls."""
-    ran: list[int] = []
-    work = recording.watched(lambda out, rows, b: launch(add, out, rows[1], b, 0.0))
-
-    @repeat.repeats_launches
-    def call(rows: torch.Tensor, b: torch.Tensor) -> Any:
-        ran.append(1)
-        out = torch.empty_strided(b.shape, b.stride())
-        work(out, rows, b)
-        return (out,)
-
-    def calls_with(is_second_row: bool) -> None:
-        rows = numbers(add, 2, 4)
-        b = rows[1] if is_second_row else numbers(add, 4)
-        add.known(rows[1])
-        assert torch.equal(call(rows, b)[0], rows[1] + b)
-
-    for _ in range(3):
-        calls_with(is_second_row=True)
-    assert len(ran) == 1
-    for is_second_row in (False, True, False):
-        calls_with(is_second_row)
-
-
-def test_columns_of_one_tensor_are_arguments_like_others(add: Add) -> None:
-    """As a latent and its rope: the first spans the beginning of the second."""
-    call, ran = operation(add)
-    for is_one_tensor in (True, True, False):
-        columns, others = numbers(add, 3, 8), numbers(add, 3, 8)
-        a, b = columns[:, :4], (columns if is_one_tensor else others)[:, 4:]
-        add.known(a, b)
-        assert torch.equal(call(a, b)[0], a + b)
-    assert len(ran) == 1
-
-
-def test_an_argument_within_another_one_is_told_by_its_distance(add: Add) -> None:
-    """The launch takes views, which could be of either argument."""
-    call, ran = operation(add, lambda out, a, b, number: launch(add, out, a.view(-1), b.view(-1), number))
-    for first, expected in ((1, 1), (1, 1), (2, 2), (2, 2), (1, 3)):
-        rows = numbers(add, 9, 4)
-        a, b = rows[:3].view(-1), rows[first : first + 3].view(-1)
-        add.known(a, b)
-        assert torch.equal(call(a, b)[0], a + b)
-        assert len(ran) == expected
 
 
 def test_a_parameter_is_a_tensor(add: Add) -> None:

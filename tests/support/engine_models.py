@@ -102,6 +102,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
     },
+    # Layers 1 and 3 are not rotated; 2 and 3 read the latents of 0 and 1; 2 reuses the selection of 1.
+    "MistralLarge4": INDEXED
+    | {
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "kv_source_layers": [0, 1, 0, 1],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0}
+        | {"original_max_position_embeddings": 16, "mscale_all_dim": 1.0, "attention_factor": 1.0},
+        "final_logit_softcapping": 2.0,
+    },
     "LongcatFlash": {
         "num_layers": 2,
         "ffn_hidden_size": 96,
@@ -182,6 +193,8 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     sizes = {name: [*size] if isinstance(size, tuple) else size for name, size in sizes.items() if name not in absent}
     config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
     name = CLASSES.get(family, family)
+    # Vectors keep what transformers draws, which must not depend on earlier tests.
+    torch.manual_seed(1)
     if hasattr(transformers, f"{name}ForCausalLM"):
         made = getattr(transformers, f"{name}ForCausalLM")(config)
     else:
@@ -193,6 +206,8 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
         for name, weight in made.named_parameters():
             if family.startswith("HYV4") and name.endswith("sinks"):
                 weight.normal_(generator=generator)
+            if name.endswith(("softmax_scaling.scale", "softmax_scaling.bias", "rotary_emb.alpha")):
+                weight.normal_(0.0, 0.5, generator=generator)
             if weight.dim() > 1:
                 gain = 4.0 if "q_b_proj" in name or "o_proj" in name else 1.0
                 weight.normal_(0.0, gain / weight.shape[-1] ** 0.5, generator=generator)

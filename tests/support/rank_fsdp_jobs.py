@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from integrations.test_transformers_training import LENGTH, checkpointing, gradients, make
+from integrations.test_transformers_training import LENGTH, checkpointing, gradients, layers_of, make
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +26,7 @@ def errors(
         for key, parameter in alone.named_parameters():
             parameter.requires_grad_(".indexer." in key)
     sharded = copy.deepcopy(alone)
-    for layer in sharded.model.layers:
+    for layer in layers_of(sharded):
         if compiled:
             layer.compile(backend="aot_eager", fullgraph=True)
         fully_shard(layer)

@@ -52,8 +52,8 @@ class Recording:
     ``arch`` is a compute capability (90 for 9.0), or None for a GPU of AMD's.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch = monkeypatch
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_sms: int = NUM_SMS) -> None:
+        self._patch, self._num_sms = monkeypatch, num_sms
         self._found: list[Recorded] = []
         self._replaced: tuple[int | None, int] | None = None
         for interface in {KernelInterface, getattr(triton_kernel, "Kernel", KernelInterface)}:
@@ -77,7 +77,7 @@ class Recording:
             "_compute_capability": capability,
             "gpu_class": CLASSES[arch],
             "converts_e4m3": arch is not None and arch >= 89,
-            "num_sms": NUM_SMS,
+            "num_sms": self._num_sms,
             "clusters_fill": arch == 90,
         }
         for module in [module for name, module in sys.modules.items() if name.startswith("flashlatte.")]:

@@ -44,8 +44,8 @@ def pages_of(requests: int, each: int) -> torch.Tensor:
     return torch.randperm(requests * each, device=DEVICE, dtype=torch.int32).view(requests, each)
 
 
-def measure(layer: V4Attention, batch: int = BATCH, tokens: int = TOKENS) -> dict[str, Any]:
-    config = layer.config
+def measure(layer: V4Attention) -> dict[str, Any]:
+    config, batch, tokens = layer.config, BATCH, TOKENS
     group_pages = -(-tokens // config.ratio // PAGE_SIZE)
     state_pages = (1 + config.overlap) * config.ratio // STATE_PAGE_SIZE
     cache = V4Cache.allocate(

@@ -11,6 +11,7 @@ from flashlatte.bench.problems.attention import (
     SparseDecode,
     SparsePrefill,
 )
+from flashlatte.bench.problems.base import Problem
 from flashlatte.bench.problems.caches import CacheCopy, CacheGather, CacheWrite, GatherRecords, ReshapeAndCache
 from flashlatte.bench.problems.index_cache import IndexConvert, IndexGather, IndexQuantize
 from flashlatte.bench.problems.indexer import (
@@ -42,50 +43,6 @@ from flashlatte.bench.problems.v4 import (
     MhcPre,
     QKVNorm,
     RotateAndCache,
-)
-
-Problem = (
-    CacheCopy
-    | CacheGather
-    | CacheWrite
-    | Compress
-    | ConcatMlaQ
-    | DenseDecode
-    | DensePrefill
-    | DensePrefillBackward
-    | GatherRecords
-    | IndexConvert
-    | IndexGather
-    | IndexerLoss
-    | IndexLogits
-    | IndexQuantize
-    | IndexQuery
-    | IndexSelect
-    | IndexWeights
-    | IndexWorkspace
-    | InverseRopeQuantize
-    | LatentRows
-    | MergeStates
-    | MhcPost
-    | MhcPre
-    | PackSeq
-    | PagedAttention
-    | PagedIndexLogits
-    | PagedIndexSelect
-    | QKVNorm
-    | ReshapeAndCache
-    | RopeCacheWrite
-    | RotateAndCache
-    | RotateHeads
-    | SparseAttentionBackward
-    | SparseDecode
-    | SparseIndexLogits
-    | SparsePrefill
-    | TopK
-    | TurboQuantDecode
-    | TurboQuantGather
-    | TurboQuantStore
-    | UnpackSeq
 )
 
 __all__ = [

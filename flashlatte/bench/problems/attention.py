@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_QUERIES, SMALL_TOPK
+from flashlatte.bench.problems.base import Problem
 
 
 @dataclass(frozen=True)
-class DenseDecode:
+class DenseDecode(Problem):
     """Attributes: ``keys`` of every request, or their mean if ``varlen``, or of the longest if ``uneven`` names
     those of the others; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8"; ``precision``
     as in ``dense_decode``.
@@ -40,17 +40,12 @@ class DenseDecode:
         return "-".join([shape, *flags, *dtype, *cache, *pages, *precision])
 
     def scaled_down(self) -> DenseDecode:
-        return replace(
-            self,
-            batch=min(self.batch, SMALL_BATCH),
-            h_q=min(self.h_q, SMALL_HEADS),
-            keys=min(self.keys, SMALL_KEYS),
-            uneven=tuple(min(keys, SMALL_KEYS) for keys in self.uneven[: SMALL_BATCH - 1]),
-        )
+        smaller = super().scaled_down()
+        return replace(smaller, uneven=tuple(min(keys, smaller.keys) for keys in self.uneven[: smaller.batch - 1]))
 
 
 @dataclass(frozen=True)
-class SparseDecode:
+class SparseDecode(Problem):
     """Attributes: ``tokens`` of every request in the cache; each query selects ``topk`` of them; ``extra_*`` the
     same for the second cache (none if ``extra_topk`` is 0), with a valid length for each selection if ``extra_varlen``.
     """
@@ -80,20 +75,9 @@ class SparseDecode:
     def head_dim(self) -> int:
         return 512 if self.cache_format == "model1" else 576
 
-    def scaled_down(self) -> SparseDecode:
-        return replace(
-            self,
-            batch=min(self.batch, SMALL_BATCH),
-            h_q=min(self.h_q, SMALL_HEADS),
-            topk=min(self.topk, SMALL_TOPK),
-            tokens=min(self.tokens, SMALL_KEYS),
-            extra_topk=min(self.extra_topk, SMALL_TOPK),
-            extra_tokens=min(self.extra_tokens, SMALL_KEYS),
-        )
-
 
 @dataclass(frozen=True)
-class SparsePrefill:
+class SparsePrefill(Problem):
     """Attributes: ``overlap``, the share of a query's tokens that the one before it has too, if above 0."""
 
     head_dim: int
@@ -109,15 +93,6 @@ class SparsePrefill:
         overlap = f"-overlap{100 * self.overlap:.0f}" if self.overlap else ""
         return f"d{self.head_dim}-h{self.h_q}-top{self.topk}-kv{self.s_kv}{overlap}"
 
-    def scaled_down(self) -> SparsePrefill:
-        return replace(
-            self,
-            h_q=min(self.h_q, SMALL_HEADS),
-            topk=min(self.topk, SMALL_TOPK),
-            s_kv=min(self.s_kv, SMALL_KEYS),
-            s_q=min(self.s_q, SMALL_QUERIES),
-        )
-
 
 @dataclass(frozen=True)
 class SparseAttentionBackward(SparsePrefill):
@@ -130,7 +105,7 @@ class SparseAttentionBackward(SparsePrefill):
 
 
 @dataclass(frozen=True)
-class DensePrefill:
+class DensePrefill(Problem):
     """Attributes: ``head_dim`` of q and k; ``tokens`` (queries and keys) a request, or their mean if ``varlen``."""
 
     head_dim: int
@@ -146,14 +121,6 @@ class DensePrefill:
         flags = [flag for flag in ("varlen", "causal") if getattr(self, flag)]
         return "-".join([f"mha{self.head_dim}-b{self.batch}-h{self.h_q}-s{self.tokens}", *flags])
 
-    def scaled_down(self) -> DensePrefill:
-        return replace(
-            self,
-            batch=min(self.batch, SMALL_BATCH),
-            h_q=min(self.h_q, SMALL_HEADS),
-            tokens=min(self.tokens, SMALL_KEYS),
-        )
-
 
 @dataclass(frozen=True)
 class DensePrefillBackward(DensePrefill):
@@ -166,7 +133,7 @@ class DensePrefillBackward(DensePrefill):
 
 
 @dataclass(frozen=True)
-class PagedAttention:
+class PagedAttention(Problem):
     """Grouped queries, causal, heads of dimension 128: ``batch`` requests of one query and one of ``queries`` queries
     (none if 0), all of ``keys`` keys.
 
@@ -186,11 +153,3 @@ class PagedAttention:
     def name(self) -> str:
         shape = f"paged-b{self.batch}-sq{self.queries}-k{self.keys}-h{self.h_q}-{self.h_kv}"
         return f"{shape}-{self.dtype}-p{self.page_size}"
-
-    def scaled_down(self) -> PagedAttention:
-        return replace(
-            self,
-            batch=min(self.batch, SMALL_BATCH),
-            queries=min(self.queries, SMALL_QUERIES),
-            keys=min(self.keys, SMALL_KEYS),
-        )

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_KEYS, Scaled
+from flashlatte.bench.problems.base import Problem
 
 
 @dataclass(frozen=True)
-class CacheWrite:
+class CacheWrite(Problem):
     """bf16 rows into ``tokens`` random slots of a cache of twice as many."""
 
     cache_format: str
     tokens: int
     page_size: int = 64
     operation: ClassVar[str] = "cache_write"
-
-    @property
-    def name(self) -> str:
-        return f"write-{self.cache_format}-{self.tokens}"
-
-    def scaled_down(self) -> CacheWrite:
-        return replace(self, tokens=min(self.tokens, SMALL_KEYS))
+    name_pattern: ClassVar[str] = "write-{cache_format}-{tokens}"
 
 
 @dataclass(frozen=True)
-class CacheGather:
+class CacheGather(Problem):
     """``tokens`` of ``requests`` requests of equal length, out of a cache with random page order, into bf16 rows."""
 
     cache_format: str
@@ -34,13 +28,7 @@ class CacheGather:
     requests: int = 8
     page_size: int = 64
     operation: ClassVar[str] = "cache_gather"
-
-    @property
-    def name(self) -> str:
-        return f"gather-{self.cache_format}-{self.tokens}"
-
-    def scaled_down(self) -> CacheGather:
-        return replace(self, tokens=min(self.tokens, SMALL_KEYS), requests=min(self.requests, SMALL_BATCH))
+    name_pattern: ClassVar[str] = "gather-{cache_format}-{tokens}"
 
 
 @dataclass(frozen=True)
@@ -48,14 +36,11 @@ class GatherRecords(CacheGather):
     """The same, byte for byte."""
 
     operation: ClassVar[str] = "gather_records"
-
-    @property
-    def name(self) -> str:
-        return f"records-{self.cache_format}-{self.tokens}"
+    name_pattern: ClassVar[str] = "records-{cache_format}-{tokens}"
 
 
 @dataclass(frozen=True)
-class CacheCopy(Scaled):
+class CacheCopy(Problem):
     """``pages`` pages of one half of a cache to the other, both in random order; the lists are on the device."""
 
     pages: int
@@ -66,7 +51,7 @@ class CacheCopy(Scaled):
 
 
 @dataclass(frozen=True)
-class ReshapeAndCache(Scaled):
+class ReshapeAndCache(Problem):
     """bf16 keys and values of 128 elements into random slots of pages of ``dtype`` ("bf16", "e4m3" or "int8"); with a
     scale for each token and head if it is quantised.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashlatte.bench.problems.small import Scaled
+from flashlatte.bench.problems.base import Problem
 
 
 @dataclass(frozen=True)
-class IndexQuantize(Scaled):
+class IndexQuantize(Problem):
     """bf16 keys of 128 elements into random slots of a cache with twice as many."""
 
     tokens: int
@@ -20,7 +20,7 @@ class IndexQuantize(Scaled):
 
 
 @dataclass(frozen=True)
-class IndexGather(Scaled):
+class IndexGather(Problem):
     """Keys of ``requests`` requests of ``tokens`` tokens each, out of pages in random order."""
 
     requests: int
@@ -32,7 +32,7 @@ class IndexGather(Scaled):
 
 
 @dataclass(frozen=True)
-class IndexConvert(Scaled):
+class IndexConvert(Problem):
     """``topk`` random positions of ``keys`` keys of each of ``batch`` requests to slots, with their counts."""
 
     batch: int

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_HEADS, SMALL_KEYS, SMALL_QUERIES, SMALL_TOPK
+from flashlatte.bench.problems.base import Problem
 
 ROW_VALUES = ("normal", "equal", "mostly-zero", "concentrated", "sorted", "subnormal", "few-distinct")
 
 
 @dataclass(frozen=True)
-class IndexLogits:
+class IndexLogits(Problem):
     """Index logits of e4m3 keys: the last ``rows`` queries of ``keys`` tokens, each over the keys up to its own.
 
     Attributes: ``ranges``, a range of keys at random for each query instead; ``clean``, -inf where a query has no key;
@@ -31,17 +31,9 @@ class IndexLogits:
     def name(self) -> str:
         return "-".join([f"q{self.rows}-k{self.keys}-h{self.heads}", *_options(self, "ranges")])
 
-    def scaled_down(self) -> IndexLogits:
-        return replace(
-            self,
-            rows=min(self.rows, SMALL_QUERIES),
-            keys=min(self.keys, SMALL_KEYS),
-            heads=min(self.heads, SMALL_HEADS),
-        )
-
 
 @dataclass(frozen=True)
-class IndexerLoss:
+class IndexerLoss(Problem):
     """The indexer's loss and its gradients: ``topk`` keys for each of ``s_q`` queries, or all keys up to its own if 0.
 
     Attributes: ``h_q`` and ``head_dim`` of the attention, ``heads`` and ``index_dim`` of the indexer.
@@ -63,19 +55,9 @@ class IndexerLoss:
         shape = f"indexer-loss-h{self.h_q}-{self.heads}-{keys}-q{self.s_q}-kv{self.s_kv}"
         return shape + ("-deterministic" if self.deterministic else "")
 
-    def scaled_down(self) -> IndexerLoss:
-        return replace(
-            self,
-            h_q=min(self.h_q, SMALL_HEADS),
-            heads=min(self.heads, SMALL_HEADS),
-            topk=min(self.topk, SMALL_TOPK),
-            s_kv=min(self.s_kv, SMALL_KEYS),
-            s_q=min(self.s_q, SMALL_QUERIES),
-        )
-
 
 @dataclass(frozen=True)
-class PagedIndexLogits:
+class PagedIndexLogits(Problem):
     """The same over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens.
 
     Attributes: ``varlen``, lengths of up to ``keys`` at random; ``clean`` and ``dtype`` as of ``IndexLogits``.
@@ -98,17 +80,9 @@ class PagedIndexLogits:
         shape = f"b{self.batch}-n{self.next_n}-k{self.keys}-h{self.heads}"
         return "-".join([shape, *pages, *_options(self, "varlen")])
 
-    def scaled_down(self) -> PagedIndexLogits:
-        return replace(
-            self,
-            batch=min(self.batch, SMALL_BATCH),
-            keys=min(self.keys, SMALL_KEYS),
-            heads=min(self.heads, SMALL_HEADS),
-        )
-
 
 @dataclass(frozen=True)
-class SparseIndexLogits:
+class SparseIndexLogits(Problem):
     """Index logits of ``blocks`` candidate blocks of ``block_size`` keys, at random for each of ``rows`` queries, over
     a cache of ``keys`` tokens in mxfp4.
 
@@ -133,18 +107,9 @@ class SparseIndexLogits:
         shape = f"q{self.rows}-k{self.keys}-blocks{self.blocks}x{self.block_size}-h{self.heads}"
         return "-".join([shape, *pages, *head_dim, *dtype])
 
-    def scaled_down(self) -> SparseIndexLogits:
-        return replace(
-            self,
-            rows=min(self.rows, SMALL_QUERIES),
-            keys=min(self.keys, SMALL_KEYS),
-            blocks=min(self.blocks, SMALL_TOPK),
-            heads=min(self.heads, SMALL_HEADS),
-        )
-
 
 @dataclass(frozen=True)
-class IndexSelect:
+class IndexSelect(Problem):
     """The ``k`` keys with the largest of these logits, with a workspace of ``workspace_mib`` MiB for logits."""
 
     logits: IndexLogits
@@ -157,12 +122,9 @@ class IndexSelect:
         workspace = [f"workspace{self.workspace_mib}"] if self.workspace_mib != 512 else []
         return "-".join([f"{self.logits.name}-top{self.k}", *workspace])
 
-    def scaled_down(self) -> IndexSelect:
-        return replace(self, logits=self.logits.scaled_down(), k=min(self.k, SMALL_TOPK))
-
 
 @dataclass(frozen=True)
-class PagedIndexSelect:
+class PagedIndexSelect(Problem):
     """The same over a cache, as slots of the cache."""
 
     logits: PagedIndexLogits
@@ -173,12 +135,9 @@ class PagedIndexSelect:
     def name(self) -> str:
         return f"{self.logits.name}-top{self.k}-slots"
 
-    def scaled_down(self) -> PagedIndexSelect:
-        return replace(self, logits=self.logits.scaled_down(), k=min(self.k, SMALL_TOPK))
-
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Problem):
     """The ``k`` largest values of each of ``rows`` rows of ``width``.
 
     Attributes: ``values`` of a row, one of ``ROW_VALUES``; all but normal random numbers are hard to select from.
@@ -194,14 +153,6 @@ class TopK:
     def name(self) -> str:
         values = "" if self.values == "normal" else f"-{self.values}"
         return f"r{self.rows}-w{self.width}-top{self.k}{values}"
-
-    def scaled_down(self) -> TopK:
-        return replace(
-            self,
-            rows=min(self.rows, SMALL_BATCH),
-            width=min(self.width, SMALL_KEYS),
-            k=min(self.k, SMALL_TOPK),
-        )
 
 
 def _options(problem: IndexLogits | PagedIndexLogits, lengths: str) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashlatte.bench.problems.small import Scaled
+from flashlatte.bench.problems.base import Problem
 
 
 @dataclass(frozen=True)
-class LatentRows(Scaled):
+class LatentRows(Problem):
     """Latents of 512 + 64 elements and queries' latents of ``rank``, normalised, rotated, and written to a cache."""
 
     tokens: int
@@ -19,7 +19,7 @@ class LatentRows(Scaled):
 
 
 @dataclass(frozen=True)
-class RotateHeads(Scaled):
+class RotateHeads(Problem):
     tokens: int
     heads: int = 128
     operation: ClassVar[str] = "rotate_heads"
@@ -27,7 +27,7 @@ class RotateHeads(Scaled):
 
 
 @dataclass(frozen=True)
-class RopeCacheWrite(Scaled):
+class RopeCacheWrite(Problem):
     """Keys and queries rotated in place, the keys written into pages."""
 
     tokens: int
@@ -38,7 +38,7 @@ class RopeCacheWrite(Scaled):
 
 
 @dataclass(frozen=True)
-class ConcatMlaQ(Scaled):
+class ConcatMlaQ(Problem):
     """Latent parts of 512 and rotated ones of 64, heads before tokens in memory, as products leave them."""
 
     tokens: int
@@ -48,7 +48,7 @@ class ConcatMlaQ(Scaled):
 
 
 @dataclass(frozen=True)
-class MergeStates(Scaled):
+class MergeStates(Problem):
     """``parts`` results of attention over different keys, heads of dimension 128."""
 
     tokens: int
@@ -59,7 +59,7 @@ class MergeStates(Scaled):
 
 
 @dataclass(frozen=True)
-class PackSeq(Scaled):
+class PackSeq(Problem):
     """``batch`` requests of up to ``tokens`` tokens, heads of dimension 576, into rows of equal length."""
 
     batch: int

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from flashlatte.bench.problems.small import SMALL_BATCH, SMALL_KEYS
+from flashlatte.bench.problems.base import Problem
 
 
 @dataclass(frozen=True)
-class TurboQuantDecode:
+class TurboQuantDecode(Problem):
     """One query token of each of ``batch`` requests of ``keys`` tokens, heads of dimension 128."""
 
     cache_format: str
@@ -24,12 +24,9 @@ class TurboQuantDecode:
     def name(self) -> str:
         return f"{self.cache_format.removeprefix('turboquant_')}-b{self.batch}-h{self.h_q}-{self.h_kv}-k{self.keys}"
 
-    def scaled_down(self) -> TurboQuantDecode:
-        return replace(self, batch=min(self.batch, SMALL_BATCH), keys=min(self.keys, SMALL_KEYS))
-
 
 @dataclass(frozen=True)
-class TurboQuantStore:
+class TurboQuantStore(Problem):
     """Keys and values of ``tokens`` tokens, heads of dimension 128, into pages."""
 
     cache_format: str
@@ -41,9 +38,6 @@ class TurboQuantStore:
     @property
     def name(self) -> str:
         return f"{self.cache_format.removeprefix('turboquant_')}-t{self.tokens}-h{self.h_kv}"
-
-    def scaled_down(self) -> TurboQuantStore:
-        return replace(self, tokens=min(self.tokens, SMALL_KEYS))
 
 
 @dataclass(frozen=True)

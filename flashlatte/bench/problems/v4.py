@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashlatte.bench.problems.small import Scaled
+from flashlatte.bench.problems.base import Problem
 
 
 @dataclass(frozen=True)
-class Compress(Scaled):
+class Compress(Problem):
     """The compressor over a prefill of ``tokens`` tokens of one request, or over one token of each of ``requests``
     requests if there are some, with states and rows in pages.
 
@@ -30,7 +30,7 @@ class Compress(Scaled):
 
 
 @dataclass(frozen=True)
-class QKVNorm(Scaled):
+class QKVNorm(Problem):
     tokens: int
     rank: int = 1024
     head_dim: int = 512
@@ -39,7 +39,7 @@ class QKVNorm(Scaled):
 
 
 @dataclass(frozen=True)
-class RotateAndCache(Scaled):
+class RotateAndCache(Problem):
     tokens: int
     heads: int = 64
     cache_format: str = "model1"
@@ -48,7 +48,7 @@ class RotateAndCache(Scaled):
 
 
 @dataclass(frozen=True)
-class InverseRopeQuantize(Scaled):
+class InverseRopeQuantize(Problem):
     tokens: int
     heads: int = 64
     operation: ClassVar[str] = "inverse_rope_quantize"
@@ -56,7 +56,7 @@ class InverseRopeQuantize(Scaled):
 
 
 @dataclass(frozen=True)
-class IndexQuery(Scaled):
+class IndexQuery(Problem):
     """Queries of the indexer in e4m3, or in mxfp4 if ``four_bits``."""
 
     tokens: int
@@ -70,7 +70,7 @@ class IndexQuery(Scaled):
 
 
 @dataclass(frozen=True)
-class IndexWeights(Scaled):
+class IndexWeights(Problem):
     tokens: int
     hidden: int = 7168
     heads: int = 64
@@ -79,7 +79,7 @@ class IndexWeights(Scaled):
 
 
 @dataclass(frozen=True)
-class IndexWorkspace(Scaled):
+class IndexWorkspace(Problem):
     """Rows of a workspace for ``topk`` groups and a window of each of ``tokens`` tokens of one request."""
 
     tokens: int
@@ -91,7 +91,7 @@ class IndexWorkspace(Scaled):
 
 
 @dataclass(frozen=True)
-class MhcPre(Scaled):
+class MhcPre(Problem):
     """Four streams of ``hidden`` elements per token."""
 
     tokens: int

@@ -22,6 +22,7 @@ KINDS = {
 # A pause that is longer than those between the kernels of a graph: the GPU waited for the host.
 HOST_PAUSE_US = 5.0
 SETTLING, TIMED, PROFILED = 20, 50, 10
+KERNELS_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def shares(spans: Sequence[KernelSpan], steps: int) -> dict[str, Any]:
     }
 
 
-def _largest(times: Mapping[str, float], total: float, count: int = 12) -> dict[str, float]:
+def _largest(times: Mapping[str, float], total: float) -> dict[str, float]:
     ordered = sorted(times.items(), key=lambda item: -item[1])
-    return {name[:60]: round(time / total, 4) for name, time in ordered[:count]}
+    return {name[:60]: round(time / total, 4) for name, time in ordered[:KERNELS_SHOWN]}
 
 
 def _kind(name: str) -> str:

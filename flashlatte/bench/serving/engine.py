@@ -11,6 +11,7 @@ kernels. Tokens per second count the generated ones over the whole time.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -71,10 +72,6 @@ def by_engine(model: Any, options: argparse.Namespace, *, cuda_graphs: bool = Tr
     return rate(serve(served, prompts), len(prompts))
 
 
-def by_engine_without_graphs(model: Any, options: argparse.Namespace) -> Result:
-    return by_engine(model, options, cuda_graphs=False)
-
-
 def shared_prefix(model: Any, options: argparse.Namespace, *, cached: bool = True) -> Result:
     prefix = random_prompt(SHARED, 1)
     sharing = [[*prefix, *random_prompt(16, seed)] for seed in range(SHARING)]
@@ -85,22 +82,14 @@ def shared_prefix(model: Any, options: argparse.Namespace, *, cached: bool = Tru
     return rate(seconds, SHARING, computed_tokens=int(served.statistics()["computed_tokens"] - before))
 
 
-def shared_prefix_without_cache(model: Any, options: argparse.Namespace) -> Result:
-    return shared_prefix(model, options, cached=False)
-
-
-def decode_step(model: Any, options: argparse.Namespace) -> Result:
-    return decode_profile.decode_step(model, random_prompts(64))
-
-
 CASES: dict[str, Callable[[Any, argparse.Namespace], Result]] = {
     "generate": by_generate,
     "generate_batch": by_generate_batch,
     "engine": by_engine,
-    "engine_without_graphs": by_engine_without_graphs,
+    "engine_without_graphs": functools.partial(by_engine, cuda_graphs=False),
     "shared_prefix": shared_prefix,
-    "shared_prefix_without_cache": shared_prefix_without_cache,
-    "decode_step": decode_step,
+    "shared_prefix_without_cache": functools.partial(shared_prefix, cached=False),
+    "decode_step": lambda model, _: decode_profile.decode_step(model, random_prompts(64)),
 }
 
 

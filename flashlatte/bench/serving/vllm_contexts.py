@@ -13,7 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from flashlatte.bench.serving.vllm_requests import PREFILLED, request_number
+from flashlatte.bench.serving.random_model import fill_weights
+from flashlatte.bench.serving.step_cases import PREFILLED
+from flashlatte.bench.serving.vllm_requests import request_number
 
 
 class RandomContexts(DecodeBenchConnector):
@@ -45,18 +47,10 @@ class RandomContexts(DecodeBenchConnector):
 
 @register_model_loader("random")
 class RandomWeights(BaseModelLoader):
-    """Weights that keep the variance of activations at 1, so that attention is neither uniform nor one-hot.
-
-    vLLM's ``dummy`` weights of at most 0.001 make all scores of attention nearly 0.
-    """
+    """``fill_weights`` as vLLM's load format ``random``."""
 
     def download_model(self, model_config: Any) -> None:
         pass
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        for number, (name, weight) in enumerate(model.named_parameters()):
-            if weight.dim() == 1:
-                weight.data.fill_(1.0 if "norm" in name else 0.0)
-                continue
-            deviation = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
-            weight.data.normal_(std=deviation, generator=torch.Generator(weight.device).manual_seed(number))
+        fill_weights(model.named_parameters())

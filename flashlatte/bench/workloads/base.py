@@ -33,7 +33,7 @@ class Workload(abc.ABC):
     """
 
     call: dispatch.CallSpec
-    flops: int | None
+    flops: int | None = None
     bytes_moved: int
     tolerances: dict[str, Tolerance]
     overlaps: bool = True
@@ -48,13 +48,13 @@ class Workload(abc.ABC):
     def poisoned_outputs(self) -> Outputs:
         """Outputs full of NaN, to check that all are written. May reset tensors that ``run`` writes in place."""
 
-    @abc.abstractmethod
     def compared(self, results: Results) -> Results:
         """The part of the results that the reference, which is slow, is run for (``…_COMPARED`` of a workload)."""
+        return results
 
-    @abc.abstractmethod
     def reference(self) -> Results:
         """That part, by the reference implementation on the same device."""
+        return self.compared(self.run("reference"))
 
     def defined(self, results: Results) -> Results:
         """The results, with zeros for undefined elements. Bitwise the same in each call."""
@@ -77,12 +77,16 @@ class Workload(abc.ABC):
                 finite = torch.isfinite(result.float() if result.element_size() == 1 else result)
                 if not bool(finite.all()):
                     raise WrongResult(f"{name}: NaN or infinite in {int((~finite).sum())} elements")
-        actual = self.compared(results)
-        for name, tolerance in self.tolerances.items():
-            try:
-                assert_close(actual[name], self.expected[name], tolerance, name)
-            except AssertionError as error:
-                raise WrongResult(str(error)) from error
+        compare(self.compared(results), self.expected, self.tolerances)
+
+
+def compare(results: Results, expected: Results, tolerances: dict[str, Tolerance]) -> None:
+    """Raise WrongResult if one of the results with a tolerance differs by more."""
+    for name, tolerance in tolerances.items():
+        try:
+            assert_close(results[name], expected[name], tolerance, name)
+        except AssertionError as error:
+            raise WrongResult(str(error)) from error
 
 
 def nan_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,6 @@ class CacheWriteWorkload(Workload):
         self.slot_mapping = slots[: problem.tokens].int()
         self.rows = draw.normal((problem.tokens, layout.head_dim), torch.bfloat16, rng)
 
-        self.flops = None
         self.bytes_moved = problem.tokens * (layout.head_dim * ROW_BYTES + layout.bytes_per_token)
         self.tolerances = {"cache": EQUAL}
         self.call = dispatch.CallSpec(
@@ -43,9 +42,6 @@ class CacheWriteWorkload(Workload):
     def poisoned_outputs(self) -> Outputs:
         self.cache.fill_(POISON_BYTE)
         return {}
-
-    def compared(self, results: Results) -> Results:
-        return results
 
     def reference(self) -> Results:
         cache = torch.full_like(self.cache, POISON_BYTE)
@@ -65,7 +61,6 @@ class CacheGatherWorkload(Workload):
         self.cu_seqlens = torch.arange(problem.requests + 1, dtype=torch.int32, device=device) * tokens_each
         self.total_tokens = problem.requests * tokens_each
 
-        self.flops = None
         self.bytes_moved = self.total_tokens * (layout.head_dim * ROW_BYTES + layout.bytes_per_token)
         self.head_dim = layout.head_dim
         self.tolerances = {"out": EQUAL}
@@ -80,9 +75,6 @@ class CacheGatherWorkload(Workload):
 
     def poisoned_outputs(self) -> Outputs:
         return {"out": self._new_rows().fill_(torch.nan)}
-
-    def compared(self, results: Results) -> Results:
-        return results
 
     def reference(self) -> Results:
         return {"out": self._gather(self._new_rows(), "reference")}

@@ -20,8 +20,6 @@ DTYPES = {"bf16": BF16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class CacheCopyWorkload(Workload):
-    flops = None
-
     def __init__(self, problem: CacheCopy, device: torch.device) -> None:
         rng, pages = draw.generator(device), problem.pages
         layout = kv_cache.get_format(problem.cache_format)
@@ -70,8 +68,6 @@ class GatherRecordsWorkload(CacheGatherWorkload):
 
 
 class ReshapeAndCacheWorkload(Workload):
-    flops = None
-
     def __init__(self, problem: ReshapeAndCache, device: torch.device) -> None:
         rng, tokens, heads, page_size = draw.generator(device), problem.tokens, problem.heads, problem.page_size
         self.key, self.value = (draw.normal((tokens, heads, HEAD_DIM), BF16, rng) * 10 for _ in range(2))

@@ -55,7 +55,6 @@ class CompressWorkload(Workload):
         self.cache = kv_cache.allocate(self.layout, len(spans) * pages_each, PAGE_SIZE, device=device)
         self.written = self.slots[positions % ratio == ratio - 1]
 
-        self.flops = None
         members = ratio * (1 + overlaps) if problem.requests else 0  # read from the states, for each row
         record = self.layout.record_width * self.layout.record_dtype.itemsize
         self.bytes_moved = nbytes(kv, score) + len(self.written) * (members * 2 * head_dim * 4 + record)

@@ -20,8 +20,6 @@ KEYS = Tolerance(1e-6, 0.13, 1e-5)
 
 
 class IndexQuantizeWorkload(Workload):
-    flops = None
-
     def __init__(self, problem: IndexQuantize, device: torch.device) -> None:
         rng, tokens, page_size = draw.generator(device), problem.tokens, problem.page_size
         pages = -(-2 * tokens // page_size)
@@ -53,8 +51,6 @@ class IndexQuantizeWorkload(Workload):
 
 
 class IndexGatherWorkload(Workload):
-    flops = None
-
     def __init__(self, problem: IndexGather, device: torch.device) -> None:
         rng, requests, page_size = draw.generator(device), problem.requests, problem.page_size
         pages_each = -(-problem.tokens // page_size)
@@ -87,13 +83,8 @@ class IndexGatherWorkload(Workload):
     def compared(self, results: Results) -> Results:
         return {name: result.float() for name, result in results.items()}
 
-    def reference(self) -> Results:
-        return self.compared(self.run("reference"))
-
 
 class IndexConvertWorkload(Workload):
-    flops = None
-
     def __init__(self, problem: IndexConvert, device: torch.device) -> None:
         rng, batch, shape = draw.generator(device), problem.batch, (problem.batch, problem.topk)
         self.page_size, self.compact = problem.page_size, problem.compact
@@ -113,16 +104,8 @@ class IndexConvertWorkload(Workload):
     def poisoned_outputs(self) -> Outputs:
         return {"slots": torch.full_like(self.indices, -7)}
 
-    def compared(self, results: Results) -> Results:
-        return results
-
-    def reference(self) -> Results:
-        return self.run("reference")
-
 
 class IndexWorkspaceWorkload(Workload):
-    flops = None
-
     def __init__(self, problem: IndexWorkspace, device: torch.device) -> None:
         rng, tokens = draw.generator(device), problem.tokens
         groups = max(tokens // problem.ratio, 1)
@@ -143,9 +126,3 @@ class IndexWorkspaceWorkload(Workload):
 
     def poisoned_outputs(self) -> Outputs:
         return {}
-
-    def compared(self, results: Results) -> Results:
-        return results
-
-    def reference(self) -> Results:
-        return self.run("reference")

@@ -139,7 +139,6 @@ class TopKWorkload(Workload):
         self.k = problem.k
         self.rows = spread(problem.rows, COMPARED_ROWS, device)
 
-        self.flops = None
         self.bytes_moved = 4 * problem.rows * (problem.width + problem.k)
         self.tolerances = {"indices": EQUAL}
         self.call = dispatch.CallSpec(

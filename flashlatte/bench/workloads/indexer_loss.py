@@ -72,9 +72,3 @@ class IndexerLossWorkload(Workload):
 
     def poisoned_outputs(self) -> Outputs:
         return {}
-
-    def compared(self, results: Results) -> Results:
-        return results
-
-    def reference(self) -> Results:
-        return self.run("reference")

@@ -66,9 +66,3 @@ class PagedAttentionWorkload(Workload):
         tokens, heads, _ = self.q.shape
         lse = torch.full((heads, tokens), torch.nan, device=self.q.device).T
         return {"out": nan_like(self.q), "lse": lse}
-
-    def compared(self, results: Results) -> Results:
-        return results
-
-    def reference(self) -> Results:
-        return self.run("reference")

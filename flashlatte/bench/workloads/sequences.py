@@ -37,8 +37,6 @@ class MergeStatesWorkload(TokensWorkload):
 
 
 class PackSeqWorkload(Workload):
-    flops = None
-
     def __init__(self, problem: PackSeq, device: torch.device) -> None:
         rng, batch, self.longest = draw.generator(device), problem.batch, problem.tokens
         lengths = draw.integers(0, problem.tokens + 1, batch, rng)
@@ -56,12 +54,6 @@ class PackSeqWorkload(Workload):
 
     def poisoned_outputs(self) -> Outputs:
         return {"out": torch.full(self.packed_shape, torch.nan, dtype=BF16, device=self.call.device)}
-
-    def compared(self, results: Results) -> Results:
-        return results
-
-    def reference(self) -> Results:
-        return self.run("reference")
 
 
 class UnpackSeqWorkload(PackSeqWorkload):

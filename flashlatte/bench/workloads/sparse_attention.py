@@ -53,12 +53,6 @@ class SparseAttentionBackwardWorkload(Workload):
     def poisoned_outputs(self) -> Outputs:
         return {}
 
-    def compared(self, results: Results) -> Results:
-        return results
-
-    def reference(self) -> Results:
-        return self.run("reference")
-
     def _record(self, backend: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         leaves = tuple(x.detach().requires_grad_() for x in (self.q, self.kv, self.attn_sink))
         q, kv, attn_sink = leaves

@@ -30,8 +30,6 @@ ALL = slice(None)
 class TokensWorkload(Workload):
     """``compute`` gives all that is needed."""
 
-    flops = None
-
     def __init__(self, problem: Problem, device: torch.device, dtype: torch.dtype, tokens: int, **facts: Any) -> None:
         self.call = dispatch.CallSpec(problem.operation, device, dtype, **facts)
         self.chosen = spread(tokens, COMPARED_TOKENS, device)

@@ -86,7 +86,6 @@ class TurboQuantStoreWorkload(Workload):
         self.slot_mapping = torch.randperm(pages * problem.page_size, generator=rng, device=device)[: problem.tokens]
         self.tokens_compared = spread(problem.tokens, TOKENS_COMPARED, device)
 
-        self.flops = None
         self.bytes_moved = problem.tokens * problem.h_kv * (2 * HEAD_DIM * NUMBER_BYTES + self.layout.record_bytes)
         self.tolerances = {"records": STORED}
         self.call = dispatch.CallSpec(

@@ -65,8 +65,7 @@ def topk_func(
     """
     if not self.is_sgl_kernel() or topk > _MAX_TOPK:
         return original(self, score, lengths, topk, row_starts=row_starts)
-    with checks.naming(logits="score", end="lengths", start="row_starts", k="topk"):
-        return select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts))
+    return _select(score, lengths, topk, row_starts)
 
 
 def fast_topk_transform_fused(
@@ -93,10 +92,10 @@ def fast_topk_transform_fused(
     """
     if topk > _MAX_TOPK:
         return original(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts)
-    with checks.naming(logits="score", end="lengths", start="row_starts", k="topk", block_table="page_table_size_1"):
-        selected = select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts))
-        rows = torch.arange(score.shape[0], dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
-        requests = torch.searchsorted(cu_seqlens_q[1:], rows, right=True)
+    selected = _select(score, lengths, topk, row_starts)
+    rows = torch.arange(score.shape[0], dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
+    requests = torch.searchsorted(cu_seqlens_q[1:], rows, right=True)
+    with checks.naming(block_table="page_table_size_1"):
         return index_convert(selected, page_table_size_1, 1, request_ids=requests)
 
 
@@ -120,9 +119,7 @@ def fast_topk_transform_ragged_fused(
     """
     if topk > _MAX_TOPK:
         return original(score, lengths, topk_indices_offset, topk, row_starts)
-    with checks.naming(logits="score", end="lengths", start="row_starts", k="topk"):
-        selected = select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts))
-    return _add_offsets(selected, topk_indices_offset)
+    return _add_offsets(_select(score, lengths, topk, row_starts), topk_indices_offset)
 
 
 def topk_transform_paged_v2(
@@ -199,6 +196,11 @@ def _resolve(
 def _schedule_is_read() -> bool:
     """Whether ``--dsa-paged-mqa-logits-backend cutedsl``, which reads DeepGEMM's schedule, supports this GPU."""
     return machine.compute_capability(torch.device("cuda"))[0] == 10
+
+
+def _select(score: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None) -> torch.Tensor:
+    with checks.naming(logits="score", end="lengths", start="row_starts", k="topk"):
+        return select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts))
 
 
 def _add_offsets(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -18,6 +17,8 @@ from flashlatte.runtime import checks, dispatch
 
 if TYPE_CHECKING:
     from flashlatte.integrations.transformers.families import Family
+    from flashlatte.integrations.transformers.hooks import Settings
+    from flashlatte.integrations.transformers.indexer_losses import LossHooks
     from flashlatte.kv_cache import CacheFormat
 
 __all__ = ["disable", "enable"]
@@ -25,13 +26,6 @@ __all__ = ["disable", "enable"]
 OLDEST_TRANSFORMERS = "5.17"
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass
-class _Enabled:
-    """State on an enabled decoder that ``disable`` undoes."""
-
-    hooks: list[Any]
 
 
 def enable(
@@ -70,9 +64,9 @@ def enable(
     transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
     all tokens.
 
-    In training mode (``model.train()``) with gradients, all families except Glm5Next and MistralLarge4 attend with
+    In training mode (``model.train()``) with gradients, all families except Glm5Next attend with
     ``dense_prefill``, or with ``sparse_attention`` over what the indexer selects, without a cache. Without a mask,
-    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences (not in DeepseekV4). The output then has
+    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences. The output then has
     ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if the indexers'
     parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
 
@@ -115,14 +109,10 @@ def enable(
     """
     check_transformers()
     _check_loaded(model)
-    from flashlatte.integrations.transformers import attention, hooks, training
-    from flashlatte.integrations.transformers.calls import check_cache_argument
-    from flashlatte.integrations.transformers.families import find_decoder
+    from flashlatte.integrations.transformers import training
+    from flashlatte.integrations.transformers.hooks import Settings
     from flashlatte.integrations.transformers.indexer_losses import LossHooks
-    from flashlatte.integrations.transformers.patching import change_class, refuse_continuous_batching
-    from flashlatte.layers.fused_projections import fuse_weights_on_gpu
-    from flashlatte.layers.missing_weights import warn_of_missing
-    from flashlatte.layers.parts import check_parts, check_weights, hidden_projections
+    from flashlatte.integrations.transformers.patching import refuse_continuous_batching
 
     checks.positive_int("page_size", page_size)
     if backend is not None:
@@ -130,41 +120,13 @@ def enable(
     if k_scale is not None:
         scales.check("k_scale", checks.number("k_scale", k_scale))
     indexer_loss_coef = checks.number("indexer_loss_coef", indexer_loss_coef)
-    settings = hooks.Settings(cache_format, page_size, backend, k_scale, index_format)
+    settings = Settings(cache_format, page_size, backend, k_scale, index_format)
     loss = LossHooks(training.STEP, indexer_loss_coef)
-    if (v4_decoder := _v4_decoder(model)) is not None:
-        from flashlatte.integrations.transformers.v4 import attention as v4
-
-        check_cache_argument(v4_decoder)
-        warn_of_missing(v4_decoder, getattr(model, "lm_head", None))
-        disable(model)
-        v4_decoder._flashlatte = _Enabled(v4.enable(v4_decoder, settings, loss))
-        if model is not v4_decoder:
-            v4_decoder._flashlatte.hooks.append(model.register_forward_hook(loss.end_model))
-        refuse_continuous_batching(model)
-        return model
-    decoder, family = find_decoder(model)
-    check_cache_argument(decoder)
-    warn_of_missing(decoder, getattr(model, "lm_head", None))
-    modules = _attentions(decoder, family)
-    hooks.check_backend(decoder, hooks.new_latents(decoder, settings, family), family)
-    for module in modules:
-        check_parts(module)
-        check_weights(module, decoder.dtype)
-
-    disable(model)
-    fuse_weights_on_gpu(map(hidden_projections, modules))
-    for module in modules:
-        change_class(module, attention.paged(family))
-    decoder._flashlatte = _Enabled(
-        [
-            decoder.register_forward_pre_hook(hooks.BeginForward(family, settings), with_kwargs=True),
-            decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
-            decoder.register_forward_hook(loss.end_decoder, with_kwargs=True),
-        ]
-    )
-    if model is not decoder:
-        decoder._flashlatte.hooks.append(model.register_forward_hook(loss.end_model))
+    v4_decoder = _v4_decoder(model)
+    if v4_decoder is None:
+        _enable_mla(model, settings, loss)
+    else:
+        _enable_v4(model, v4_decoder, settings, loss)
     refuse_continuous_batching(model)
     return model
 
@@ -188,23 +150,75 @@ def disable(model: Model) -> Model:
 
     restore_continuous_batching(model)
     if (v4_decoder := _v4_decoder(model)) is not None:
-        if "_flashlatte" in vars(v4_decoder):
+        if _remove_hooks(v4_decoder):
             from flashlatte.integrations.transformers.v4 import attention as v4
 
-            for hook in v4_decoder.__dict__.pop("_flashlatte").hooks:
-                hook.remove()
             v4.disable(v4_decoder)
         return model
     decoder, family = find_decoder(model)
-    enabled = decoder.__dict__.pop("_flashlatte", None)
-    if enabled is None:
+    if not _remove_hooks(decoder):
         return model
-    for hook in enabled.hooks:
-        hook.remove()
     for _, module in attentions(decoder, family):
         if type(module) is paged(family):
             change_class(module, family.attention_class)
     return model
+
+
+def _enable_mla(model: nn.Module, settings: Settings, loss: LossHooks) -> None:
+    from flashlatte.integrations.transformers import attention, hooks
+    from flashlatte.integrations.transformers.families import find_decoder
+    from flashlatte.integrations.transformers.patching import change_class
+    from flashlatte.layers.fused_projections import fuse_weights_on_gpu
+    from flashlatte.layers.parts import check_parts, check_weights, hidden_projections
+
+    decoder, family = find_decoder(model)
+    _check_decoder(model, decoder)
+    modules = _attentions(decoder, family)
+    hooks.check_backend(decoder, hooks.new_latents(decoder, settings, family), family)
+    for module in modules:
+        check_parts(module)
+        check_weights(module, decoder.dtype)
+
+    disable(model)
+    fuse_weights_on_gpu(map(hidden_projections, modules))
+    for module in modules:
+        change_class(module, attention.paged(family))
+    registered = [
+        decoder.register_forward_pre_hook(hooks.BeginForward(family, settings), with_kwargs=True),
+        decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
+        decoder.register_forward_hook(loss.end_decoder, with_kwargs=True),
+    ]
+    _keep_hooks(model, decoder, registered, loss)
+
+
+def _enable_v4(model: nn.Module, decoder: Any, settings: Settings, loss: LossHooks) -> None:
+    from flashlatte.integrations.transformers.v4 import attention
+
+    _check_decoder(model, decoder)
+    disable(model)
+    _keep_hooks(model, decoder, attention.enable(decoder, settings, loss), loss)
+
+
+def _check_decoder(model: nn.Module, decoder: Any) -> None:
+    from flashlatte.integrations.transformers.calls import check_cache_argument
+    from flashlatte.layers.missing_weights import warn_of_missing
+
+    check_cache_argument(decoder)
+    warn_of_missing(decoder, getattr(model, "lm_head", None))
+
+
+def _keep_hooks(model: nn.Module, decoder: Any, registered: list[Any], loss: LossHooks) -> None:
+    if model is not decoder:
+        registered.append(model.register_forward_hook(loss.end_model))
+    decoder._flashlatte_hooks = registered
+
+
+def _remove_hooks(decoder: Any) -> bool:
+    """Remove the hooks of ``enable``. Returns whether the decoder was enabled."""
+    registered = decoder.__dict__.pop("_flashlatte_hooks", None)
+    for hook in registered or ():
+        hook.remove()
+    return registered is not None
 
 
 def _check_loaded(model: object) -> None:
@@ -239,8 +253,9 @@ def check_transformers() -> None:
 def _attentions(decoder: Any, family: Family) -> list[Any]:
     """The decoder's attention modules. Raise TypeError unless each has the family's class, or FlashLatte's."""
     from flashlatte.integrations.transformers.attention import paged
-    from flashlatte.integrations.transformers.families import attentions, check_selections, check_sources
+    from flashlatte.integrations.transformers.families import attentions, check_selections
     from flashlatte.integrations.transformers.patching import check_forward
+    from flashlatte.layers.parts import check_sources
 
     stock, modules = family.attention_class, []
     for index, module in attentions(decoder, family):
@@ -248,6 +263,6 @@ def _attentions(decoder: Any, family: Family) -> list[Any]:
             raise TypeError(f"layer {index}'s attention must be a {stock.__name__}, got {type(module).__name__}")
         check_forward(module, index)
         modules.append(module)
-    check_sources(modules, family)
+    check_sources(modules)
     check_selections(modules, family)
     return modules

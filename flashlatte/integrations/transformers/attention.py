@@ -17,7 +17,7 @@ from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.integrations.transformers.pooled_indexer import select_columns
 from flashlatte.layers.forward import forward, project, rotate_query
 from flashlatte.layers.metadata import MLAMetadata
-from flashlatte.layers.parts import head_factors, part, project_output, sinks, softmax_scale
+from flashlatte.layers.parts import head_factors, part, project_output, sinks, softmax_scale, source_layer
 from flashlatte.layers.rope import unrotated_table
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import gradients
@@ -104,7 +104,7 @@ def flat_attention(
         flat = flat[tokens.to(flat.device)]
         positions = None if positions is None else positions[tokens.to(positions.device)]
     factors = _query_factors(module, positions, flat.dtype)
-    cache = latents.cache(module.family.source_layer(module), flat.device, flat.dtype)
+    cache = latents.cache(source_layer(module), flat.device, flat.dtype)
     rotary = _rotary(module, latents, embeddings, metadata.positions)
     indexer = stock_indexer.step_indexer(module, latents, rotary, flat.device, positions)
     window = part(module, "sliding_window")
@@ -145,7 +145,7 @@ def masked_attention(
         in a layer that shares it; None for models without an indexer.
     """
     flat = hidden_states.flatten(0, 1)
-    source = module.family.source_layer(module)
+    source = source_layer(module)
     cache = latents.cache(source, flat.device, flat.dtype)
     history = latents.read_history(source) if latents.columns else None
     slots = latents.step.slots.flatten().to(flat.device)

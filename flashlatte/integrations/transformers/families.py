@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from flashlatte.layers import models
-from flashlatte.layers.parts import owns_latents
 from flashlatte.layers.rope_config import QueryScaling
 
 
@@ -68,11 +67,6 @@ class Family:
         """The attention implementation that transformers chooses if none is given."""
         return "sdpa" if getattr(self.decoder_class, "_supports_sdpa", True) else "eager"
 
-    def source_layer(self, module: Any) -> int:
-        """The layer whose latents a layer's attention reads: itself, or an earlier one that it has none without."""
-        layer = module.layer_idx
-        return layer if owns_latents(module) else module.config.kv_source_layers[layer]
-
     def interleaved(self, config: Any) -> bool:
         """Whether rope dims 2i and 2i + 1 form a pair."""
         return self._layout(config) == models.INTERLEAVED
@@ -119,7 +113,6 @@ FAMILIES = (
     Family(
         *("mistral_large4", "MistralLarge4", "TextAttention", "TextModel"),
         returns_selection=True,
-        training_refusal="its layers share latents, and factors of queries are learned",
     ),
     Family("mistral4", "Mistral4"),
     Family("youtu", "Youtu"),
@@ -187,23 +180,6 @@ def check_selections(modules: list[Any], family: Family) -> None:
     }
     if len(kinds) > 1 and not family.returns_selection:
         raise ValueError("layer_types must not have both indexed_attention and full_attention, got both")
-
-
-def check_sources(modules: list[Any], family: Family) -> None:
-    """Raise ValueError if ``kv_source_layers`` names other latents than those that transformers reads.
-
-    transformers gives a layer without latents those of the last layer before it that shares some and is rotated alike.
-    """
-    shared: dict[bool, int] = {}
-    for module in modules:
-        if owns_latents(module):
-            if getattr(module, "store_full_length_kv", False):
-                shared[family.rotates(module)] = module.layer_idx
-        elif family.source_layer(module) != shared.get(family.rotates(module)):
-            raise ValueError(
-                f"kv_source_layers must name the last layer before {module.layer_idx} that shares latents and is "
-                f"rotated like it, which transformers reads, got {family.source_layer(module)}"
-            )
 
 
 def cosines_and_sines(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from flashlatte.kv_cache import CacheFormat, get_format
 from flashlatte.kv_cache.index_formats import INDEX_FORMATS, IndexFormat, index_format_beside
 from flashlatte.layers import IndexerConfig, models
 from flashlatte.layers.indexer import StepIndexer, make_step_indexer
+from flashlatte.layers.parts import source_layer
 from flashlatte.ops.norm_rope.rotary import Rotary
 
 
@@ -43,7 +44,7 @@ def step_indexer(
     if latents.indexer is None or module.indexer is None:
         return None
     pages, index_pages = (
-        latents.pages(module.family.source_layer(module), device),
+        latents.pages(source_layer(module), device),
         latents.index_pages(module.layer_idx, device),
     )
     return make_step_indexer(module.indexer, latents.indexer, index_pages, pages, rotary, latents.backend, positions)

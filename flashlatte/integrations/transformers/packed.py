@@ -41,6 +41,23 @@ def refusal(call: dict[str, Any], tokens: torch.Tensor) -> str | None:
     return None
 
 
+def positions(call: dict[str, Any], batch: TrainingBatch) -> torch.Tensor | None:
+    """int32 [T], positions of a ``batch``'s tokens in their sequences, for a call with boundaries and no position_ids;
+    None for others, whose layers are given the right position_ids."""
+    separate = call.get(_QUERIES) is not None and call.get("position_ids") is None
+    return batch.key_end - 1 - batch.key_start if separate else None
+
+
+def counts_from_zero(call: dict[str, Any], batch: TrainingBatch, requests: int) -> bool:
+    """Whether a call's position_ids are 0, 1, 2, … in each sequence of its ``batch``, which has no padding; True for a
+    call without them. ``refusal`` accepts the call. Synchronises with the device if there are position_ids."""
+    positions = call.get("position_ids")
+    if positions is None:
+        return True
+    expected = batch.key_end - 1 - batch.key_start
+    return torch.equal(positions.expand(requests, -1).flatten().to(expected), expected)
+
+
 def batch(call: dict[str, Any], tokens: torch.Tensor) -> TrainingBatch | None:
     """The sequences of the tokens [b, s] of a call without a mask that ``refusal`` accepts; None for one in each row.
 

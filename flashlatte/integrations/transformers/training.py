@@ -14,12 +14,19 @@ from flashlatte.integrations.transformers.families import Family, cosines_and_si
 from flashlatte.integrations.transformers.indexer_losses import IndexerLosses
 from flashlatte.layers import training
 from flashlatte.layers.config import IndexerConfig
-from flashlatte.layers.parts import part
-from flashlatte.layers.training import TrainingOutput, product_dtype
+from flashlatte.layers.parts import owns_latents, part, source_layer
+from flashlatte.layers.training import KeyRows, TrainingOutput, product_dtype
 from flashlatte.layers.training_batch import Rotation, TrainingBatch
 
 # The argument by which a decoder passes the step to its layers.
 STEP = "flashlatte_step"
+
+
+class SharedRows:
+    """The rows of layers whose latents later layers read, by layer. No dict, which FSDP2 would copy for each layer."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, KeyRows] = {}
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,15 @@ class TrainingStep:
         batch: its sequences.
         indexer: the model's indexer; None for a model without one.
         losses: those of the layers' indexers.
+        positions: int [T], positions of the tokens in their sequences; None: the position_ids that a layer is given.
+        rows: those that layers share.
     """
 
     batch: TrainingBatch
     indexer: IndexerConfig | None
     losses: IndexerLosses
+    positions: torch.Tensor | None
+    rows: SharedRows
 
 
 def plan(
@@ -66,7 +77,7 @@ def plan(
         batch = packed.batch(call, tokens) or rectangle(requests, length, tokens.device)
     else:
         batch = _padded(mask.bool())
-    return TrainingStep(batch, indexer, IndexerLosses(tokens.device))
+    return TrainingStep(batch, indexer, IndexerLosses(tokens.device), packed.positions(call, batch), SharedRows())
 
 
 def is_training(model: Any) -> bool:
@@ -93,8 +104,10 @@ def prefers_stock(module: Any, step: TrainingStep) -> bool:
 
     These are slower. Stock attention does not train an indexer. FSDP may have changed the dtype of the layer alone.
     """
+    if step.indexer is not None:
+        return False
     weight = module.kv_a_proj_with_mqa.weight
-    return step.indexer is None and weight.device.type != "cpu" and product_dtype(weight) == torch.float32
+    return weight.device.type != "cpu" and product_dtype(weight) == torch.float32
 
 
 def attend(
@@ -108,16 +121,14 @@ def attend(
             x.expand(requests, -1, -1).flatten(0, 1) for x in cosines_and_sines(kwargs["position_embeddings"])
         )
         rotation = Rotation(cosines, sines, family.interleaved(module.config))
-    factors, scaling = None, family.query_scaling(module.config)
-    if scaling is not None:
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(length, device=hidden_states.device)[None]
-        factors = scaling.factors(positions.expand(requests, -1).flatten())
-    window = part(module, "sliding_window")
+    factors, positions, scaling = None, None, family.query_scaling(module.config)
+    if scaling is not None or part(module, "softmax_scaling") is not None:
+        positions = _positions(hidden_states, step, kwargs)
+        factors = None if scaling is None else scaling.factors(positions)
+    window, flat = part(module, "sliding_window"), hidden_states.flatten(0, 1)
     output = training.attend(
         module,
-        hidden_states.flatten(0, 1),
+        flat,
         step.batch,
         rotation,
         indexer=getattr(module, "indexer", None),
@@ -125,8 +136,41 @@ def attend(
         indices=kwargs.get("prev_topk_indices"),
         query_factors=factors,
         window=window,
+        rows=_shared_rows(module, flat, step, rotation),
+        positions=positions,
     )
     return with_loss(output, step.losses).view(requests, length, -1), output.indices
+
+
+def _positions(hidden_states: torch.Tensor, step: TrainingStep, kwargs: dict[str, Any]) -> torch.Tensor:
+    """[b · s], positions of the tokens."""
+    if step.positions is not None:
+        return step.positions
+    requests, length = hidden_states.shape[:2]
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=hidden_states.device)[None]
+    return positions.expand(requests, -1).flatten()
+
+
+def _shared_rows(module: Any, hidden: torch.Tensor, step: TrainingStep, rotation: Rotation | None) -> KeyRows | None:
+    """The rows of a layer that reads an earlier layer's, or that later layers read; None for others.
+
+    Raises:
+        ValueError: a reentrant checkpoint, whose first pass records no graph through which a gradient could reach the
+            earlier layer.
+    """
+    reads = not owns_latents(module)
+    if not (reads or getattr(module, "store_full_length_kv", False)):
+        return None
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "a reentrant checkpoint loses the gradients of latents that layers share: pass use_reentrant=False"
+        )
+    source = source_layer(module)
+    if not reads:
+        step.rows.by_layer[source] = training.key_rows(module, hidden, rotation)
+    return step.rows.by_layer[source]
 
 
 def with_loss(output: TrainingOutput, losses: IndexerLosses) -> torch.Tensor:

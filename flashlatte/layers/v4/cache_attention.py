@@ -33,69 +33,42 @@ def attend_cache(
     Args:
         sinks: float32 [H].
     """
+    head_dim = q.shape[2]
     topk = None if config.indexer is None else config.indexer.topk
     chunks = () if step.prefill is None else step.prefill.plan(config.ratio, topk)
     out = torch.empty_like(q)
     for tokens in paged_slices(chunks, q.shape[0]):
-        _attend_pages(q, tokens, step, cache, selected, sinks, out, backend)
+        sparse_decode(
+            q[tokens].unsqueeze(1),
+            cache.window,
+            step.window_slots[tokens].unsqueeze(1),
+            cache_format=cache.cache_format,
+            topk_length=step.window_counts[tokens],
+            attn_sink=sinks,
+            extra_k_cache=None if selected is None else cache.groups,
+            extra_indices=None if selected is None else selected.slots(tokens).unsqueeze(1),
+            extra_topk_length=None if selected is None else selected.counts[tokens],
+            head_dim_v=head_dim,
+            out=out[tokens].unsqueeze(1),
+            backend=backend,
+        )
     for chunk in chunks:
-        _attend_workspace(q, chunk, config, step, cache, selected, sinks, out, backend)
+        workspace = q.new_empty(chunk.num_requests * chunk.rows, 1, head_dim)
+        if selected is not None and cache.groups is not None and chunk.group_rows:
+            _gather(cache.groups, cache.group_format, selected.groups.table, chunk, chunk.groups, workspace, backend)
+        _gather(cache.window, cache.cache_format, step.window_table, chunk, chunk.window, workspace, backend)
+        indices, counts = _visible_rows(config, chunk, selected, backend)
+        sparse_prefill(
+            q[chunk.tokens],
+            workspace,
+            indices.unsqueeze(1),
+            d_v=head_dim,
+            attn_sink=sinks,
+            topk_length=counts,
+            out=out[chunk.tokens],
+            backend=backend,
+        )
     return out
-
-
-def _attend_pages(
-    q: torch.Tensor,
-    tokens: slice,
-    step: V4Step,
-    cache: V4Cache,
-    selected: SelectedGroups | None,
-    sinks: torch.Tensor,
-    out: torch.Tensor,
-    backend: str | None,
-) -> None:
-    sparse_decode(
-        q[tokens].unsqueeze(1),
-        cache.window,
-        step.window_slots[tokens].unsqueeze(1),
-        cache_format=cache.cache_format,
-        topk_length=step.window_counts[tokens],
-        attn_sink=sinks,
-        extra_k_cache=None if selected is None else cache.groups,
-        extra_indices=None if selected is None else selected.slots(tokens).unsqueeze(1),
-        extra_topk_length=None if selected is None else selected.counts[tokens],
-        head_dim_v=q.shape[2],
-        out=out[tokens].unsqueeze(1),
-        backend=backend,
-    )
-
-
-def _attend_workspace(
-    q: torch.Tensor,
-    chunk: WorkspaceChunk,
-    config: V4Config,
-    step: V4Step,
-    cache: V4Cache,
-    selected: SelectedGroups | None,
-    sinks: torch.Tensor,
-    out: torch.Tensor,
-    backend: str | None,
-) -> None:
-    head_dim = q.shape[2]
-    workspace = q.new_empty(chunk.num_requests * chunk.rows, 1, head_dim)
-    if selected is not None and cache.groups is not None and chunk.group_rows:
-        _gather(cache.groups, cache.group_format, selected.groups.table, chunk, chunk.groups, workspace, backend)
-    _gather(cache.window, cache.cache_format, step.window_table, chunk, chunk.window, workspace, backend)
-    indices, counts = _visible_rows(config, chunk, selected, backend)
-    sparse_prefill(
-        q[chunk.tokens],
-        workspace,
-        indices.unsqueeze(1),
-        d_v=head_dim,
-        attn_sink=sinks,
-        topk_length=counts,
-        out=out[chunk.tokens],
-        backend=backend,
-    )
 
 
 def _gather(

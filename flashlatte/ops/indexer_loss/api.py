@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashlatte.ops.indexer_loss import reference
 from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.gradients import refuse_tangents
@@ -26,17 +27,11 @@ _PORTABLE_MAX_INDEX_DIM = 256
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.triton(call)
-        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-        or _index_dim_above(call, _PORTABLE_MAX_INDEX_DIM)
-    )
-
-
-def _index_dim_above(call: dispatch.CallSpec, maximum: int) -> str | None:
-    width = call.index_dim or 0
-    return None if width <= maximum else f"takes index head dims up to {maximum}, not {width}"
+    if reason := refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM):
+        return reason
+    if (call.index_dim or 0) <= _PORTABLE_MAX_INDEX_DIM:
+        return None
+    return f"takes index head dims up to {_PORTABLE_MAX_INDEX_DIM}, not {call.index_dim}"
 
 
 def _load_portable() -> dispatch.Function:
@@ -45,16 +40,10 @@ def _load_portable() -> dispatch.Function:
     return loss_and_gradients
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.indexer_loss.reference import loss_and_gradients
-
-    return loss_and_gradients
-
-
 dispatch.define(
     OPERATION,
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.loss_and_gradients),
 )
 
 

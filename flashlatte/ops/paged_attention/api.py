@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.kv_cache import scales
-from flashlatte.ops.paged_attention.implementations import OPERATION, optional_features
+from flashlatte.ops.paged_attention.implementations import OPERATION, call_spec
 from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.runtime import checks, dispatch, gradients, ragged, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -107,84 +107,53 @@ def paged_attention(
             cu_seqlens_q on the CPU that decreases or exceeds T; a backend that cannot run the call.
     """
     checks.tensor("q", q, ("T", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
-    tokens, h_q, head_dim = q.shape
-    device = q.device
     k_cache = _check_k_cache(k_cache, q)
-    num_pages, page_size, h_kv = k_cache.shape[:3]
-    checks.tensor(
-        "v_cache", v_cache, (num_pages, page_size, h_kv, "d_v"), (k_cache.dtype,), device, unit_last_stride=False
-    )
-    head_dim_v = v_cache.shape[3]
-    _check_requests(block_table, seqused_k, cu_seqlens_q, page_size, q)
-    if (k is None) != (v is None):
-        raise ValueError(f"k and v must be given together, got {'no k' if k is None else 'no v'}")
-    if k is not None:
-        checks.tensor("k", k, (tokens, h_kv, head_dim), (q.dtype,), device)
-        checks.tensor("v", v, (tokens, h_kv, head_dim_v), (q.dtype,), device)
-    window_left, window_right = ragged.window_sides(window, checks.flag("causal", causal))
+    checks.tensor("v_cache", v_cache, (*k_cache.shape[:3], "d_v"), (k_cache.dtype,), q.device, unit_last_stride=False)
+    _check_requests(block_table, seqused_k, cu_seqlens_q, k_cache.shape[1], q)
+    _check_new_keys(k, v, q, v_cache)
     if not 0 <= checks.number("softcap", softcap) < math.inf:
         raise ValueError(f"softcap must be a finite number of at least 0, got {softcap}")
     if softcap:
         checks.float32_factor("softcap", softcap)
-    if value_checks.ENABLED:
-        # Pages before the window may have been reused.
-        first = seqused_k.long() - (0 if k is not None else cu_seqlens_q.diff()) - window_left
-        starts = first.clamp_min(0)
-        value_checks.pages(block_table, seqused_k, num_pages, page_size, name="seqused_k", starts=starts)
-    _check_score_terms(q, cu_seqlens_q.shape[0] - 1, prefix_ranges, alibi_slopes, alibi_sqrt, qq_bias, attn_sink)
+    window_left, window_right = ragged.window_sides(window, checks.flag("causal", causal))
     k_scale, k_scale_value = _cache_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _cache_scale("v_scale", v_scale, v_cache)
-    out, lse = _outputs(q, head_dim_v, out, out_scale, lse)
+    out, lse = _outputs(q, v_cache.shape[3], out, out_scale, lse)
     checks.no_overlap("out", out, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    out_scale, out_scale_value = scales.split("out_scale", out_scale, device)
-    empty_lse = checks.empty_lse(empty_lse)
-    scale = checks.softmax_scale(softmax_scale, head_dim)
-
-    call = dispatch.CallSpec(
-        OPERATION,
-        device,
-        q.dtype,
-        page_size=page_size,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        h_q=h_q,
-        h_kv=h_kv,
-        # Maximum for one request; every other request has at least one token.
-        rows=(tokens - cu_seqlens_q.shape[0] + 2) * h_q,
-        optional_features=optional_features(q, k_cache, v_cache, k, prefix_ranges, softcap, alibi_slopes, qq_bias, out),
-        rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(k_cache) and checks.rows_aligned(v_cache),
+    out_scale, out_scale_value = scales.split("out_scale", out_scale, q.device)
+    params = PagedAttentionParams(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seqused_k=seqused_k,
+        cu_seqlens_q=cu_seqlens_q,
+        k=k,
+        v=v,
+        softmax_scale=checks.softmax_scale(softmax_scale, q.shape[2]),
+        window_left=window_left,
+        window_right=window_right,
+        prefix_ranges=prefix_ranges,
+        softcap=float(softcap),
+        alibi_slopes=alibi_slopes,
+        alibi_sqrt=alibi_sqrt,
+        qq_bias=qq_bias,
+        attn_sink=attn_sink,
+        k_scale=k_scale,
+        k_scale_value=k_scale_value,
+        v_scale=v_scale,
+        v_scale_value=v_scale_value,
+        out_scale=out_scale,
+        out_scale_value=out_scale_value,
+        empty_lse=checks.empty_lse(empty_lse),
+        out=out,
+        lse=lse,
     )
+    _check_score_terms(params)
+    _check_pages(params)
     gradients.warn_if_dropped(OPERATION, q, k_cache, v_cache, k, v)
-    backend = dispatch.select(call, backend)
-    if tokens:
-        params = PagedAttentionParams(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            block_table=block_table,
-            seqused_k=seqused_k,
-            cu_seqlens_q=cu_seqlens_q,
-            k=k,
-            v=v,
-            softmax_scale=scale,
-            window_left=window_left,
-            window_right=window_right,
-            prefix_ranges=prefix_ranges,
-            softcap=float(softcap),
-            alibi_slopes=alibi_slopes,
-            alibi_sqrt=alibi_sqrt,
-            qq_bias=qq_bias,
-            attn_sink=attn_sink,
-            k_scale=k_scale,
-            k_scale_value=k_scale_value,
-            v_scale=v_scale,
-            v_scale_value=v_scale_value,
-            out_scale=out_scale,
-            out_scale_value=out_scale_value,
-            empty_lse=empty_lse,
-            out=out,
-            lse=lse,
-        )
+    backend = dispatch.select(call_spec(params), backend)
+    if q.shape[0]:
         _paged_attention(params, backend)
     return out, lse
 
@@ -232,27 +201,41 @@ def _check_requests(
     checks.tensor("seqused_k", seqused_k, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
 
 
-def _check_score_terms(
-    q: torch.Tensor,
-    batch: int,
-    prefix_ranges: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    alibi_sqrt: bool,
-    qq_bias: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-) -> None:
-    h_q, device, float32 = q.shape[1], q.device, (torch.float32,)
-    if prefix_ranges is not None:
-        checks.tensor("prefix_ranges", prefix_ranges, (batch, "r", 2), checks.INDEX_DTYPES, device, may_be_empty=2)
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("attn_sink", attn_sink)):
+def _check_new_keys(k: torch.Tensor | None, v: torch.Tensor | None, q: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if (k is None) != (v is None):
+        raise ValueError(f"k and v must be given together, got {'no k' if k is None else 'no v'}")
+    h_kv, head_dim_v = v_cache.shape[2:]
+    for name, rows, width in (("k", k, q.shape[2]), ("v", v, head_dim_v)):
+        if rows is not None:
+            checks.tensor(name, rows, (q.shape[0], h_kv, width), (q.dtype,), q.device)
+
+
+def _check_score_terms(params: PagedAttentionParams) -> None:
+    h_q, device, float32 = params.q.shape[1], params.q.device, (torch.float32,)
+    ranges, bias = params.prefix_ranges, params.qq_bias
+    if ranges is not None:
+        batch = params.cu_seqlens_q.shape[0] - 1
+        checks.tensor("prefix_ranges", ranges, (batch, "r", 2), checks.INDEX_DTYPES, device, may_be_empty=2)
+    for name, per_head in (("alibi_slopes", params.alibi_slopes), ("attn_sink", params.attn_sink)):
         if per_head is not None:
             checks.tensor(name, per_head, (h_q,), float32, device, unit_last_stride=False)
-    if checks.flag("alibi_sqrt", alibi_sqrt) and alibi_slopes is None:
+    if checks.flag("alibi_sqrt", params.alibi_sqrt) and params.alibi_slopes is None:
         raise ValueError("alibi_sqrt must be False if alibi_slopes is None")
-    if qq_bias is not None:
-        checks.tensor("qq_bias", qq_bias, ("n", "n"), float32, device)
-        if qq_bias.shape[0] != qq_bias.shape[1]:
-            raise ValueError(f"qq_bias must have shape [n, n], got {list(qq_bias.shape)}")
+    if bias is not None:
+        checks.tensor("qq_bias", bias, ("n", "n"), float32, device)
+        if bias.shape[0] != bias.shape[1]:
+            raise ValueError(f"qq_bias must have shape [n, n], got {list(bias.shape)}")
+
+
+def _check_pages(params: PagedAttentionParams) -> None:
+    """Check the entries of block_table that the queries read, if FLASHLATTE_CHECK is 1."""
+    if value_checks.ENABLED:
+        new = 0 if params.k is not None else params.cu_seqlens_q.diff()
+        # Pages before the window may have been reused.
+        starts = (params.seqused_k.long() - new - params.window_left).clamp_min(0)
+        num_pages, page_size = params.k_cache.shape[:2]
+        lengths = params.seqused_k
+        value_checks.pages(params.block_table, lengths, num_pages, page_size, name="seqused_k", starts=starts)
 
 
 def _cache_scale(

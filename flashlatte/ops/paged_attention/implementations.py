@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashlatte.ops.paged_attention import reference
-from flashlatte.runtime import dispatch, refusals
+from flashlatte.ops.paged_attention.params import PagedAttentionParams
+from flashlatte.runtime import checks, dispatch, refusals
 
 OPERATION = "paged_attention"
 _HALVES = (torch.bfloat16, torch.float16)
@@ -74,26 +75,38 @@ dispatch.define(
 )
 
 
-def optional_features(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    prefix_ranges: torch.Tensor | None,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    qq_bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> str | None:
+def call_spec(params: PagedAttentionParams) -> dispatch.CallSpec:
+    """The properties of a call that implementations accept or refuse."""
+    q, k_cache, v_cache = params.q, params.k_cache, params.v_cache
+    tokens, h_q, head_dim = q.shape
+    _, page_size, h_kv, head_dim_v = v_cache.shape
+    return dispatch.CallSpec(
+        OPERATION,
+        q.device,
+        q.dtype,
+        page_size=page_size,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        h_q=h_q,
+        h_kv=h_kv,
+        # Maximum for one request; every other request has at least one token.
+        rows=(tokens - params.cu_seqlens_q.shape[0] + 2) * h_q,
+        optional_features=_optional_features(params),
+        rows_aligned=all(map(checks.rows_aligned, (q, k_cache, v_cache))),
+    )
+
+
+def _optional_features(params: PagedAttentionParams) -> str | None:
     """The given features that some implementation lacks, in words, or None."""
+    k_cache, dtype = params.k_cache, params.q.dtype
     present = {
-        "a quantised cache": k_cache.dtype != q.dtype,
-        "rows of a cache in pieces": k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or v_cache.stride(3) != 1,
-        "k and v in addition to the cache": k is not None,
-        "prefix_ranges": prefix_ranges is not None,
-        "softcap": softcap > 0,
-        "alibi_slopes": alibi_slopes is not None,
-        "qq_bias": qq_bias is not None,
-        "out in float8_e4m3fn": out.dtype != q.dtype,
+        "a quantised cache": k_cache.dtype != dtype,
+        "rows of a cache in pieces": k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or params.v_cache.stride(3) != 1,
+        "k and v in addition to the cache": params.k is not None,
+        "prefix_ranges": params.prefix_ranges is not None,
+        "softcap": params.softcap > 0,
+        "alibi_slopes": params.alibi_slopes is not None,
+        "qq_bias": params.qq_bias is not None,
+        "out in float8_e4m3fn": params.out.dtype != dtype,
     }
     return ", ".join(words for words, is_present in present.items() if is_present) or None

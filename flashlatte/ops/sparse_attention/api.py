@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from flashlatte.ops.sparse_attention import reference
 from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
+from flashlatte.ops.sparse_prefill.api import check_operands
 from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
-from flashlatte.runtime import checks, dispatch, refusals, value_checks
+from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
 
@@ -26,11 +28,7 @@ _HOPPER_MAX_HEADS = 128
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
-    return (
-        refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.triton(call)
-        or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-    )
+    return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
@@ -56,17 +54,11 @@ def _load_portable() -> dispatch.Function:
     return backward
 
 
-def _load_reference() -> dispatch.Function:
-    from flashlatte.ops.sparse_attention.reference import backward
-
-    return backward
-
-
 dispatch.define(
     BACKWARD,
     dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, only_if_named="runs if backend names it"),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", _load_reference),
+    dispatch.Implementation("reference", lambda: reference.backward),
 )
 
 
@@ -114,22 +106,8 @@ def sparse_attention(
         TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
             other; a backend that cannot serve the call.
     """
-    checks.tensor("q", q, ("s_q", "h_q", "d"), (*checks.FLOAT_DTYPES, torch.float64), may_be_empty=1)
-    s_q, h_q, head_dim = q.shape
-    device = q.device
-    may_be_empty = 0 if s_q else 3
-    checks.same_dtype("kv", kv, q)
-    checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
-    checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
-    if attn_sink is not None:
-        checks.tensor("attn_sink", attn_sink, (h_q,), (_wide(q),), device, unit_last_stride=False)
-    if topk_length is not None:
-        checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-        value_checks.selections("indices", indices, "topk_length", topk_length, kv.shape[0])
-    else:
-        value_checks.entries("indices", indices, kv.shape[0])
-    if checks.positive_int("d_v", d_v) > head_dim:
-        raise ValueError(f"d_v must be at most q's last dimension {head_dim}, got {d_v}")
+    check_operands(q, kv, indices, topk_length, attn_sink, d_v, (*checks.FLOAT_DTYPES, torch.float64))
+    h_q, head_dim = q.shape[1:]
     scale = checks.softmax_scale(softmax_scale, head_dim)
     deterministic = checks.flag("deterministic", deterministic)
     differentiable = [x for x in (q, kv, attn_sink) if x is not None]
@@ -138,7 +116,7 @@ def sparse_attention(
     def choose(operation: str) -> str:
         call = dispatch.CallSpec(
             operation,
-            device,
+            q.device,
             q.dtype,
             head_dim=head_dim,
             head_dim_v=d_v,

@@ -175,20 +175,7 @@ def sparse_decode(
         raise ValueError(f"k_cache must be in {names_of(_reference_reads)} for sparse_decode, got {layout.name}")
     _check_cache("k_cache", k_cache, layout, q)
     _check_selection("indices", indices, "topk_length", topk_length, q, k_cache)
-    if extra_k_cache is None:
-        for name, value in (("extra_indices", extra_indices), ("extra_topk_length", extra_topk_length)):
-            if value is not None:
-                raise ValueError(f"{name} must be None if extra_k_cache is None, got a tensor")
-        extra_layout = None
-    else:
-        if extra_indices is None:
-            raise ValueError("extra_indices must be given if extra_k_cache is, got None")
-        extra_layout = layout
-        if isinstance(extra_k_cache, torch.Tensor) and extra_k_cache.dim():
-            extra_layout = layout.second_format(extra_k_cache.shape[-1])
-        extra_k_cache, _ = as_cache(extra_k_cache, extra_layout, "extra_k_cache")
-        _check_cache("extra_k_cache", extra_k_cache, extra_layout, q)
-        _check_selection("extra_indices", extra_indices, "extra_topk_length", extra_topk_length, q, extra_k_cache)
+    extra_k_cache, extra_format = _extra_cache(extra_k_cache, extra_indices, extra_topk_length, layout, q)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), q.device, unit_last_stride=False)
     if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
@@ -203,7 +190,7 @@ def sparse_decode(
         q.device,
         q.dtype,
         cache_format=layout.name,
-        extra_cache_format=None if extra_layout is None else extra_layout.name,
+        extra_cache_format=extra_format,
         page_size=k_cache.shape[1],
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -250,6 +237,29 @@ def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.T
         )
     if layout.plain:
         checks.same_dtype(name, cache, q)
+
+
+def _extra_cache(
+    cache: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    length: torch.Tensor | None,
+    layout: CacheFormat,
+    q: torch.Tensor,
+) -> tuple[torch.Tensor | None, str | None]:
+    """The checked second cache and the name of its format. ``layout``: the format of the first."""
+    if cache is None:
+        for name, value in (("extra_indices", indices), ("extra_topk_length", length)):
+            if value is not None:
+                raise ValueError(f"{name} must be None if extra_k_cache is None, got a tensor")
+        return None, None
+    if indices is None:
+        raise ValueError("extra_indices must be given if extra_k_cache is, got None")
+    if isinstance(cache, torch.Tensor) and cache.dim():
+        layout = layout.second_format(cache.shape[-1])
+    cache, _ = as_cache(cache, layout, "extra_k_cache")
+    _check_cache("extra_k_cache", cache, layout, q)
+    _check_selection("extra_indices", indices, "extra_topk_length", length, q, cache)
+    return cache, layout.name
 
 
 def _check_selection(

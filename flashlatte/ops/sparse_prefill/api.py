@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -91,22 +92,9 @@ def sparse_prefill(
         TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
             backend that cannot run the call.
     """
-    checks.tensor("q", q, ("s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
+    check_operands(q, kv, indices, topk_length, attn_sink, d_v, checks.FLOAT_DTYPES)
     s_q, h_q, head_dim = q.shape
     device = q.device
-    may_be_empty = 0 if s_q else 3
-    checks.same_dtype("kv", kv, q)
-    checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
-    checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
-    if attn_sink is not None:
-        checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), device, unit_last_stride=False)
-    if topk_length is not None:
-        checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-        value_checks.selections("indices", indices, "topk_length", topk_length, kv.shape[0])
-    else:
-        value_checks.entries("indices", indices, kv.shape[0])
-    if checks.positive_int("d_v", d_v) > head_dim:
-        raise ValueError(f"d_v must be at most q's last dimension {head_dim}, got {d_v}")
     scale = checks.softmax_scale(softmax_scale, head_dim)
     if out is None:
         out = q.new_empty(s_q, h_q, d_v)
@@ -148,3 +136,32 @@ def sparse_prefill(
 
 
 _sparse_prefill = dispatched_op(OPERATION, SparsePrefillParams, mutates=("out", "max_logits", "lse"))
+
+
+def check_operands(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    d_v: int,
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Check the operands, which ``sparse_attention`` has too. ``dtypes``: those of q."""
+    checks.tensor("q", q, ("s_q", "h_q", "d"), dtypes, may_be_empty=1)
+    s_q, h_q, head_dim = q.shape
+    device = q.device
+    may_be_empty = 0 if s_q else 3
+    checks.same_dtype("kv", kv, q)
+    checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
+    checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
+    if attn_sink is not None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        checks.tensor("attn_sink", attn_sink, (h_q,), (wide,), device, unit_last_stride=False)
+    if topk_length is not None:
+        checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        value_checks.selections("indices", indices, "topk_length", topk_length, kv.shape[0])
+    else:
+        value_checks.entries("indices", indices, kv.shape[0])
+    if checks.positive_int("d_v", d_v) > head_dim:
+        raise ValueError(f"d_v must be at most q's last dimension {head_dim}, got {d_v}")

@@ -6,8 +6,8 @@ import argparse
 import json
 
 from flashlatte import bench
+from flashlatte.bench.serving.step_cases import PREFILLED
 from flashlatte.bench.serving.vllm_engine import EngineSteps
-from flashlatte.bench.serving.vllm_requests import PREFILLED
 
 OPTIONS = {
     "enforce_eager": True,

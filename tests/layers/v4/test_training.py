@@ -20,6 +20,8 @@ from flashlatte.layers.v4 import V4Attention, V4Config, V4IndexerConfig
 SLIDING, SELECTING, COMPRESSING = KINDS
 # More groups than the indexer selects, none, and as many tokens as form groups.
 LENGTHS = (43, 3, 32)
+# Of one token, of one group of the smaller ratio and a token more, and shorter than a group at the end of the batch.
+SHORT_LENGTHS = (1, 1, 5, 31, 2, 4, 17, 3)
 
 
 def layers_of(kind: str, head_dim: int = 32, **change: Any) -> tuple[Any, Any, Any]:
@@ -81,7 +83,7 @@ def weighted(out: torch.Tensor) -> torch.Tensor:
     return (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum()
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (10, 9)], ids=["selected", "all selected"])
+@pytest.mark.parametrize("lengths", [LENGTHS, SHORT_LENGTHS, (10, 9)], ids=["selected", "short", "all selected"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_stock_s_and_the_indexer_s_are_of_its_loss(kind, lengths):
     config, stock, layer = layers_of(kind)

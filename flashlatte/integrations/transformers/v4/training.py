@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.integrations.transformers import packed
 from flashlatte.integrations.transformers.calls import tokens_of
 from flashlatte.integrations.transformers.indexer_losses import IndexerLosses
 from flashlatte.integrations.transformers.training import is_refused, is_training, rectangle, refusal, with_loss
@@ -18,10 +19,11 @@ from flashlatte.layers.v4.training import TrainingGroups
 class V4TrainingStep:
     """A training step of b rows of the same number of tokens.
 
-    A row is a sequence, padding included: as in transformers, groups are of columns, and padding is hidden from windows
-    only.
+    Without a mask, rows may hold packed sequences. With one, a row is a sequence, padding included: as in transformers,
+    groups are of columns, and padding is hidden from windows only.
 
     Attributes:
+        max_seqlen: tokens of the longest sequence.
         window: int32 [b · s, window], the tokens in each token's window.
         groups: compressed groups, by tokens of a group.
         shown: bool [b · s], False for padding, which has no part in the indexers' loss; None without padding.
@@ -29,6 +31,7 @@ class V4TrainingStep:
         losses: those of the layers' indexers.
     """
 
+    max_seqlen: int
     window: torch.Tensor
     groups: dict[int, TrainingGroups]
     shown: torch.Tensor | None
@@ -45,16 +48,23 @@ def plan(model: Any, call: dict[str, Any]) -> V4TrainingStep | None:
     tokens = tokens_of(call)
     if not is_training(model) or tokens is None:
         return None
-    configs = V4Config.layers(model.config)
-    if is_refused(model, refusal(model, tokens, call, "eager")):
+    configs, mask = V4Config.layers(model.config), call.get("attention_mask")
+    reason = packed.refusal(call, tokens) or refusal(model, tokens, packed.rest(call), "eager")
+    if reason is None and mask is not None and call.get("position_ids") is not None:
+        reason = "it has position_ids and an attention_mask"
+    batch = None
+    if reason is None:
+        requests, length = tokens.shape[:2]
+        batch = packed.batch(call, tokens) or rectangle(requests, length, tokens.device)
+        # transformers counts a token's visible groups by its position, whatever the boundaries of sequences are.
+        if not packed.counts_from_zero(call, batch, requests):
+            reason = "its position_ids do not count from 0 in each sequence"
+    if is_refused(model, reason) or batch is None:
         return None
-    mask = call.get("attention_mask")
     shown = None if mask is None else mask.bool().flatten()
-    requests, length = tokens.shape[:2]
-    batch = rectangle(requests, length, tokens.device)
     window = training.window_tokens(batch, configs[0].window, shown)
     groups = {ratio: TrainingGroups.of(batch, ratio) for ratio in {config.ratio for config in configs} if ratio}
-    return V4TrainingStep(window, groups, shown, configs, IndexerLosses(tokens.device))
+    return V4TrainingStep(batch.max_seqlen, window, groups, shown, configs, IndexerLosses(tokens.device))
 
 
 def attend(
@@ -71,7 +81,7 @@ def attend(
         step.groups.get(config.ratio),
         cosines,
         sines,
-        max_seqlen=length,
+        max_seqlen=step.max_seqlen,
         counted=step.shown,
     )
     return with_loss(output, step.losses).view(requests, length, -1)

@@ -45,7 +45,7 @@ def reshape_and_cache(
     for name, cache, axes in (("key_cache", key_cache, 5), ("value_cache", value_cache, 4)):
         _check_axes(name, cache, axes)
     keys, values = key_cache.permute(0, 3, 1, 2, 4), value_cache.permute(0, 3, 1, 2)
-    _write(key, value, keys, values, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    reshape_and_cache_flash(key, value, keys, values, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
 def reshape_and_cache_flash(
@@ -59,7 +59,16 @@ def reshape_and_cache_flash(
     v_scale: torch.Tensor,
 ) -> None:
     """``reshape_and_cache`` for pages [pages, page_size, h_kv, d] of any strides."""
-    _write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    with checks.naming(**_NAMES):
+        write_pages(
+            key,
+            value,
+            as_stored_dtype(kv_cache_dtype, key_cache, "key_cache"),
+            as_stored_dtype(kv_cache_dtype, value_cache, "value_cache"),
+            slot_mapping,
+            k_scale=cache_scale(kv_cache_dtype, k_scale),
+            v_scale=cache_scale(kv_cache_dtype, v_scale),
+        )
 
 
 def triton_reshape_and_cache_flash(
@@ -147,28 +156,6 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, 
             copy_pages(target, block_mapping[:, 0], block_mapping[:, 1])
         else:
             swap_pages(source, target, block_mapping[:, 0], block_mapping[:, 1])
-
-
-def _write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> None:
-    with checks.naming(**_NAMES):
-        write_pages(
-            key,
-            value,
-            as_stored_dtype(kv_cache_dtype, key_cache, "key_cache"),
-            as_stored_dtype(kv_cache_dtype, value_cache, "value_cache"),
-            slot_mapping,
-            k_scale=cache_scale(kv_cache_dtype, k_scale),
-            v_scale=cache_scale(kv_cache_dtype, v_scale),
-        )
 
 
 def _blocks(name: str, x: torch.Tensor, block_bytes: int) -> torch.Tensor:

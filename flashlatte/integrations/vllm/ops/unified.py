@@ -91,34 +91,24 @@ def unified_attention(
     for name, given in (("k", k), ("v", v), ("out", out)):
         checks.given(name, given)
     requests = checks.given("seqused_k", seqused_k).numel()
-    _refuse(
-        isinstance(causal, torch.Tensor), "causal must be True or False: one value for each request is not supported"
-    )
+    per_request = isinstance(causal, torch.Tensor)
+    _refuse(per_request, "causal must be True or False: one value for each request is not supported")
     left, right = _sides(window_size, bool(causal))
     both = rswa_window is not None and rswa_prefix_lens is not None
     _refuse(both, "rswa_window or rswa_prefix_lens must be None: windows with a prefix are not supported")
-    # vLLM ignores these two without a window.
-    chunks, clamped = (left >= 0 and option for option in (chunk_lookback > -1, mm_prefix_clamp_sliding_window))
-    _refuse(chunks, f"chunk_lookback must be -1 with a window: chunks are not supported, got {chunk_lookback}")
-    _refuse(
-        clamped and mm_prefix_range is not None,
-        "mm_prefix_clamp_sliding_window must be False with a window and mm_prefix_range: it is not supported",
-    )
+    if left >= 0:  # vLLM ignores these two without a window.
+        _refuse_with_window(chunk_lookback, mm_prefix_clamp_sliding_window, mm_prefix_range)
     mode = quant_mode(kv_quant_mode)
     modes = ("NONE", "FP8_PER_TENSOR", *_SCALED_BY_TOKEN)
     _refuse(mode not in modes, f"kv_quant_mode must be {checks.join_or(modes)}, got {mode}")
     by_token = mode in _SCALED_BY_TOKEN
     if by_token:
-        k_scale, v_scale = k_scale_cache, v_scale_cache
-        _refuse(
-            k_scale is None or v_scale is None, f"k_scale_cache and v_scale_cache must be given with {mode}, got None"
-        )
+        k_scale, v_scale, missing = k_scale_cache, v_scale_cache, k_scale_cache is None or v_scale_cache is None
+        _refuse(missing, f"k_scale_cache and v_scale_cache must be given with {mode}, got None")
         k, v = without_scales(k, checks.given("q", q)), without_scales(v, out)
     else:
-        k_scale, v_scale = (
-            _of_cache("k_descale", k_descale, k, requests),
-            _of_cache("v_descale", v_descale, v, requests),
-        )
+        k_scale = _of_cache("k_descale", k_descale, k, requests)
+        v_scale = _of_cache("v_descale", v_descale, v, requests)
     names = {"k_cache": "k", "v_cache": "v", "window": "window_size", "prefix_ranges": "mm_prefix_range"}
     more = {"alibi_sqrt": "use_alibi_sqrt", "attn_sink": "sinks", "out_scale": "output_scale"}
     more |= {f"{x}_scale": f"{x}_scale_cache" if by_token else f"{x}_descale" for x in "kv"}
@@ -149,6 +139,13 @@ def unified_attention(
 def _refuse(condition: bool, message: str) -> None:
     if condition:
         raise ValueError(message)
+
+
+def _refuse_with_window(chunk_lookback: int, clamp: bool, mm_prefix_range: torch.Tensor | None) -> None:
+    message = f"chunk_lookback must be -1 with a window: chunks are not supported, got {chunk_lookback}"
+    _refuse(chunk_lookback > -1, message)
+    message = "mm_prefix_clamp_sliding_window must be False with a window and mm_prefix_range: it is not supported"
+    _refuse(clamp and mm_prefix_range is not None, message)
 
 
 def _sides(window_size: Sequence[int], causal: bool) -> tuple[int, int]:

@@ -137,7 +137,7 @@ def _load_scores(args, tile, full, OWN: gl.constexpr):
 
 
 @gluon.jit
-def _targets(args, tile):
+def _targets(args, tile, ADD: gl.constexpr):
     """For each thread, the row that it sends of a tile, whether it sends one, and a pointer to where."""
     slots = args.slots
     row = row_of_thread()
@@ -146,7 +146,7 @@ def _targets(args, tile):
     list_of_token = args.selection.indices + args.token.to(gl.int64) * args.selection.indices_stride
     index = gl.load(list_of_token + slots.first_slot + slot, mask=sends, other=-1)
     sends = sends & (index >= 0) & (index < args.selection.s_kv)
-    if slots.add:
+    if ADD:
         target = gl.where(sends, index, 0).to(gl.int64)
     else:
         target = (args.token - slots.first_token).to(gl.int64) * slots.slots + slot
@@ -161,7 +161,7 @@ def _product(tiles, block, PART: gl.constexpr, right, total, zero, OWN: gl.const
 
 
 @gluon.jit
-def _send(args, tile, targets, result, FIRST: gl.constexpr, column, OWN: gl.constexpr):
+def _send(args, tile, targets, result, FIRST: gl.constexpr, column, OWN: gl.constexpr, ADD: gl.constexpr):
     """Stage columns of ``result`` from FIRST on, and add them to dkv from ``column`` on."""
     COLUMNS: gl.constexpr = min(result.shape[1] - FIRST, STAGED_COLUMNS)
     row, sends, target = targets
@@ -169,13 +169,13 @@ def _send(args, tile, targets, result, FIRST: gl.constexpr, column, OWN: gl.cons
     stage_rows(result, offset, FIRST)
     fence_async_shared()
     warp_sync()
-    send_rows(target + column, offset, row, sends, COLUMNS, args.slots.add)
+    send_rows(target + column, offset, row, sends, COLUMNS, ADD)
     wait_stores_read()
     warp_sync()
 
 
 @gluon.jit
-def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
+def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
     BLOCKS: gl.constexpr = args.tiles.q.shape[0]
     tiles, side = args.tiles, args.side
     unused = gl.zeros([KEYS, HALF], gl.float32, _GRADIENT)
@@ -186,7 +186,7 @@ def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
     for tile in range(first_tile + OWN, end_tile, 2):
         zero = tile >> 30
         _load_scores(args, tile, full, OWN)
-        targets = _targets(args, tile)
+        targets = _targets(args, tile, ADD)
         mbarrier.wait(full, phase)
         phase ^= 1
         # Complete from the first tile on: here, so that the first tile loads at the same time.
@@ -205,22 +205,22 @@ def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
             result = warpgroup_mma_wait(0, deps=[result])
         # The products of all warps have read dS and P: rows are staged over them.
         cta_barrier()
-        _send(args, tile, targets, result, 0, side * HALF, OWN)
-        _send(args, tile, targets, result, STAGED_COLUMNS, side * HALF + STAGED_COLUMNS, OWN)
+        _send(args, tile, targets, result, 0, side * HALF, OWN, ADD)
+        _send(args, tile, targets, result, STAGED_COLUMNS, side * HALF + STAGED_COLUMNS, OWN, ADD)
         if HAS_ROPE:  # noqa: SIM102
             if (tile >> 1) & 1 == side:
-                _send(args, tile, targets, rope, 0, LATENT, OWN)
+                _send(args, tile, targets, rope, 0, LATENT, OWN, ADD)
         cta_barrier()
 
 
 @gluon.jit
-def _consume_first(args, HAS_ROPE: gl.constexpr):
-    _consume(args, args.tiles.first_full, 0, HAS_ROPE)
+def _consume_first(args, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
+    _consume(args, args.tiles.first_full, 0, HAS_ROPE, ADD)
 
 
 @gluon.jit
-def _consume_second(args, HAS_ROPE: gl.constexpr):
-    _consume(args, args.tiles.second_full, 1, HAS_ROPE)
+def _consume_second(args, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
+    _consume(args, args.tiles.second_full, 1, HAS_ROPE, ADD)
 
 
 @gluon_kernel
@@ -242,7 +242,8 @@ def key_gradients_kernel(
     args = KeyGradientArgs(tiles, selection, piece, slots, token, side, gl.maximum(count, 0))
     sync_before_warp_specialize()
     gl.warp_specialize(
-        [(_consume_first, (args, HAS_ROPE)), (_consume_second, (args, HAS_ROPE))],
+        # ``slots.add`` would not be a compile-time constant in a partition: constants of a tuple become tensors there.
+        [(_consume_first, (args, HAS_ROPE, slots.add)), (_consume_second, (args, HAS_ROPE, slots.add))],
         [4],
         [_CONSUMER_REGISTERS],
     )

@@ -1,0 +1,39 @@
+"""The base class of problems: their names, and their sizes on a machine without a GPU, which runs the same code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+LARGEST = {
+    **dict.fromkeys(("batch", "requests", "pages"), 2),
+    **dict.fromkeys(("heads", "h_q", "rows", "queries", "s_q"), 16),
+    **dict.fromkeys(("topk", "extra_topk", "k", "blocks"), 64),
+    **dict.fromkeys(("keys", "s_kv", "tokens", "extra_tokens", "width", "hidden"), 256),
+}
+P = TypeVar("P", bound="Problem")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call's sizes.
+
+    ``name_pattern``: its name, with fields in braces, if it has no ``name`` of its own.
+    """
+
+    operation: ClassVar[str]
+    name_pattern: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        return self.name_pattern.format_map(vars(self))
+
+    def scaled_down(self: P) -> P:
+        """The same problem with each size at most that of ``LARGEST``."""
+        smaller: dict[str, Any] = {}
+        for field, value in vars(self).items():
+            if isinstance(value, Problem):
+                smaller[field] = value.scaled_down()
+            elif field in LARGEST:
+                smaller[field] = min(value, LARGEST[field])
+        return replace(self, **smaller)

@@ -1,0 +1,103 @@
+"""A serving engine in a process of its own, which answers requests: names of methods and their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+MARK = "FLASHLATTE "  # marks answers among an engine's output
+
+
+class EngineEnded(Exception):
+    """An engine's process ended before it answered."""
+
+
+class EngineProcess:
+    """The process of an engine. It starts at once and is ready when it has answered for the first time.
+
+    Args:
+        backend: the engine's name in messages and results; the engine receives it as ``worker``.
+        module: the module that runs in the process and calls ``answer_requests``.
+        settings: the engine's arguments.
+        variables: environment variables of the process, in addition to those of this one.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        module: str,
+        settings: Mapping[str, Any],
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        command = [sys.executable, "-m", module, json.dumps({**settings, "worker": backend})]
+        self.backend = backend
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | dict(variables)
+        )
+
+    def answer(self) -> Any:
+        """The answer to the oldest request.
+
+        Raises:
+            EngineEnded: the process ended.
+        """
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+            print(line, end="", file=sys.stderr)
+        raise EngineEnded(f"the engine with {self.backend} ended with {self.process.wait()}")
+
+    def ask(self, *request: Any) -> Any:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ended; there is no answer either
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def answer_requests(make_engine: Callable[[argparse.Namespace], Any]) -> None:
+    """The loop of an engine's process: a request per line, an answer per line. The first answer is ``about()``."""
+    engine = make_engine(argparse.Namespace(**json.loads(sys.argv[1])))
+    print(MARK + json.dumps(engine.about()), flush=True)
+    for line in sys.stdin:
+        name, *values = json.loads(line)
+        print(MARK + json.dumps(getattr(engine, name)(*values)), flush=True)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """µs until the GPU has done what ``run`` launched."""
+    synchronize()
+    began = time.perf_counter()
+    run()
+    synchronize()
+    return (time.perf_counter() - began) * 1e6
+
+
+def kernel_times(run: Callable[[], object]) -> dict[str, float]:
+    """µs of each kernel in ``run``; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        synchronize()
+    spent = {event.key: event.self_device_time_total for event in profile.key_averages()}
+    return {name: us for name, us in spent.items() if us}

@@ -1,0 +1,90 @@
+"""A random model of DeepSeek-V3's or V3.2's layer sizes for serving engines: configuration, weights and prompts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "vocab_size": 4096,  # a small one, so that sampling is short and a random model's tokens are no near ties
+    "torch_dtype": "bfloat16",
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 2048,
+    "num_nextn_predict_layers": 0,
+}
+
+V32 = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+CONFIGS = {"v3": V3, "v32": V32}
+# A longer prompt repeats its first tokens: to draw millions takes longer than to measure.
+DRAWN_TOKENS = 512
+
+
+def write_config(folder: Path, model: str, layers: int) -> None:
+    """Write the config.json of ``layers`` layers with dense MLPs, as DeepSeek-V3's first three.
+
+    Args:
+        model: a key of ``CONFIGS``.
+    """
+    config = CONFIGS[model] | {"num_hidden_layers": layers, "first_k_dense_replace": layers}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def fill_weights(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fill weights so that the variance of activations stays 1 and attention is neither uniform nor one-hot.
+
+    The ``dummy`` weights of vLLM and SGLang, at most 0.001, make all scores of attention nearly 0. The values depend on
+    a parameter's position and name alone, so that all engines of a model have the same.
+    """
+    for number, (name, weight) in enumerate(parameters):
+        if weight.dim() == 1:
+            weight.data.fill_(1.0 if "norm" in name and not name.endswith("bias") else 0.0)
+            continue
+        deviation = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+        weight.data.normal_(std=deviation, generator=torch.Generator(weight.device).manual_seed(number))
+
+
+def prompt(draw: random.Random, vocabulary: int, length: int) -> list[int]:
+    drawn = draw.choices(range(vocabulary), k=min(length, DRAWN_TOKENS))
+    return (drawn * -(-length // DRAWN_TOKENS))[:length]
