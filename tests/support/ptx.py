@@ -28,8 +28,6 @@ def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
         target, *sources = operands[0], *map(value, operands[1:])
         if name == "mov":
             result = sources[0]
-        elif name == "mad":
-            result = (sources[0] * sources[1] + sources[2]) & 0xFFFFFFFF
         elif name == "shr":
             result = sources[0] >> sources[1]
         elif name == "shl":
@@ -55,6 +53,11 @@ def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
             pair = torch.stack((sources[0] & 0xFF, sources[0] >> 8), dim=-1).to(torch.uint8)
             halves = pair.view(torch.float8_e4m3fn).half().view(torch.uint16).long()
             result = halves[..., 0] | halves[..., 1] << 16
+        elif instruction == "cvt.f32.f16":
+            result = numbers(sources[0], 0, torch.float16).float().view(torch.int32).long() & 0xFFFFFFFF
+        elif instruction == "cvt.rn.bf16x2.f32":
+            high, low = (bits(source.to(torch.int32).view(torch.float32).bfloat16()) for source in sources)
+            result = low | high << 16
         elif instruction == "fma.rn.f16x2":
             # 64 bits hold a product and a sum of fp16.
             each = [[numbers(source, i, torch.float16).double() for source in sources] for i in range(2)]
