@@ -236,6 +236,12 @@ SPARSE_DECODE = (
     # FlashMLA refuses fewer than 64 heads, and caches without scales.
     Case(SparseDecode("v32", 128, 1, 16, topk=2048, tokens=32768, page_size=64)),
     Case(SparseDecode("bf16", 128, 2, 128, topk=2048, tokens=32768, page_size=64)),
+    # Rows without RoPE, and the formats of DeepSeek-V4.1: of the same shapes, so that their times compare.
+    *(
+        Case(SparseDecode(cache_format, *shape, 2048, 32768, 64))
+        for cache_format in ("v32_no_rope", "v41", "v41_fp4")
+        for shape in ((2, 2, 128), (128, 2, 128), (64, 2, 64), (128, 1, 16))
+    ),
     # FlashMLA's peak case: one cache, 32,768 tokens a request, page 64.
     Case(
         SparseDecode("model1", 148, 2, 128, topk=16384, tokens=32768, page_size=64),
@@ -251,6 +257,8 @@ SPARSE_PREFILL = (
     Case(SparsePrefill(512, 64, 512, 65536), recorded=Recorded(692, 397, cool_tflops=393)),
     Case(SparsePrefill(512, 128, 1024, 8192), recorded=Recorded(1980, 555, cool_tflops=617)),
     Case(SparsePrefill(512, 128, 1024, 65536), recorded=Recorded(2073, 530, cool_tflops=545)),
+    # As for 576 above, without RoPE.
+    Case(SparsePrefill(512, 128, 2048, 32768)),
     # FlashMLA refuses fewer than 64 heads.
     *(Case(SparsePrefill(576, h_q, 2048, 32768, overlap=overlap)) for h_q in (16, 32) for overlap in (0.0, 0.5, 0.9)),
 )

@@ -65,7 +65,7 @@ def run(
 
 def _outcome(case: Case, backend: str, workload: Workload) -> dict[str, Any]:
     """The remaining fields of a ``Result``."""
-    refusal = next(choice.refusal for choice in dispatch.explain(workload.call) if choice.backend == backend)
+    refusal = dispatch.refusal(workload.call, backend)
     if refusal is not None:
         return {"status": "refused", "message": refusal}
     try:

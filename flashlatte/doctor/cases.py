@@ -59,7 +59,7 @@ def run_case(problem: Problem, backend: str, device: torch.device) -> dict[str, 
     entry |= {"status": "ok", "message": None, "outputs": {}, "microseconds": None}
     try:
         workload = prepare(problem, device)
-        refusal = next(choice.refusal for choice in dispatch.explain(workload.call) if choice.backend == backend)
+        refusal = dispatch.refusal(workload.call, backend)
         if refusal is not None:
             return entry | {"status": "refused", "message": f"it {refusal}"}
         results = workload.run(backend, workload.poisoned_outputs())

@@ -103,4 +103,4 @@ class LiveRequests:
 def _set_finished(request: Request, completion: CompletionOutput, output: RequestOutput, reason: str) -> None:
     completion.finish_reason = reason
     if completion.index == 0:
-        output.num_cached_tokens = request.num_cached_tokens
+        output.num_cached_tokens = request.num_cached_tokens or 0

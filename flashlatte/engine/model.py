@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,6 +288,11 @@ class Model(PagedModel):
         )
         _share_parts(attention, layer.self_attn, ("indexer",) if number in self.pooled else ())
         check_weights(attention, attention.kv_a_layernorm.weight.dtype)
+        if not math.isclose(attention.scaling, layer.self_attn.scaling):
+            raise ValueError(
+                f"scaling of layer {number}'s attention must be {attention.scaling}, as its config has it, got "
+                f"{layer.self_attn.scaling}"
+            )
         return attention
 
     def _adopt_module(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> ModuleAttention:

@@ -121,8 +121,8 @@ class RequestOutput:
         outputs: ``SamplingParams.n`` outputs.
         prompt_logprobs: for each prompt token, log-probabilities by token id, None for the first token; None unless
             ``SamplingParams.prompt_logprobs`` is given.
-        num_cached_tokens: tokens of the first output that the prefix cache provided, summed over its start and its
-            restarts after preemption.
+        num_cached_tokens: prompt tokens of the first output that the prefix cache provided at its start; without
+            those of restarts after preemption. 0 until it ends.
     """
 
     request_id: str

@@ -58,7 +58,7 @@ class Request:
         num_shared_tokens: leading tokens whose pages came from the prefix cache and must not be written.
         num_registered_pages: pages that were offered to the prefix cache.
         page_hash: hash of the last registered page.
-        num_cached_tokens: tokens that the prefix cache provided, summed over starts and restarts.
+        num_cached_tokens: leading prompt tokens that the prefix cache provided at the first start; None before it.
         draft_tokens: proposed next tokens, which the next step verifies.
         verifying: whether a step in flight verifies draft tokens.
         prompt_lookup: proposes the draft tokens.
@@ -83,7 +83,7 @@ class Request:
     num_shared_tokens: int = 0
     num_registered_pages: int = 0
     page_hash: bytes = b""
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     draft_tokens: list[int] = field(default_factory=list)
     prompt_lookup: PromptLookup = field(default_factory=PromptLookup)
     verifying: bool = False

@@ -305,7 +305,8 @@ class Scheduler:
             step.swap_in += zip(host_pages, new_pages, strict=False)
             self._release_host_pages(request)
         else:
-            request.num_cached_tokens += request.num_computed_tokens
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = request.num_computed_tokens
             request.num_registered_pages, request.page_hash = 0, self.pool.root_hash(request.cache_salt)
             self.statistics.cached_tokens += request.num_computed_tokens
         request.pages += new_pages

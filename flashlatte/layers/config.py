@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
@@ -215,11 +215,10 @@ class MLAConfig:
             raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
         rope = _rope_parameters(fields, traits)
         check_fields(fields, traits)
-        max_position = max_position_embeddings(fields, traits.max_position)
         return MLAConfig(
             **{name: fields[name] for name in _SIZES},
             q_lora_rank=fields.get("q_lora_rank"),
-            rope=Rope.from_rope_parameters(rope, traits.layout(fields.get("rope_interleave", True)), max_position),
+            rope=_rope(fields, rope, traits),
             norm_eps=fields.get("rms_norm_eps", 1e-6) if traits.model_eps else 1e-6,
             attention_bias=fields.get("attention_bias") or False,
             query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
@@ -280,6 +279,15 @@ def _rope_parameters(fields: Mapping[str, Any], traits: models.Traits) -> dict[s
         fields.get("rope_theta", traits.rope_theta),
         fields.get("max_position_embeddings", traits.max_position),
     )
+
+
+def _rope(fields: Mapping[str, Any], parameters: Mapping[str, Any], traits: models.Traits) -> Rope:
+    """The rotary embedding of a config with these standardised ``rope_parameters``."""
+    layout, positions = traits.layout(fields.get("rope_interleave", True)), traits.max_position
+    rope = Rope.from_rope_parameters(parameters, layout, max_position_embeddings(fields, positions))
+    if rope.yarn is None or traits.yarn_scales_softmax:
+        return rope
+    return replace(rope, yarn=rope.yarn.of_rotation())
 
 
 def max_position_embeddings(fields: Mapping[str, Any], default: int) -> int:

@@ -86,6 +86,9 @@ def check_fields(fields: Mapping[str, Any], traits: models.Traits) -> None:
             f"rope_parameters of a {fields.get('model_type')} must have no llama_4_scaling_beta, "
             f"got {rope['llama_4_scaling_beta']}"
         )
+    if traits.has_layers and rope.get("truncate") is False:
+        # transformers looks for it beside the layer types' parameters, where it is not.
+        raise ValueError(f"truncate must be true in the yarn of a {fields.get('model_type')}, got false")
     types = (*_LAYER_TYPES, "sliding_attention") if traits.has_layers else _LAYER_TYPES
     for kind in fields.get("layer_types") or ():
         if kind not in types:

@@ -29,6 +29,7 @@ class Traits:
         scales_queries: whether queries are multiplied by a factor that grows with their position (Mistral 4).
         scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
             arXiv:2509.01322, §2.1).
+        yarn_scales_softmax: whether YaRN's ``mscale_all_dim`` also scales the softmax.
         model_eps: whether the norms of latents have the config's ``rms_norm_eps`` instead of 1e-6.
         output_gate, attn_sink, key_rope_norm: as in ``MLAConfig``.
         has_indexer: whether an indexer selects the tokens that a query attends to (DeepSeek-V3.2).
@@ -53,6 +54,7 @@ class Traits:
     index_rope_last: bool = False
     index_frequency: int = 1
     index_model_eps: bool = False
+    yarn_scales_softmax: bool = True
     model_eps: bool = False
     output_gate: str | None = None
     attn_sink: bool = False
@@ -94,6 +96,7 @@ SUPPORTED: dict[str, Traits] = {
         scales_latents=True,
         has_indexer=True,
         index_rope_layout=INTERLEAVED,
+        yarn_scales_softmax=False,
         model_eps=True,
         output_gate="head",
         key_rope_norm=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashlatte.layers import models
@@ -84,6 +84,10 @@ class Yarn:
     def softmax_factor(self) -> float:
         """The factor of the softmax scale."""
         return get_mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def of_rotation(self) -> Yarn:
+        """The same rotation, with a softmax factor of 1."""
+        return replace(self, attention_factor=self.rotation_scale, mscale=0.0, mscale_all_dim=0.0)
 
 
 def get_mscale(factor: float, mscale: float) -> float:

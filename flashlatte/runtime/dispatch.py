@@ -17,6 +17,7 @@ reasons). A kernel is imported when it first runs, so the references need neithe
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ import torch
 from flashlatte.runtime import repeat
 
 BACKENDS = ("hopper", "portable", "reference")
+# The environment variable that admits kernels that no GPU has run yet (``Implementation.untried``).
+UNTRIED = "FLASHLATTE_UNTRIED_KERNELS"
 
 Function = Callable[..., Any]
 
@@ -71,6 +74,16 @@ def accepts_all(call: CallSpec) -> str | None:
     return None
 
 
+def no_call(call: CallSpec) -> bool:
+    """The ``untried`` of an implementation that has run on a GPU."""
+    return False
+
+
+def every_call(call: CallSpec) -> bool:
+    """The ``untried`` of an implementation that has not run on a GPU."""
+    return True
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to run an operation.
@@ -80,13 +93,14 @@ class Implementation:
         load: imports and returns the function, which takes what the operation's other implementations take: a record
             of the checked arguments (``ops/<operation>/params.py``). Called once, when the implementation first runs.
         refuses: returns why the implementation cannot run a call, in words that follow "it ", or None if it can.
-        only_if_named: why it runs only calls that name it, in such words, or None if it is chosen like the others.
+        untried: returns whether the kernel that would run a call has not run on a GPU yet. It then runs only calls that
+            name the backend, with ``UNTRIED=1`` in the environment.
     """
 
     backend: str
     load: Callable[[], Function]
     refuses: Callable[[CallSpec], str | None] = accepts_all
-    only_if_named: str | None = None
+    untried: Callable[[CallSpec], bool] = no_call
 
     def __post_init__(self) -> None:
         if not self.backend.isidentifier():
@@ -149,25 +163,37 @@ def select(call: CallSpec, backend: str | None = None) -> str:
     known = _REGISTRY[call.operation]
     if backend is None:
         for name, candidate in known.items():
-            if candidate.only_if_named is None and candidate.refuses(call) is None:
+            if candidate.refuses(call) is None and not candidate.untried(call):
                 return name
         reasons = "; ".join(f"{choice.backend} {choice.refusal}" for choice in explain(call))
         raise ValueError(f"no implementation of {call.operation} can serve this call: {reasons}")
     if not isinstance(backend, str) or (backend not in known and backend not in BACKENDS):
         raise ValueError(f"backend must be one of {', '.join(_names(call.operation))} or None, got {backend!r}")
-    refusal = _refusal(call, backend)
-    if refusal is not None:
-        raise ValueError(f"backend={backend!r} cannot serve this call of {call.operation}: it {refusal}")
+    if reason := refusal(call, backend):
+        raise ValueError(f"backend={backend!r} cannot serve this call of {call.operation}: it {reason}")
     return backend
 
 
 def explain(call: CallSpec) -> list[Choice]:
     """Every backend, best first, with the reason why it does not accept the call or is not chosen for it."""
-    known = _REGISTRY[call.operation]
-    return [
-        Choice(name, _refusal(call, name) or (known[name].only_if_named if name in known else None))
-        for name in _names(call.operation)
-    ]
+    choices = []
+    for name in _names(call.operation):
+        reason = refusal(call, name)
+        if reason is None and _REGISTRY[call.operation][name].untried(call):
+            reason = "runs if backend names it"
+        choices.append(Choice(name, reason))
+    return choices
+
+
+def refusal(call: CallSpec, backend: str) -> str | None:
+    """Why a call that names ``backend`` cannot run, in words that follow "it ", or None."""
+    candidate = _REGISTRY[call.operation].get(backend)
+    if candidate is None:
+        return f"has no {call.operation} in this version"
+    reason = candidate.refuses(call)
+    if reason is None and candidate.untried(call) and os.environ.get(UNTRIED) != "1":
+        return f"has not run on a GPU yet, and needs {UNTRIED}=1 in the environment"
+    return reason
 
 
 @functools.cache
@@ -180,11 +206,6 @@ def _names(operation: str) -> tuple[str, ...]:
     """The operation's backends and the remaining ``BACKENDS``, best first."""
     own = tuple(name for name in _REGISTRY[operation] if name not in BACKENDS)
     return own + BACKENDS
-
-
-def _refusal(call: CallSpec, backend: str) -> str | None:
-    candidate = _REGISTRY[call.operation].get(backend)
-    return f"has no {call.operation} in this version" if candidate is None else candidate.refuses(call)
 
 
 def _clear_caches() -> None:

@@ -6,7 +6,6 @@ A reason continues a sentence that begins with "it ". An implementation's ``refu
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
@@ -16,8 +15,6 @@ from flashlatte.runtime.dispatch import CallSpec
 
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _INT32_LIMIT = 2**31
-# The environment variable that admits kernels that have not run on a GPU.
-UNTRIED = "FLASHLATTE_UNTRIED_KERNELS"
 
 
 def dtype(call: CallSpec, *accepted: torch.dtype) -> str | None:
@@ -25,14 +22,6 @@ def dtype(call: CallSpec, *accepted: torch.dtype) -> str | None:
     if call.dtype in accepted:
         return None
     return f"takes {', '.join(dtype_names([one]) for one in accepted)}, not {dtype_names([call.dtype])}"
-
-
-def untried(feature: str | None = None) -> str | None:
-    """The kernel has not run on a GPU (``feature``: for this feature), and the environment does not admit it."""
-    if os.environ.get(UNTRIED) == "1":
-        return None
-    with_feature = f" with {feature}" if feature else ""
-    return f"has not run on a GPU yet{with_feature}, and needs {UNTRIED}=1 in the environment"
 
 
 def triton(call: CallSpec) -> str | None:

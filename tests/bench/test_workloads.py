@@ -32,6 +32,7 @@ SMALL_PROBLEMS = (
     DenseDecode(3, 2, 8, 100, page_size=16, cache_format="fp8"),
     DenseDecode(3, 1, 8, 100, uneven=(30, 7)),
     SparseDecode("v32", 2, 2, 8, topk=24, tokens=150, page_size=64),
+    SparseDecode("v41_fp4", 2, 2, 8, topk=24, tokens=150, page_size=64),
     SparseDecode("model1", 2, 2, 8, 8, 64, 32, extra_topk=16, extra_tokens=60, extra_page_size=2, extra_varlen=True),
     SparsePrefill(512, 8, topk=16, s_kv=100, s_q=5),
     SparsePrefill(512, 8, topk=16, s_kv=100, s_q=5, overlap=0.5),

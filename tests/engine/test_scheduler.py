@@ -70,6 +70,14 @@ def test_the_end_of_a_shared_beginning_is_computed_again():
     assert request.num_cached_tokens == 13
 
 
+def test_tokens_that_a_preempted_request_finds_again_are_no_cached_prompt():
+    requests = [Request("a", [1, 1], 10), Request("b", [2, 2], 10)]
+    machine = run(requests, pages=8, page_size=2)
+    assert machine.scheduler.statistics.recomputed > 0
+    assert machine.scheduler.statistics.cached_tokens > 2
+    assert [request.num_cached_tokens for request in requests] == [0, 0]
+
+
 def test_other_salts_share_nothing():
     machine = run([Request("a", [1] * 9, 1, cache_salt="x")], pages=8)
     other = Request("b", [1] * 9, 1, cache_salt="y")

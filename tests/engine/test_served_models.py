@@ -59,6 +59,13 @@ def test_hooks_that_collect_hidden_states_are_none_of_the_engines(family):
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
+def test_a_softmax_scale_that_is_not_that_of_the_config_is_refused():
+    changed = copy.deepcopy(model())
+    changed.model.layers[1].self_attn.scaling *= 1.1
+    with pytest.raises(ValueError, match=r"^scaling of layer 1's attention must be 0\.2041.*, got 0\.2245"):
+        Engine(changed, num_pages=24, page_size=16)
+
+
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_hooks_that_the_engine_would_pass_over_are_refused(family):
     hooked = copy.deepcopy(model(family))

@@ -11,7 +11,7 @@ from gpu import harness
 from gpu.harness import DEVICE, Arguments, Results
 
 import flashlatte
-from flashlatte.runtime import refusals
+from flashlatte.runtime import dispatch
 from flashlatte.testing import oracles
 from flashlatte.testing.cases import DenseDecodeCase
 
@@ -38,7 +38,7 @@ TYPICAL = DenseDecodeCase(batch=32, s_q=2, s_k=1500, h_q=128, varlen=True, causa
 
 @pytest.fixture(autouse=True)
 def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(refusals.UNTRIED, "1")
+    monkeypatch.setenv(dispatch.UNTRIED, "1")
 
 
 def decode(arguments: Arguments, backend: str = "hopper", **options: Any) -> Results:

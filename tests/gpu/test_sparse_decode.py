@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ UNUSUAL_GRID = harness.pairwise(
             ("v32_no_rope", None, torch.bfloat16),
             ("model1", None, torch.bfloat16),
             ("v41", None, torch.bfloat16),
+            ("v41_fp4", None, torch.bfloat16),
             ("bf16", 576, torch.bfloat16),
             ("bf16", 512, torch.bfloat16),
             ("bf16", 48, torch.bfloat16),
@@ -68,6 +70,8 @@ ORACLE_CASES = (
     SparseDecodeCase(batch=3, s_q=2, s_k=900, h_q=64, topk=256),
     SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="model1", extra_topk=300, extra_s_k=700),
     SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="v41", extra_topk=300, extra_s_k=700),
+    SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="v41_fp4", extra_topk=300, extra_s_k=700),
+    SparseDecodeCase(batch=3, s_q=2, s_k=900, h_q=64, topk=256, cache_format="v41_fp4"),
     SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=128, topk=128, cache_format="v32_no_rope"),
     SparseDecodeCase(batch=2, s_q=1, s_k=700, h_q=16, topk=500, cache_format="bf16"),
 )
@@ -98,6 +102,7 @@ SMALL_CASES = (
         batch=2, s_q=1, s_k=900, h_q=16, topk=128, cache_format="v32_no_rope", extra_topk=512, extra_s_k=900
     ),
     SparseDecodeCase(batch=2, s_q=1, s_k=900, h_q=64, topk=128, cache_format="v41", extra_topk=512, extra_s_k=900),
+    SparseDecodeCase(batch=2, s_q=1, s_k=900, h_q=64, topk=128, cache_format="v41_fp4", extra_topk=512, extra_s_k=900),
 )
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 TYPICAL = SparseDecodeCase(batch=16, s_q=2, s_k=3000, h_q=128, topk=1024, varlen=True)
@@ -113,9 +118,14 @@ WITH_EXTRA = replace(
 )
 NO_ROPE = replace(TYPICAL, cache_format="v32_no_rope")
 V41_WITH_EXTRA = replace(WITH_EXTRA, cache_format="v41")
+FP4_WITH_EXTRA = replace(WITH_EXTRA, cache_format="v41_fp4")
 ON_EVERY_FORMAT = pytest.mark.parametrize(
-    "typical", [TYPICAL, NO_ROPE, WITH_EXTRA, V41_WITH_EXTRA], ids=["v32", "v32_no_rope", "model1", "v41"]
+    "typical",
+    [TYPICAL, NO_ROPE, WITH_EXTRA, V41_WITH_EXTRA, FP4_WITH_EXTRA],
+    ids=["v32", "v32_no_rope", "model1", "v41", "v41_fp4"],
 )
+# Quantised columns, and bytes of a row.
+SIZES = {"v32": (512, 656), "v32_no_rope": (512, 528), "model1": (448, 576), "v41": (512, 528), "v41_fp4": (512, 288)}
 
 
 @ON_EVERY_BACKEND
@@ -143,7 +153,7 @@ def test_queries_that_select_nothing(
 ) -> None:
     shape: Arguments = {"batch": 6, "s_q": 3, "h_q": 64, "scope": scope, "extra": scope}
     pages: Arguments = {"page_size": page_size, "extra_page_size": page_size}
-    for cache_format in ("v32", "v32_no_rope", "model1", "v41"):
+    for cache_format in SIZES:
         row = shape | pages | nothing | {"attn_sink": attn_sink, "cache_format": cache_format}
         check(case_of(row).inputs(DEVICE), backend)
 
@@ -180,8 +190,8 @@ def test_nan_number_in_a_small_call(case: SparseDecodeCase, column: int, backend
     slot = int(indices[0, 0, 5])
     selected = (indices == slot).any(dim=-1)
     page, offset = divmod(slot, case.page_size)
-    row_bytes = {"v32": 656, "v32_no_rope": 528, "model1": 576, "v41": 528}[case.cache_format]
-    arguments["k_cache"][page].view(torch.uint8).flatten()[offset * row_bytes + column] = 0xFF
+    byte = offset * SIZES[case.cache_format][1] + byte_of(case.cache_format, column)
+    arguments["k_cache"][page].view(torch.uint8).flatten()[byte] = 0xFF
     out = decode(arguments, backend)["out"]
     assert out[selected].isnan().all()
     assert out[~selected].isfinite().all()
@@ -217,8 +227,7 @@ def test_scales_that_are_no_powers_of_two(backend: str) -> None:
 @ON_EVERY_FORMAT
 def test_nan_numbers_under_finite_scales(typical: SparseDecodeCase, h_q: int, backend: str) -> None:
     """A NaN for each place in a token, one in each request: who selects it is NaN, and nobody else changes."""
-    sizes = {"v32": (512, 656), "v32_no_rope": (512, 528), "model1": (448, 576), "v41": (512, 528)}
-    numbers, row_bytes = sizes[typical.cache_format]
+    numbers, row_bytes = SIZES[typical.cache_format]
     case = replace(typical, batch=numbers, s_k=300, topk=128, h_q=h_q, extra_page_size=61, attn_sink=False)
     arguments = case.inputs(DEVICE)
     clean = decode(arguments, backend)
@@ -233,7 +242,7 @@ def test_nan_numbers_under_finite_scales(typical: SparseDecodeCase, h_q: int, ba
         slots = indices[place, 0, chosen].long().where(counts[:, 0].any(dim=-1), -1)
         damaged = cache.clone()
         here = slots >= 0
-        in_page = slots % page_size * row_bytes + place
+        in_page = slots % page_size * row_bytes + byte_of(case.cache_format, place)
         bytes_of_pages = damaged.view(torch.uint8).flatten(1)
         bytes_of_pages[(slots // page_size)[here], in_page[here]] = torch.where(place % 2 == 0, 0x7F, 0xFF)[here].byte()
         selected = (counts & torch.isin(indices, slots)).any(dim=-1)
@@ -338,6 +347,11 @@ def case_of(row: Arguments) -> SparseDecodeCase:
     if row["extra"] is not None:
         fields["extra_s_k"], fields["extra_topk"] = row["extra"]
     return SparseDecodeCase(**fields)
+
+
+def byte_of(cache_format: str, column: Any) -> Any:
+    """The byte of a token that makes a column NaN if it is 0x7F or 0xFF: the column's own, or in fp4 its scale."""
+    return 256 + column // 16 if cache_format == "v41_fp4" else column
 
 
 def decode(arguments: Arguments, backend: str, outputs: Arguments | None = None) -> Results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,27 @@ def test_frequencies_of_deepseek_v4_are_transformers(case):
             torch.testing.assert_close(inverse_frequencies(layer.rope, layer.rope_dim), frequencies, rtol=1e-5, atol=0)
             scale = 1.0 if layer.rope.yarn is None else layer.rope.yarn.rotation_scale
             assert scale == pytest.approx(getattr(rotary, f"{name}_attention_scaling"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"attention_factor": 1.25}], ids=str)
+def test_frequencies_and_softmax_scale_of_dots3_note_are_transformers(changes):
+    from support.engine_models import model
+
+    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "mscale_all_dim": 1.3} | changes
+    stock: Any = model.__wrapped__("Dots3Note", rope_parameters=yarn)
+    for layer, kind in enumerate(("indexed_attention", "sliding_attention")):
+        config = MLAConfig.from_transformers(stock.config, layer)
+        assert config.softmax_scale == stock.model.layers[layer].self_attn.scaling
+        assert config.rope.yarn is not None
+        assert config.rope.yarn.rotation_scale == getattr(stock.model.rotary_emb, f"{kind}_attention_scaling")
+        expected = getattr(stock.model.rotary_emb, f"{kind}_inv_freq")
+        torch.testing.assert_close(inverse_frequencies(config.rope, config.qk_rope_head_dim), expected)
+
+
+def test_a_yarn_of_dots3_note_whose_bounds_are_not_rounded_is_refused():
+    from support.engine_models import model
+
+    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "truncate": False}
+    stock = model.__wrapped__("Dots3Note", rope_parameters=yarn)
+    with pytest.raises(ValueError, match=r"^truncate must be true in the yarn of a dots3_note_text, got false"):
+        MLAConfig.from_transformers(stock.config, 0)

@@ -134,6 +134,9 @@ MORE_HOPPER = [
             {"form": "model1", "heads": 192, **LENGTHS},
             {"form": "model1", "page_size": 61, "out_pad": 1, **LENGTHS},
             {"form": "model1", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
+            {"form": "v41_fp4", **LENGTHS},
+            {"form": "v41_fp4", "heads": 192, **LENGTHS},
+            {"form": "v41_fp4", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
             {"form": "bf16", "batch": 128},
             {"form": "bf16", "head_dim": 512, **LENGTHS},
         )

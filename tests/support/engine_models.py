@@ -192,15 +192,10 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     # Arguments are tuples, which can be cached.
     sizes = {name: [*size] if isinstance(size, tuple) else size for name, size in sizes.items() if name not in absent}
     config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
-    name = CLASSES.get(family, family)
-    # Vectors keep what transformers draws, which must not depend on earlier tests.
-    torch.manual_seed(1)
-    if hasattr(transformers, f"{name}ForCausalLM"):
-        made = getattr(transformers, f"{name}ForCausalLM")(config)
-    else:
-        vision = VISION | ({"out_hidden_size": config.hidden_size} if family == "HYV4VL" else {})
-        whole = getattr(transformers, f"{family}Config")(text_config=config.to_dict(), vision_config=vision)
-        made = getattr(transformers, f"{family}ForConditionalGeneration")(whole)
+    # Some parameters of linear attention keep the values with which transformers initialises them.
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        made = _initialised(transformers, family, config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in made.named_parameters():
@@ -212,6 +207,16 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
                 gain = 4.0 if "q_b_proj" in name or "o_proj" in name else 1.0
                 weight.normal_(0.0, gain / weight.shape[-1] ** 0.5, generator=generator)
     return made.eval()
+
+
+def _initialised(transformers: Any, family: str, config: Any) -> Any:
+    """A model of the language model's config, with the model around it if transformers has none without."""
+    name = CLASSES.get(family, family)
+    if hasattr(transformers, f"{name}ForCausalLM"):
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+    vision = VISION | ({"out_hidden_size": config.hidden_size} if family == "HYV4VL" else {})
+    whole = getattr(transformers, f"{family}Config")(text_config=config.to_dict(), vision_config=vision)
+    return getattr(transformers, f"{family}ForConditionalGeneration")(whole)
 
 
 def generated_by_transformers(family: str, prompt: list[int], count: int, **options: Any) -> list[int]:

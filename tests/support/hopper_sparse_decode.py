@@ -39,6 +39,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "v41, ranges": {"form": "v41", **LENGTHS},
     "v41, ranges, alone": {"form": "v41", "heads": 192, **LENGTHS},
     "v41, blocks": {"form": "v41", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
+    "v41_fp4, ranges": {"form": "v41_fp4", **LENGTHS},
+    "v41_fp4, ranges, alone": {"form": "v41_fp4", "heads": 192, **LENGTHS},
+    "v41_fp4, blocks": {"form": "v41_fp4", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
     "bf16 576, whole items": {"form": "bf16", "batch": 128},
     "bf16 512, ranges": {"form": "bf16 512", **LENGTHS},
 }

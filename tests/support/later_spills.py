@@ -60,6 +60,7 @@ _SPILLS: dict[str, tuple[int | None, int | None]] = {
     "sparse_decode producer v32, ranges": (10, 13),
     "sparse_decode producer v32, ranges of one length": (None, 3),
     "sparse_decode producer v41, ranges": (None, 4),
+    "sparse_decode producer v41_fp4, ranges": (2, 5),
     "sparse_prefill hopper 90, head_dim 512": (4, None),
     "sparse path 80, dense_decode, bf16, 128 heads": (28, None),
     "sparse path 80, sparse_decode, model1, 64 heads": (22, None),

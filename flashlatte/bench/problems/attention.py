@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from flashlatte import kv_cache
 from flashlatte.bench.problems.base import Problem
 
 
@@ -73,7 +74,7 @@ class SparseDecode(Problem):
 
     @property
     def head_dim(self) -> int:
-        return 512 if self.cache_format == "model1" else 576
+        return kv_cache.get_format(self.cache_format).head_dim
 
 
 @dataclass(frozen=True)

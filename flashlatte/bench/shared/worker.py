@@ -84,8 +84,8 @@ class Worker:
         workload = prepare(problem if self.device.type == "cuda" else problem.scaled_down(), self.device)
         if self.options.backend is None:
             return workload, dispatch.select(workload.call)
-        choices = {choice.backend: choice.refusal for choice in dispatch.explain(workload.call)}
-        return None if choices[self.options.backend] is not None else (workload, self.options.backend)
+        refusal = dispatch.refusal(workload.call, self.options.backend)
+        return None if refusal is not None else (workload, self.options.backend)
 
 
 def say(**line: Any) -> None:

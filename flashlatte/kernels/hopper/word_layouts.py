@@ -16,15 +16,17 @@ THREADS = gl.constexpr(4)
 
 @gluon.constexpr_function
 def words_layout(GROUPS, WIDTH):
-    """Layout of words [64, GROUPS, WIDTH] of 256, 128 or 64 columns: a thread holds pieces of 16 bytes of two tokens.
+    """Layout of words [64, GROUPS, WIDTH]: a thread holds pieces of 16 bytes of two tokens, or of 8 if WIDTH is 8.
 
-    Eight threads that store together hold 128 adjacent bytes of bf16 of two tokens, in different banks.
+    Eight threads that store together hold 128 adjacent bytes of bf16 of two tokens, in different banks: a piece is 16
+    values, of one byte or of half of one.
     """
+    piece = min(WIDTH // THREADS, 4)
     more = [[0, 0, 16]] if WIDTH == 32 else []
     more += [[0, bit, 0] for bit in (1, 2) if bit < GROUPS]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], *more, [32, 0, 0]],
-        lane_bases=[[0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        reg_bases=[*([0, 0, bit] for bit in (1, 2) if bit < piece), *more, [32, 0, 0]],
+        lane_bases=[[0, 0, piece], [0, 0, 2 * piece], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         warp_bases=[[8, 0, 0], [16, 0, 0]],
         block_bases=[],
         shape=[64, GROUPS, WIDTH],

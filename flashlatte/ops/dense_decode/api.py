@@ -27,8 +27,6 @@ _PRECISIONS = (None, "fp8")
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
-    if call.optional_features and (reason := refusals.untried(call.optional_features)):
-        return reason
     if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.capability(call, 9, 0):
         return reason
     if call.cache_format is not None and not _hopper_reads(format_class(call.cache_format)):
@@ -38,6 +36,10 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
         or refusals.head_dims(call, (576, 512), (512, 512))
         or refusals.unaligned(call, _HOPPER_ALIGNMENT)
     )
+
+
+def _is_untried_on_hopper(call: dispatch.CallSpec) -> bool:
+    return call.optional_features is not None
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
@@ -64,7 +66,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, _is_untried_on_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.dense_decode),
 )
@@ -116,7 +118,7 @@ def dense_decode(
             only) multiplies in e4m3: each row of q is rounded to e4m3 with a scale, and so are the probabilities. Its
             error is about 15 times that of None if the weights of a query are similar, 25 times if few keys dominate
             (docs/guide/numerics.md). Only "hopper" and "reference" have it. The kernel of "hopper" has not run on a GPU
-            yet, and needs ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
+            yet: it must be named, with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 

@@ -33,8 +33,7 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
-        refusals.untried()
-        or refusals.dtype(call, torch.bfloat16, torch.float16)
+        refusals.dtype(call, torch.bfloat16, torch.float16)
         or refusals.capability(call, 9, 0)
         or refusals.head_dims(call, (576, 512), (512, 512))
         or refusals.unaligned(call)
@@ -56,7 +55,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     BACKWARD,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, only_if_named="runs if backend names it"),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, dispatch.every_call),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.backward),
 )

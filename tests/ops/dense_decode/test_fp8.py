@@ -10,7 +10,7 @@ import torch
 
 from flashlatte import dense_decode
 from flashlatte.ops.dense_decode import fp8
-from flashlatte.runtime import dispatch, machine, refusals
+from flashlatte.runtime import dispatch, machine
 from flashlatte.testing import oracles
 from flashlatte.testing.cases import DenseDecodeCase
 
@@ -99,7 +99,8 @@ def test_portable_has_no_fp8() -> None:
         dense_decode(**CASE.inputs(), precision="fp8", backend="portable")
 
 
-def test_hopper_must_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(machine.interpreting(), reason="hopper does not run in the interpreter")
+def test_hopper_must_be_named_and_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel has not run on a GPU. Calls without a precision are not concerned."""
     monkeypatch.setattr(machine, "compute_capability", lambda _: (9, 0))
     call = dispatch.CallSpec(
@@ -107,10 +108,10 @@ def test_hopper_must_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
         head_dim_v=512, h_q=128, h_kv=1,
     )  # fmt: skip
     fp8_call = replace(call, optional_features="precision='fp8'")
-    monkeypatch.delenv(refusals.UNTRIED, raising=False)
-    refused = r"it has not run on a GPU yet with precision='fp8', and needs FLASHLATTE_UNTRIED_KERNELS=1"
+    monkeypatch.delenv(dispatch.UNTRIED, raising=False)
+    refused = r"it has not run on a GPU yet, and needs FLASHLATTE_UNTRIED_KERNELS=1"
     with pytest.raises(ValueError, match=refused):
         dispatch.select(fp8_call, "hopper")
-    monkeypatch.setenv(refusals.UNTRIED, "1")
-    if not machine.interpreting():
-        assert dispatch.select(fp8_call, "hopper") == dispatch.select(call, "hopper") == "hopper"
+    monkeypatch.setenv(dispatch.UNTRIED, "1")
+    assert dispatch.select(fp8_call, "hopper") == dispatch.select(call) == "hopper"
+    assert dispatch.select(fp8_call) == "reference"

@@ -12,7 +12,7 @@ from support.marks import mostly_full
 
 from flashlatte import sparse_attention
 from flashlatte.ops.sparse_attention import api
-from flashlatte.runtime import dispatch, machine, refusals
+from flashlatte.runtime import dispatch, machine
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import SparsePrefillCase
 
@@ -113,7 +113,7 @@ def test_runs_only_if_named(monkeypatch):
     call = dispatch.CallSpec(api.BACKWARD, device, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128)
     with pytest.raises(ValueError, match="it has not run on a GPU yet, and needs FLASHLATTE_UNTRIED_KERNELS=1"):
         dispatch.select(call, "hopper")
-    monkeypatch.setenv(refusals.UNTRIED, "1")
+    monkeypatch.setenv(dispatch.UNTRIED, "1")
     assert dispatch.select(call) == "portable"
     assert dispatch.select(call, "hopper") == "hopper"
     with pytest.raises(ValueError, match="it takes up to 128 heads, not 129"):

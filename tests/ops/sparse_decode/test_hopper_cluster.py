@@ -20,7 +20,14 @@ from flashlatte.ops.sparse_decode.hopper import launch
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
-CLUSTERS = ("v32, whole items", "v32, ranges", "v32, ranges of one length", "model1, ranges", "v41, ranges")
+CLUSTERS = (
+    "v32, whole items",
+    "v32, ranges",
+    "v32, ranges of one length",
+    "model1, ranges",
+    "v41, ranges",
+    "v41_fp4, ranges",
+)
 
 
 @pytest.fixture

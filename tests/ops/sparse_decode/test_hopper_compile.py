@@ -97,6 +97,22 @@ def test_loads_are_16_bytes_wide(compiled, name):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["v41_fp4, ranges", "v41_fp4, ranges, alone"])
+def test_loads_of_fp4_are_8_bytes_wide(compiled, name):
+    """As many loads as over v41, of half the width, and stores of 16 bytes."""
+    code = compiled(name)
+    loads = Counter(re.findall(r"\bLDG\.E(\.\w+)?", code.sass))
+    stores = Counter(re.findall(r"\bSTS(\.\w+)?", code.sass))
+    if name.endswith("alone"):
+        assert loads[".64"] >= (2 * 256 + 128) * 64 // (8 * 128)
+        assert stores[".128"] >= 2 * 1024 * 64 // (16 * 128)
+    else:
+        assert loads[".64"] >= 3 * 256 * 32 // (8 * 128)
+        assert stores[".128"] >= 2 * 1024 * 32 // (16 * 128)
+    assert loads[".128"] >= 4
+
+
+@pytest.mark.full
 def test_a_misaligned_page_costs_width_not_correctness(compiled):
     code = compiled("model1, odd pages")
     assert not re.search(r"\bLDG\.E\.128\b", code.sass)
@@ -241,6 +257,7 @@ def test_pages_by_multiplication(page_size):
         (64 * 528, 528, "v32_no_rope", 16, True),
         (64 * 528, 528, "v41", 16, True),
         (65 * 528, 528, "v41", 16, False),
+        (64 * 288, 288, "v41_fp4", 16, True),
         (64 * 1152, 1152, "bf16", 16, True),
         (64 * 2304, 2304, "bf16", 16, True),
     ],
@@ -277,7 +294,8 @@ def test_refusals(monkeypatch):
     assert "not 48 with 32" in (refusal("bf16", 48, 32) or "")
     assert refusal("bf16", 576, rows_aligned=False) == "takes tensors whose rows begin at multiples of 16 bytes"
     assert refusal("v32", 576, rows_aligned=False) == "takes tensors whose rows begin at multiples of 4 bytes"
-    assert "not v41_fp4" in (refusal("v41_fp4", 512) or "")
+    assert "has not run on a GPU yet" in (refusal("v41_fp4", 512) or "")
+    assert "not nvfp4_ds_mla" in (refusal("nvfp4_ds_mla", 576) or "")
     assert refusal("v41", 512, extra="v41_fp4") == ("takes a second cache in the first one's format v41, not v41_fp4")
 
 

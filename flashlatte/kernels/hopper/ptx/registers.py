@@ -36,10 +36,10 @@ def materialize(tile):
 
 
 @gluon.constexpr_function
-def _loaded_asm(count):
-    # Operands: 0 to count - 1 the words, tied to count to 2 count - 1. One word of each 16 loaded bytes is enough. The
-    # grid has one axis, so z is 0 and the branch is never taken; loads do not move across it.
-    gather = [f"or.b32 t, t, ${i};" for i in range(0, count, 4 if count >= 8 else 1)]
+def _loaded_asm(count, width):
+    # Operands: 0 to count - 1 the words, tied to count to 2 count - 1. One word of each load is enough. The grid has
+    # one axis, so z is 0 and the branch is never taken; loads do not move across it.
+    gather = [f"or.b32 t, t, ${i};" for i in range(0, count, width if count >= 8 else 1)]
     begin = ["{ .reg .b32 t, z; .reg .pred p;", "mov.u32 z, %ctaid.y;", "mov.b32 t, 0;"]
     return " ".join([*begin, *gather, "and.b32 t, t, z;", "setp.ne.u32 p, t, 0;", "@p trap; }"])
 
@@ -50,15 +50,15 @@ def _words_each(TENSORS):
 
 
 @gluon.jit
-def wait_loads(tensors, PACK: gl.constexpr):
-    """The same tuple of words, PACK per thread, after their loads have completed.
+def wait_loads(tensors, PACK: gl.constexpr, WIDTH: gl.constexpr = 4):
+    """The same tuple of words, PACK per thread, after their loads of WIDTH words each have completed.
 
     ptxas has six scoreboards for pending loads and assigns several loads to one. Without this, the first use of a word
     would also wait for loads that were issued just before. Assumes a grid with one axis.
     """
     COUNT: gl.constexpr = len(tensors) * PACK
     return gl.inline_asm_elementwise(
-        _loaded_asm(COUNT),
+        _loaded_asm(COUNT, WIDTH),
         in_place_constraints("r", COUNT),
         tensors,
         _words_each(len(tensors)),

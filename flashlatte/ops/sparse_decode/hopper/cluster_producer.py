@@ -27,11 +27,12 @@ from flashlatte.kernels.hopper.mla_tiles import (
     RIGHT,
 )
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
-from flashlatte.kernels.hopper.ptx import e4m3
+from flashlatte.kernels.hopper.ptx import e2m1, e4m3
 from flashlatte.kernels.hopper.ptx.registers import wait_loads
 from flashlatte.kernels.hopper.word_layouts import THREADS
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
+    FP4_SCALES,
     SCALES,
     arrive_full,
     copy_rope,
@@ -40,7 +41,7 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     locate,
     publish_mask,
 )
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, V32, V41
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, V32, V41, V41_FP4
 
 
 @gluon.constexpr_function
@@ -55,8 +56,9 @@ def _own_layout(WIDTH, REGISTERS, LANES):
     )
 
 
-# 64 columns as words of e4m3 (16 bytes per thread) and as words of bf16; the four words of scales of v32 or v41.
+# 64 columns as words of e4m3 (16 bytes per thread), of e2m1 (8 bytes) and of bf16; four words of scales.
 _PIECE = gl.constexpr(_own_layout(16, [1, 2], [4, 8]))
+_FP4_PIECE = gl.constexpr(_own_layout(8, [1], [2, 4]))
 _BF16_PIECE = gl.constexpr(_own_layout(32, [1, 2, 4], [8, 16]))
 _OWN_SCALES = gl.constexpr(_own_layout(4, [1, 2], [0, 0]))
 _TOKENS = gl.constexpr(gl.SliceLayout(1, _PIECE))
@@ -66,7 +68,7 @@ class ClusterBlock(NamedTuple):
     """This CTA's tokens [32] of a block, as stored in the cache.
 
     Attributes:
-        pieces: words [32, 16] of 64 columns each.
+        pieces: words [32, 16], or [32, 8] (v41_fp4), of 64 columns each.
         scales: words [32] of one scale each (v32), or of four.
     """
 
@@ -81,18 +83,26 @@ def _own_tokens(x):
     return gl.convert_layout(own, _TOKENS, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def _piece_layout(FORMAT):
+    return _FP4_PIECE.value if FORMAT == V41_FP4 else _PIECE.value
+
+
 @gluon.jit
-def _load_piece(words, FIRST: gl.constexpr, CONFIG: gl.constexpr):
-    word = FIRST + gl.arange(0, 16, gl.SliceLayout(0, _PIECE))
+def _load_piece(words, PIECE: gl.constexpr, CONFIG: gl.constexpr):
+    LAYOUT: gl.constexpr = _piece_layout(CONFIG.format)
+    WIDTH: gl.constexpr = LAYOUT.shape[1]
+    words = gl.convert_layout(words, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    word = WIDTH * PIECE + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     # The compiler does not see that tokens are aligned through ``_own_tokens``.
     ALIGNMENT: gl.constexpr = CONFIG.alignment
     return gl.load(gl.multiple_of(words[:, None] + word[None, :], [1, ALIGNMENT]))
 
 
 @gluon.jit
-def _load_four_scales(words, valid, CONFIG: gl.constexpr):
+def _load_four_scales(words, valid, FIRST: gl.constexpr, CONFIG: gl.constexpr):
     tokens: gl.constexpr = gl.SliceLayout(1, _OWN_SCALES)
-    scale = SCALES + gl.arange(0, 4, gl.SliceLayout(0, _OWN_SCALES))
+    scale = FIRST + gl.arange(0, 4, gl.SliceLayout(0, _OWN_SCALES))
     pointers = gl.convert_layout(words, tokens, assert_trivial=True)[:, None] + scale[None, :]
     ALIGNMENT: gl.constexpr = CONFIG.alignment
     pointers = gl.multiple_of(pointers, [1, ALIGNMENT])
@@ -110,9 +120,12 @@ def _load_block(rows, CONFIG: gl.constexpr):
     valid = _own_tokens(rows.valid)
     pieces = ()
     for piece in gl.static_range(7 if CONFIG.format == MODEL1 else 8):
-        pieces += (_load_piece(words, 16 * piece, CONFIG),)
-    if CONFIG.format != MODEL1:
-        return ClusterBlock(pieces, _load_four_scales(words, valid, CONFIG))
+        pieces += (_load_piece(words, piece, CONFIG),)
+    if CONFIG.format == V41_FP4:
+        scales = _load_four_scales(words, valid, FP4_SCALES, CONFIG)
+        return ClusterBlock(pieces, scales + _load_four_scales(words, valid, FP4_SCALES + 4, CONFIG))
+    elif CONFIG.format != MODEL1:
+        return ClusterBlock(pieces, _load_four_scales(words, valid, SCALES, CONFIG))
     else:
         scales = _own_tokens(rows.scales)
         return ClusterBlock(pieces, (gl.load(scales, mask=valid, other=0), gl.load(scales + 1, mask=valid, other=0)))
@@ -120,22 +133,33 @@ def _load_block(rows, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_block(block):
-    return ClusterBlock(wait_loads(block.pieces, 4), wait_loads(block.scales, 1))
+    WIDTH: gl.constexpr = block.pieces[0].shape[1] // THREADS
+    return ClusterBlock(wait_loads(block.pieces, WIDTH, WIDTH), wait_loads(block.scales, 1))
 
 
 @gluon.jit
 def _first_scale(block, rows, CONFIG: gl.constexpr):
-    """The first scale of each token, or NaN if the token is selected and has a NaN in any column."""
+    """The first scale of each token, or NaN if the token is selected and has a NaN in any column; values of v41_fp4 are
+    never NaN."""
     scale = block.scales[0]
-    nan = e4m3.has_nan(block.pieces, 16 // THREADS) & _own_tokens(rows.valid)
-    nan = gl.convert_layout(nan, scale.type.layout, assert_trivial=True)
-    return gl.where(nan, e4m3.NAN_FLOAT if CONFIG.format == V32 else e4m3.NAN_EXPONENTS, scale)
+    if CONFIG.format == V41_FP4:
+        return scale
+    else:
+        nan = e4m3.has_nan(block.pieces, 16 // THREADS) & _own_tokens(rows.valid)
+        nan = gl.convert_layout(nan, scale.type.layout, assert_trivial=True)
+        return gl.where(nan, e4m3.NAN_FLOAT if CONFIG.format == V32 else e4m3.NAN_EXPONENTS, scale)
 
 
 @gluon.jit
 def _with_first_scale(block, scale):
     first = (scale,)
     return ClusterBlock(block.pieces, first + block.scales[1:])
+
+
+@gluon.constexpr_function
+def _groups(FORMAT):
+    """Groups of a piece's columns that have a scale each."""
+    return {V41.value: 2, V41_FP4.value: 4}.get(int(FORMAT), 1)
 
 
 @gluon.jit
@@ -145,6 +169,9 @@ def _factors(scales, PIECE: gl.constexpr, GROUPS: gl.constexpr, LAYOUT: gl.const
     if CONFIG.format == V32:
         scale = gl.convert_layout(scales[PIECE // 2], tokens, assert_trivial=True)
         return e4m3.factor_of_float(scale.to(gl.float32, bitcast=True))[:, None]
+    elif CONFIG.format == V41_FP4:
+        scale = gl.convert_layout(scales[PIECE], tokens, assert_trivial=True)
+        return e2m1.factor_of_scale(scale[:, None], gl.arange(0, GROUPS, gl.SliceLayout(0, LAYOUT))[None, :])
     else:
         FIRST: gl.constexpr = PIECE * GROUPS
         low, high = e4m3.split_exponents(scales[FIRST // 4])
@@ -156,11 +183,12 @@ def _factors(scales, PIECE: gl.constexpr, GROUPS: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def _dequantize(words, scales, PIECE: gl.constexpr, CONFIG: gl.constexpr):
-    """Dequantize words [32, 16] of a piece to pairs of bf16 [32, 32]."""
-    GROUPS: gl.constexpr = 2 if CONFIG.format == V41 else 1
-    words = words.reshape([OWN_TOKENS, GROUPS, 16 // GROUPS])
+    """Dequantize the words [32, n] of a piece to pairs of bf16 [32, 32]."""
+    GROUPS: gl.constexpr = _groups(CONFIG.format)
+    words = words.reshape([OWN_TOKENS, GROUPS, words.shape[1] // GROUPS])
     factors = _factors(scales, PIECE, GROUPS, gl.SliceLayout(2, words.type.layout), CONFIG)
-    return gl.convert_layout(e4m3.dequantize(words, factors), _BF16_PIECE, assert_trivial=True)
+    pairs = e2m1.dequantize(words, factors) if CONFIG.format == V41_FP4 else e4m3.dequantize(words, factors)
+    return gl.convert_layout(pairs, _BF16_PIECE, assert_trivial=True)
 
 
 @gluon.constexpr_function

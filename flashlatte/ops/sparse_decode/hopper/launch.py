@@ -14,7 +14,7 @@ from flashlatte.ops.sparse_decode.hopper import schedule
 from flashlatte.ops.sparse_decode.hopper.consumers import SparseDecodeQuery
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
 from flashlatte.ops.sparse_decode.hopper.rows import CacheSelection
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, producer_warps
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, V41_FP4, producer_warps
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
@@ -134,7 +134,9 @@ def sparse_decode(params: SparseDecodeParams) -> None:
 def _kind(layout: CacheFormat) -> int:
     if layout.tiling is not None:
         return (MODEL1 if layout.tiling.e8m0 else V32).value
-    return (PLAIN if layout.block_scaling is None else V41).value
+    if layout.block_scaling is not None:
+        return (V41_FP4 if layout.block_scaling.fp4 else V41).value
+    return PLAIN.value
 
 
 @functools.lru_cache(maxsize=4096)

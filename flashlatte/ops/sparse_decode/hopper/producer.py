@@ -33,11 +33,12 @@ from flashlatte.kernels.hopper.mla_tiles import (
     RIGHT,
     half_of,
 )
-from flashlatte.kernels.hopper.ptx import copies, e4m3
+from flashlatte.kernels.hopper.ptx import copies, e2m1, e4m3
 from flashlatte.kernels.hopper.ptx.registers import opaque, wait_loads
 from flashlatte.kernels.hopper.word_layouts import THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
+    FP4_SCALES,
     PLAIN_ROPE,
     SCALES,
     arrive_full,
@@ -49,18 +50,19 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     publish_mask,
     token_bytes,
 )
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, V41_FP4
 
-# Cache lines [64, 8] of 128 bytes of the rows.
-_LINES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 4], [32, 0]],
+
+@gluon.constexpr_function
+def _lines_layout(NUMBER):
+    """Layout of the first NUMBER cache lines, 4 or 8, of 64 rows."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[*([0, line] for line in (4,) if line < NUMBER), [32, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[8, 0], [16, 0]],
         block_bases=[],
-        shape=[64, 8],
+        shape=[64, NUMBER],
     )
-)
 
 
 class KeyHalf(NamedTuple):
@@ -68,7 +70,8 @@ class KeyHalf(NamedTuple):
 
     Attributes:
         pieces: words [64, groups, n] of one or two pieces (``_piece_layout``).
-        scales: words [64, 2] of each token (v32, v41), or [64], one word with the half's four scales (model1).
+        scales: words [64, 2] of each token (v32, v41), [64, 4] (v41_fp4), or [64], one word with the half's four scales
+            (model1).
     """
 
     pieces: Any
@@ -77,8 +80,10 @@ class KeyHalf(NamedTuple):
 
 @gluon.constexpr_function
 def _piece_layout(PIECE, SIDE, FORMAT):
-    """Layout of a piece, with groups of 128 columns or, in model1, 64. The right half of model1 has three groups, in
-    two pieces."""
+    """Layout of a piece, with groups of 128 columns or, in model1 and v41_fp4, 64. The right half of model1 has three
+    groups, in two pieces."""
+    if FORMAT == V41_FP4:
+        return words_layout(4, 8)
     if FORMAT != MODEL1:
         return words_layout(2, 32)
     return words_layout((2, 1)[PIECE] if SIDE == RIGHT else 4, 16)
@@ -103,14 +108,17 @@ def load_half(rows, SIDE: gl.constexpr, CONFIG: gl.constexpr):
         return rows
     else:
         LAYOUT: gl.constexpr = _piece_layout(0, SIDE, CONFIG.format)
-        pieces = (_load_piece(rows, SIDE * 64, LAYOUT),)
+        FIRST: gl.constexpr = SIDE * (32 if CONFIG.format == V41_FP4 else 64)
+        pieces = (_load_piece(rows, FIRST, LAYOUT),)
         if SIDE == RIGHT and CONFIG.format == MODEL1:
             pieces += (_load_piece(rows, SIDE * 64 + 32, _piece_layout(1, SIDE, CONFIG.format)),)
         if CONFIG.format == MODEL1:
             return KeyHalf(pieces, gl.load(rows.scales + SIDE, mask=rows.valid, other=0))
         else:
-            group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-            pointers = _per_group(rows.words, LAYOUT) + (SCALES + 2 * SIDE + group)[None, :]
+            NUMBER: gl.constexpr = LAYOUT.shape[1]
+            FIRST_SCALE: gl.constexpr = (FP4_SCALES if CONFIG.format == V41_FP4 else SCALES) + NUMBER * SIDE
+            group = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+            pointers = _per_group(rows.words, LAYOUT) + (FIRST_SCALE + group)[None, :]
             pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
             return KeyHalf(pieces, gl.load(pointers, mask=mask, other=0))
 
@@ -121,6 +129,18 @@ def _of_four(x, LAYOUT: gl.constexpr):
     first, last = gl.split(x)
     group = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :]
     return gl.where(group < 4, _per_group(first, LAYOUT), _per_group(last, LAYOUT))
+
+
+@gluon.jit
+def _dequantize_fp4(half):
+    # A group has four scales, and a scale is for two words.
+    words = half.pieces[0].reshape([KEYS, 4, 4, 2])
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, words.type.layout)
+    scales = gl.convert_layout(half.scales, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    factor = e2m1.factor_of_scale(scales[:, :, None], number[None, None, :]).reshape([KEYS, 16])
+    words = words.reshape([KEYS, 16, 2])
+    return e2m1.dequantize(words, gl.convert_layout(factor, gl.SliceLayout(2, words.type.layout), assert_trivial=True))
 
 
 @gluon.jit
@@ -147,9 +167,11 @@ def fill(tile, half, CONFIG: gl.constexpr):
     """Dequantize half of a block into its tile."""
     target = words_of(tile)
     scales = half.scales
-    if CONFIG.format != V32:
+    if CONFIG.format == MODEL1 or CONFIG.format == V41:
         scales = e4m3.split_exponents(scales)
-    if len(half.pieces) == 1:
+    if CONFIG.format == V41_FP4:
+        target.store(_dequantize_fp4(half))
+    elif len(half.pieces) == 1:
         target.store(_dequantize(half.pieces[0], scales, 0, CONFIG))
     else:
         target.slice(0, 64, dim=1).store(_dequantize(half.pieces[0], scales, 0, CONFIG))
@@ -173,9 +195,9 @@ def _fill_half(k, full, half, rows, SIDE: gl.constexpr, FULL: gl.constexpr, CONF
 
 
 @gluon.jit
-def _loaded(words, THREADS_OF_ONE: gl.constexpr):
-    """``words`` after their loads have completed; each word is held by THREADS_OF_ONE threads."""
-    (words,) = wait_loads((words,), words.numel * THREADS_OF_ONE // 128)
+def _loaded(words, THREADS_OF_ONE: gl.constexpr, WIDTH: gl.constexpr = 4):
+    """``words`` after their loads of WIDTH words have completed; each word is held by THREADS_OF_ONE threads."""
+    (words,) = wait_loads((words,), words.numel * THREADS_OF_ONE // 128, WIDTH)
     return words
 
 
@@ -186,7 +208,7 @@ def wait_half(half, CONFIG: gl.constexpr):
     else:
         pieces = ()
         for i in gl.static_range(len(half.pieces)):
-            pieces += (_loaded(half.pieces[i], 1),)
+            pieces += (_loaded(half.pieces[i], 1, 2 if CONFIG.format == V41_FP4 else 4),)
         return KeyHalf(pieces, _loaded(half.scales, THREADS))
 
 
@@ -202,8 +224,8 @@ def _selected_nan(words, rows):
 
 @gluon.jit
 def propagate_nan(half, rows, CONFIG: gl.constexpr):
-    """Half of a block, with NaN as the scale of selected tokens with a NaN in it."""
-    if CONFIG.format == PLAIN:
+    """Half of a block, with NaN as the scale of selected tokens with a NaN in it; values of v41_fp4 are never NaN."""
+    if CONFIG.format == PLAIN or CONFIG.format == V41_FP4:
         return half
     else:
         nan = _selected_nan(half.pieces[0], rows)
@@ -223,8 +245,10 @@ def _prefetch(rows, CONFIG: gl.constexpr):
     """Prefetch rows with scales into L2."""
     if CONFIG.format != PLAIN:
         LAST: gl.constexpr = (token_bytes(CONFIG.format, CONFIG.has_rope) - 1) // 128
-        tokens: gl.constexpr = gl.SliceLayout(1, _LINES)
-        line = gl.arange(0, 8, gl.SliceLayout(0, _LINES))
+        NUMBER: gl.constexpr = 8 if LAST >= 4 else 4
+        LINES: gl.constexpr = _lines_layout(NUMBER)
+        tokens: gl.constexpr = gl.SliceLayout(1, LINES)
+        line = gl.arange(0, NUMBER, gl.SliceLayout(0, LINES))
         words = gl.convert_layout(rows.words, tokens, assert_trivial=True)[:, None]
         pointers = words + (gl.minimum(line, LAST) * (128 // 4))[None, :]
         if CONFIG.format == MODEL1:

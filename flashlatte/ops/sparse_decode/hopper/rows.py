@@ -19,14 +19,15 @@ from flashlatte.kernels.hopper.clusters import OWN_TOKENS
 from flashlatte.kernels.hopper.mla_tiles import KEYS
 from flashlatte.kernels.hopper.word_layouts import words_of
 from flashlatte.ops.sparse_decode.hopper import schedule
-from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, halves_copied
+from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, V41_FP4, halves_copied
 from flashlatte.runtime.gluon_compat import cp_async
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 
 # Bytes of a token's scales in model1, which follow the tokens of a page.
 _MODEL1_SCALES = gl.constexpr(8)
-# Offsets in words within a token: of its scales (v32, v41) and of its rope.
+# Offsets in words within a token: of its scales (v32, v41; v41_fp4) and of its rope.
 SCALES = gl.constexpr(512 // 4)
+FP4_SCALES = gl.constexpr(256 // 4)
 V32_ROPE = gl.constexpr(528 // 4)
 MODEL1_ROPE = gl.constexpr(448 // 4)
 PLAIN_ROPE = gl.constexpr(1024 // 4)
@@ -35,7 +36,8 @@ PLAIN_ROPE = gl.constexpr(1024 // 4)
 @gluon.constexpr_function
 def token_bytes(FORMAT, HAS_ROPE):
     """Bytes between tokens of a format with scales. HAS_ROPE: of ``V32``, whether tokens have rope values."""
-    return {V32.value: 656 if HAS_ROPE else 528, MODEL1.value: 576, V41.value: 528}[int(FORMAT)]
+    sizes = {V32.value: 656 if HAS_ROPE else 528, MODEL1.value: 576, V41.value: 528, V41_FP4.value: 288}
+    return sizes[int(FORMAT)]
 
 
 @gluon.constexpr_function

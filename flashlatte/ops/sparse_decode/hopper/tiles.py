@@ -40,6 +40,7 @@ PLAIN = gl.constexpr(0)
 V32 = gl.constexpr(1)
 MODEL1 = gl.constexpr(2)
 V41 = gl.constexpr(3)
+V41_FP4 = gl.constexpr(4)
 
 
 def producer_warps(cache_format: int) -> int:
@@ -50,7 +51,7 @@ def producer_warps(cache_format: int) -> int:
 @gluon.constexpr_function
 def halves_copied(cache_format, has_rope):
     """Halves of a block that receive copies by cp.async: with scales, at most the right one."""
-    return {PLAIN.value: 2, V32.value: int(has_rope), MODEL1.value: 1, V41.value: 0}[int(cache_format)]
+    return {PLAIN.value: 2, V32.value: int(has_rope), MODEL1.value: 1}.get(int(cache_format), 0)
 
 
 class Masks(NamedTuple):
