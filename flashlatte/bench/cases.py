@@ -168,6 +168,11 @@ DENSE_DECODE = (
     # FlashMLA takes pages of 64 tokens, in two bytes.
     *(Case(DenseDecode(128, 1, 128, 4096, page_size=page_size)) for page_size in (16, 32)),
     *(Case(DenseDecode(128, 1, h_q, 4096, cache_format="fp8")) for h_q in (16, 128)),
+    *(
+        Case(DenseDecode(128, s_q, 128, keys, cache_format="fp8", precision="fp8"))
+        for s_q in (1, 2)
+        for keys in (4096, 32768)
+    ),
 )
 
 

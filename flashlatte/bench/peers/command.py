@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from flashlatte.bench.peers.vision import vision
 from flashlatte.bench.problems import DenseDecode, DensePrefill, Problem, SparseDecode, SparsePrefill
 from flashlatte.bench.workloads import prepare
 from flashlatte.bench.workloads.base import Results, Workload, compare
+from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import Tolerance
 
 # Only shows that both compute the same: e4m3 queries and probabilities are coarse.
@@ -45,6 +47,8 @@ DECODE = (
     (1, 1, 128, 131072),
     (1, 1, 16, 131072),
 )
+# Further shapes of the e4m3 kernels.
+LONG_E4M3 = ((128, 1, 128, 32768), (128, 2, 128, 32768))
 # Further cases that docs/notes/floors.md compares with FlashMLA.
 FLOORS = (
     DenseDecode(16, 4, 128, 4096, causal=True),
@@ -72,15 +76,24 @@ def groups(
     *,
     exact: bool = True,
     required: bool = True,
+    precision: str | None = None,
 ) -> Groups:
     """A group for each problem: FlashLatte, and each peer, which maps a workload to a function without arguments.
 
     ``exact``: a peer's results have the workload's tolerances. ``required``: without peers a GPU run is refused.
+    ``precision``: also FlashLatte with this precision, if the environment admits it.
     """
     available = kernels.load(device, required=required)
+    backend = alternate.backend_on("hopper", device)
     for sized in dict.fromkeys(problem if device.type == "cuda" else problem.scaled_down() for problem in problems):
         workload = prepare(sized, device)
-        calls = {"hopper": functools.partial(workload.run, alternate.backend_on("hopper", device))}
+        calls = {"hopper": functools.partial(workload.run, backend)}
+        if precision is not None and os.environ.get(dispatch.UNTRIED) == "1":
+            calls[f"hopper_{precision}"] = functools.partial(
+                workload.run,
+                backend,
+                precision=precision,  # pyright: ignore[reportCallIssue]
+            )
         if available:
             calls |= {name: peer(workload) for name, peer in peers.items()}
         yield [_timed(workload, sized.name, backend, run, method, exact) for backend, run in calls.items()]
@@ -121,8 +134,9 @@ def dense(device: torch.device, problems: Iterable[DenseDecode]) -> Groups:
 
 
 def decode_e4m3(device: torch.device) -> Groups:
-    problems = [DenseDecode(*shape, causal=shape[1] > 1, cache_format="fp8") for shape in DECODE]
-    return groups(problems, device, {"flashmla": kernels.flashmla_e4m3}, "graph", exact=False)
+    shapes = (*DECODE, *LONG_E4M3)
+    problems = [DenseDecode(*shape, causal=shape[1] > 1, cache_format="fp8") for shape in shapes]
+    return groups(problems, device, {"flashmla": kernels.flashmla_e4m3}, "graph", exact=False, precision="fp8")
 
 
 def cost_growth(device: torch.device) -> Groups:

@@ -12,7 +12,8 @@ from flashlatte.bench.problems.base import Problem
 @dataclass(frozen=True)
 class DenseDecode(Problem):
     """Attributes: ``keys`` of every request, or their mean if ``varlen``, or of the longest if ``uneven`` names
-    those of the others; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8".
+    those of the others; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8"; ``precision``
+    as in ``dense_decode``.
     """
 
     batch: int
@@ -26,6 +27,7 @@ class DenseDecode(Problem):
     head_dim: int = 576
     cache_format: str | None = None
     uneven: tuple[int, ...] = ()
+    precision: str | None = None
     operation: ClassVar[str] = "dense_decode"
 
     @property
@@ -34,7 +36,9 @@ class DenseDecode(Problem):
         dtype = [self.dtype] if self.dtype != "bf16" else []
         cache = [self.cache_format] if self.cache_format else []
         pages = [f"p{self.page_size}"] if self.page_size != 64 else []
-        return "-".join([f"b{self.batch}-sq{self.s_q}-h{self.h_q}-k{self.keys}", *flags, *dtype, *cache, *pages])
+        precision = [f"precision-{self.precision}"] if self.precision else []
+        shape = f"b{self.batch}-sq{self.s_q}-h{self.h_q}-k{self.keys}"
+        return "-".join([shape, *flags, *dtype, *cache, *pages, *precision])
 
     def scaled_down(self) -> DenseDecode:
         smaller = super().scaled_down()

@@ -38,6 +38,7 @@ class DenseDecodeWorkload(Workload):
             self.k_cache = (self.k_cache / FP8_SCALE).to(torch.float8_e4m3fn)
             self.k_scale = FP8_SCALE
         self.causal = problem.causal
+        self.precision = problem.precision
 
         hidden = s_q * (s_q - 1) // 2 if problem.causal else 0
         attended = sum(s_q * length - hidden for length in lengths)
@@ -46,7 +47,8 @@ class DenseDecodeWorkload(Workload):
         cache_bytes = self.k_cache.dtype.itemsize * sum(lengths) * head_dim
         self.bytes_moved = dtype.itemsize * rows * (head_dim + HEAD_DIM_V) + cache_bytes
         self.requests_compared = spread(batch, KEYS_COMPARED // problem.keys, device)
-        self.tolerances = {"out": compare.DENSE_DECODE_OUT, "lse": compare.DECODE_LSE}
+        out = compare.DENSE_DECODE_FP8_OUT if problem.precision else compare.DENSE_DECODE_OUT
+        self.tolerances = {"out": out, "lse": compare.DECODE_LSE}
         self.call = dispatch.CallSpec(
             problem.operation,
             device,
@@ -57,9 +59,10 @@ class DenseDecodeWorkload(Workload):
             head_dim_v=HEAD_DIM_V,
             h_q=h_q,
             h_kv=1,
+            optional_features=f"precision={problem.precision!r}" if problem.precision else None,
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def run(self, backend: str, outputs: Outputs | None = None, *, precision: str | None = None) -> Results:
         out, lse = dense_decode(
             self.q,
             self.k_cache,
@@ -67,6 +70,7 @@ class DenseDecodeWorkload(Workload):
             self.cache_seqlens,
             causal=self.causal,
             k_scale=self.k_scale,
+            precision=precision or self.precision,
             backend=backend,
             **(outputs or {}),
         )
@@ -89,6 +93,7 @@ class DenseDecodeWorkload(Workload):
             self.cache_seqlens[chosen],
             causal=self.causal,
             k_scale=self.k_scale,
+            precision=self.precision,
             backend="reference",
         )
         return {"out": out, "lse": lse}

@@ -22,6 +22,8 @@ _PORTABLE_MAX_HEAD_DIM = 1024
 _HOPPER_PAGE_SIZE = 8
 # Alignment of rows for TMA, in bytes.
 _HOPPER_ALIGNMENT = 16
+# Accepted values of ``precision``.
+_PRECISIONS = (None, "fp8")
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
@@ -36,7 +38,13 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     )
 
 
+def _is_untried_on_hopper(call: dispatch.CallSpec) -> bool:
+    return call.optional_features is not None
+
+
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    if call.optional_features:
+        return f"has no {call.optional_features}: it multiplies in q's dtype"
     return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
 
 
@@ -58,7 +66,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, _is_untried_on_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.dense_decode),
 )
@@ -79,6 +87,7 @@ def dense_decode(
     lse: torch.Tensor | None = None,
     empty_lse: float = -math.inf,
     batch_invariant: bool = False,
+    precision: str | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few query tokens per request over all tokens of its paged latent cache.
@@ -105,6 +114,11 @@ def dense_decode(
         lse: float32 [b, h_q, s_q] to write to, any strides.
         empty_lse: lse of a query that has no visible key, inf or -inf; its out is 0.
         batch_invariant: make a request's result bitwise independent of the other requests of the batch.
+        precision: None multiplies in q's dtype, to which e4m3 keys are converted exactly. "fp8" (float8_e4m3fn cache
+            only) multiplies in e4m3: each row of q is rounded to e4m3 with a scale, and so are the probabilities. Its
+            error is about 15 times that of None if the weights of a query are similar, 25 times if few keys dominate
+            (docs/guide/numerics.md). Only "hopper" and "reference" have it. The kernel of "hopper" has not run on a GPU
+            yet: it must be named, with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
@@ -141,6 +155,13 @@ def dense_decode(
             "k_scale must be None unless k_cache is float8_e4m3fn, "
             f"got k_cache in {checks.dtype_names([k_cache.dtype])}"
         )
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision must be None or 'fp8', got {precision!r}")
+    if precision is not None and k_cache.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"precision must be None unless k_cache is float8_e4m3fn, got {precision!r} and k_cache in "
+            f"{checks.dtype_names([k_cache.dtype])}"
+        )
     k_scale_tensor, k_scale_value = scales.split("k_scale", k_scale, device)
     out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache)
 
@@ -155,6 +176,7 @@ def dense_decode(
         h_q=h_q,
         h_kv=h_kv,
         rows_aligned=checks.rows_aligned(k_cache, _HOPPER_ALIGNMENT),
+        optional_features=None if precision is None else f"precision={precision!r}",
     )
     gradients.warn_if_dropped(OPERATION, q, k_cache)
     empty_lse = checks.empty_lse(empty_lse)
@@ -172,6 +194,7 @@ def dense_decode(
         causal=causal,
         empty_lse=empty_lse,
         batch_invariant=batch_invariant,
+        precision=precision,
         out=out,
         lse=lse,
     )

@@ -8,7 +8,10 @@ import torch
 
 
 class DenseDecodeParams(NamedTuple):
-    """The checked arguments of ``api.dense_decode``; k_scale is ``k_scale_value`` if ``k_scale_tensor`` is None."""
+    """The checked arguments of ``api.dense_decode``.
+
+    k_scale is ``k_scale_value`` if ``k_scale_tensor`` is None. ``precision`` is None or "fp8".
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -20,5 +23,6 @@ class DenseDecodeParams(NamedTuple):
     causal: bool
     empty_lse: float
     batch_invariant: bool
+    precision: str | None
     out: torch.Tensor
     lse: torch.Tensor

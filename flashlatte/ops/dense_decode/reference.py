@@ -6,12 +6,14 @@ import torch
 
 from flashlatte.kernels.softmax import attend
 from flashlatte.kv_cache.fp8 import raw_view
+from flashlatte.ops.dense_decode import fp8
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 
 
 @torch.no_grad()
 def dense_decode(params: DenseDecodeParams) -> None:
-    q, k_cache, out = params.q, params.k_cache, params.out
+    k_cache, out = params.k_cache, params.out
+    q = params.q if params.precision is None else fp8.quantize_queries(params.q, out.shape[-1])
     block_table = params.block_table
     num_pages, page_size, h_kv, head_dim = k_cache.shape
     batch, s_q, h_q, head_dim_v = out.shape
@@ -34,6 +36,8 @@ def dense_decode(params: DenseDecodeParams) -> None:
         queries = q[request].float().unflatten(1, (h_kv, h_q // h_kv))  # [s_q, h_kv, group, d]
         scores = torch.einsum("skgd,nkd->skgn", queries, rows) * params.softmax_scale
         p, row_lse = attend(scores, visible[:, None, None, :])
+        if params.precision is not None:
+            p = fp8.round_probabilities(p)
         values = torch.einsum("skgn,nkd->skgd", p, rows[..., :head_dim_v])
 
         out[request] = values.flatten(1, 2).to(out.dtype)

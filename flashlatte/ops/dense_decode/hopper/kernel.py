@@ -24,6 +24,9 @@ from flashlatte.ops.dense_decode.hopper.few_rows import tiles as few_rows_tiles
 from flashlatte.ops.dense_decode.hopper.few_rows.caster import cast
 from flashlatte.ops.dense_decode.hopper.few_rows.consumer import consume
 from flashlatte.ops.dense_decode.hopper.few_rows.loader import load
+from flashlatte.ops.dense_decode.hopper.fp8 import consumers as fp8_consumers
+from flashlatte.ops.dense_decode.hopper.fp8 import loader as fp8_loader
+from flashlatte.ops.dense_decode.hopper.fp8 import tiles as fp8_tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs
@@ -61,9 +64,14 @@ def dense_decode_kernel(
 
     Arguments as in ``launch``.
     """
-    keys = one_byte_producer.in_words(one_byte_keys) if CONFIG.one_byte and not CONFIG.few_rows else descriptors
+    keys = descriptors
+    if CONFIG.one_byte and not CONFIG.few_rows and not CONFIG.fp8:
+        keys = one_byte_producer.in_words(one_byte_keys)
     if CONFIG.few_rows:
         shared = few_rows_tiles.allocate()
+        full = None
+    elif CONFIG.fp8:
+        shared = fp8_tiles.allocate()
         full = None
     else:
         shared = tiles.allocate(query.q.dtype.element_ty, CONFIG)
@@ -89,6 +97,16 @@ def dense_decode_kernel(
             [(consume, (args, CONFIG)), (cast, (args, CONFIG)), (load, (args, CONFIG))],
             [4, 1],
             [_CASTER_REGISTERS, _LOADER_REGISTERS],
+        )
+    elif CONFIG.fp8:
+        gl.warp_specialize(
+            [
+                (fp8_loader.load, (args, CONFIG)),
+                (fp8_consumers.consume_even, (args, CONFIG)),
+                (fp8_consumers.consume_odd, (args, CONFIG)),
+            ],
+            [4, 4],
+            [_REGISTERS, _REGISTERS],
         )
     else:
         CONSUMER_REGISTERS: gl.constexpr = _CAST_REGISTERS if CONFIG.one_byte else _REGISTERS

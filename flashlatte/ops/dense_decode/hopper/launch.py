@@ -78,8 +78,9 @@ def dense_decode(params: DenseDecodeParams) -> None:
     rows = s_q * heads
     box = math.gcd(page_size, KEYS.value)
     one_byte = k_cache.dtype.itemsize == 1
+    fp8 = params.precision == "fp8"
     launch_plan = make_plan(
-        machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, params.batch_invariant, one_byte
+        machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, params.batch_invariant, one_byte, fp8
     )
     few_rows = launch_plan.few_rows
     if row_align(q, _ALIGN) == 1:
@@ -87,10 +88,10 @@ def dense_decode(params: DenseDecodeParams) -> None:
     q_strides = strides_in_use(q)
     out_align = row_align(out)
     q_request, q_token, q_head = (stride // _ALIGN for stride in q_strides)
-    # The kernel for few rows loads its queries through registers.
-    half, rope = (None, None) if few_rows else _query_descriptors(q, q_strides, heads)
+    # The kernels for few rows and in e4m3 load their queries through registers.
+    half, rope = (None, None) if few_rows or fp8 else _query_descriptors(q, q_strides, heads)
     query = DenseDecodeQuery(half, rope, q, q_request, q_token, q_head, heads, rows)
-    descriptors, one_byte_keys = _keys(k_cache, box, few_rows)
+    descriptors, one_byte_keys = _keys(k_cache, box, few_rows, fp8)
     table = DecodeBlockTable(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)
     lengths = key_lengths(batch, None, params.cache_seqlens, limit)
@@ -126,6 +127,7 @@ def dense_decode(params: DenseDecodeParams) -> None:
             CONFIG=schedule.DenseDecodeConfig(
                 one_byte=one_byte,
                 few_rows=few_rows,
+                fp8=fp8,
                 has_rope=head_dim > LATENT.value,
                 box=box,
                 boxes_per_page=page_size // box,
@@ -151,9 +153,18 @@ def dense_decode(params: DenseDecodeParams) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def make_plan(
-    num_sms: int, batch: int, rows: int, h_kv: int, max_keys: int, batch_invariant: bool, one_byte: bool
+    num_sms: int,
+    batch: int,
+    rows: int,
+    h_kv: int,
+    max_keys: int,
+    batch_invariant: bool,
+    one_byte: bool,
+    fp8: bool = False,
 ) -> DenseDecodeLaunchPlan:
-    few_rows = one_byte and rows <= FEW_ROWS.value
+    few_rows = one_byte and not fp8 and rows <= FEW_ROWS.value
+    # Transposed outputs are combined by ``split_kv.combine``.
+    transposed = few_rows or fp8
     groups_per_head = -(-rows // ROWS.value)
     groups = h_kv * groups_per_head
     max_steps = -(-max_keys // STEP_KEYS.value)
@@ -166,7 +177,7 @@ def make_plan(
         return DenseDecodeLaunchPlan(plan.whole(MLA_PARTIAL, batch, groups, groups_per_head), few_rows)
     # With few requests, ranges should be as short as possible; with many, most requests are not split.
     few_shared = 2 * batch >= ranges
-    stream_k = few_shared and not few_rows
+    stream_k = few_shared and not transposed
     keep_items_whole = ranges
     # A single row group in bf16 is bound by memory: four more CTAs gain nothing if lengths differ, and cost 1%
     # otherwise (docs/notes/floors.md).
@@ -176,7 +187,7 @@ def make_plan(
     many_splits = not few_shared and min(ranges, max_steps) > 1
     # Its combine kernel multiplies the total cost by the number of ranges in 32 bits (``ranges.ranges_with_item``).
     fits = batch * (max_steps + _OVERHEAD) * (ranges + 1) < 2**31
-    fp24_partials = many_splits and rows > _FEW_TO_COMBINE and fits
+    fp24_partials = many_splits and rows > _FEW_TO_COMBINE and fits and not fp8
     # A single request always has uniform length, so its overhead is free; with overhead 0, CTAs need not check that.
     overhead = _OVERHEAD if batch > 1 or few_shared or fp24_partials else 0
     split = plan.balanced(MLA_PARTIAL, batch, max_steps, groups, groups_per_head, ranges, overhead)
@@ -199,12 +210,12 @@ def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) ->
     return _tiles(Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
 
 
-def _keys(k_cache: torch.Tensor, box: int, few_rows: bool) -> tuple[KeyDescriptors, OneByteKeys]:
+def _keys(k_cache: torch.Tensor, box: int, few_rows: bool, fp8: bool) -> tuple[KeyDescriptors, OneByteKeys]:
     """The cache in the form that each producer uses."""
     strides = strides_in_use(k_cache)
     address = k_cache.data_ptr(), k_cache.dtype
-    keys = KeyDescriptors(*_descriptors(*address, tuple(k_cache.shape), strides, box, few_rows, k_cache.device))
-    if k_cache.dtype.itemsize > 1 or few_rows:
+    keys = KeyDescriptors(*_descriptors(*address, tuple(k_cache.shape), strides, box, few_rows, k_cache.device, fp8))
+    if k_cache.dtype.itemsize > 1 or few_rows or fp8:
         return keys, OneByteKeys(None, 0, 0, 0)
     return keys, OneByteKeys(k_cache, *(stride // _ALIGN_BYTES for stride in strides))
 
@@ -218,12 +229,13 @@ def _descriptors(
     box: int,
     few_rows: bool,
     device: torch.device,
+    fp8: bool = False,
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """TMA descriptors of a cache [pages, page_size, h_kv, d] for boxes of ``box`` keys: of 256 columns, and of the
     rope.
 
-    One-byte elements are described as pairs: boxes of 128 bytes of ``box`` keys; for ``few_rows``, boxes as above with
-    a 64-byte swizzle.
+    One-byte elements are described as pairs: boxes of 128 bytes of ``box`` keys. For ``few_rows``, boxes are as above
+    with a 64-byte swizzle. For ``fp8``, they have all 512 columns of the latent, and the rope has a 64-byte swizzle.
     """
     if address % _ALIGN_BYTES or any(stride * dtype.itemsize % _ALIGN_BYTES for stride in strides):
         raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
@@ -232,9 +244,12 @@ def _descriptors(
     pages, page_size, heads, width = shape
     pairs, strides_in_pairs = (pages, page_size, heads, width // 2), [stride // 2 for stride in strides]
     base = Address(address, torch.bfloat16)
-    if not few_rows:
+    if not (few_rows or fp8):
         return describe(base, pairs, strides_in_pairs, (1, box, 1, 64)), None
-    half = describe(base, pairs, strides_in_pairs, (1, box, 1, HALF.value // 2), swizzle=64)
+    if fp8:
+        half = describe(base, pairs, strides_in_pairs, (1, box, 1, LATENT.value // 2))
+    else:
+        half = describe(base, pairs, strides_in_pairs, (1, box, 1, HALF.value // 2), swizzle=64)
     if width == LATENT.value:
         return half, None
     return half, describe(base, pairs, strides_in_pairs, (1, box, 1, ROPE.value // 2), swizzle=64)

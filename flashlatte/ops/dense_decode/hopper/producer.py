@@ -110,10 +110,18 @@ def _copy(tile, query, request, work, FIRST_COL: gl.constexpr, COLS: gl.constexp
 
 
 @gluon.jit
-def query_pointers(query, request, group, ROW_COUNT: gl.constexpr, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
-    """Pointers [rows, columns] to a request's queries from the group's first row on, and the mask [rows, 1] of existing
-    rows."""
-    row = group.first_row + gl.arange(0, ROW_COUNT, gl.SliceLayout(1, COPY))
+def query_pointers(
+    query,
+    request,
+    group,
+    ROW_COUNT: gl.constexpr,
+    FIRST_COL: gl.constexpr,
+    COLS: gl.constexpr,
+    FIRST_ROW: gl.constexpr = 0,
+):
+    """Pointers [rows, columns] to a request's queries from row FIRST_ROW of the group on, and the mask [rows, 1] of
+    existing rows."""
+    row = group.first_row + FIRST_ROW + gl.arange(0, ROW_COUNT, gl.SliceLayout(1, COPY))
     head = group.kv_head * query.heads + row % query.heads
     offset = (
         request.to(gl.int64) * query.stride_request

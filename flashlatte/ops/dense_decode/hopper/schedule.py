@@ -60,6 +60,7 @@ class DenseDecodeConfig(NamedTuple):
     Attributes:
         one_byte: whether keys are one-byte elements, which the producer casts.
         few_rows: whether the kernel runs the partitions of ``few_rows``.
+        fp8: whether the kernel runs the partitions of ``fp8``.
         has_rope: whether rows have 64 columns of rope after the 512 of the latent.
         box: keys per TMA box, all of one page: 64, or 8, 16, 32 if the page size requires it.
         boxes_per_page: boxes of a page.
@@ -73,6 +74,7 @@ class DenseDecodeConfig(NamedTuple):
 
     one_byte: Any
     few_rows: Any
+    fp8: Any
     has_rope: Any
     box: Any
     boxes_per_page: Any

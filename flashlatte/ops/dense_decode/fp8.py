@@ -1,0 +1,40 @@
+"""The arithmetic of ``precision="fp8"``: quantized queries and probabilities.
+
+Keys and values of an e4m3 cache are exact operands. Queries are rounded to e4m3 with a power-of-two scale for each
+token and head. Their rope, the columns after those of a value, is rounded to the sum of two e4m3 terms: it costs a
+tenth of a score's products, and without it errors exceed FlashMLA's where few keys dominate
+(docs/notes/dense-decode-fp8.md). P is rounded to e4m3, its sum is not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.kv_cache.fp8 import E4M3_MAX, round_up_to_power_of_two, to_e4m3
+
+# The largest P of a row is 2^P_EXPONENT. Kernels add up to P_MARGIN to the exponent before they rescale the output, and
+# e4m3 ends at 448.
+P_EXPONENT = 5.0
+P_MARGIN = 3.0
+# The least amax of a row of queries: the scale must not be 0.
+SMALLEST_AMAX = 1e-30
+
+
+def quantize_queries(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """The values of quantized queries [..., d], as float32."""
+    q = q.float()
+    amax = q.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX)
+    scale = round_up_to_power_of_two(amax / E4M3_MAX)
+    scaled = q / scale
+    rounded = to_e4m3(scaled).float()
+    rope = scaled[..., head_dim_v:] - rounded[..., head_dim_v:]
+    rounded[..., head_dim_v:] += to_e4m3(rope).float()
+    return rounded * scale
+
+
+def round_probabilities(p: torch.Tensor) -> torch.Tensor:
+    """Probabilities [..., keys] rounded to e4m3, scaled so that the largest of a row is 2^P_EXPONENT."""
+    if not p.shape[-1]:
+        return p
+    unit = p.amax(-1, keepdim=True) * 2.0**-P_EXPONENT
+    return torch.where(unit == 0, 0.0, to_e4m3(p / unit).float() * unit)

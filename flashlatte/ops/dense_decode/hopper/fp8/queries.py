@@ -1,0 +1,84 @@
+"""Quantize the queries of a request to e4m3, each row with a power-of-two scale."""
+
+# Triton's annotations and calls are not Python's.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROPE
+from flashlatte.kv_cache.fp8 import E4M3_MAX
+from flashlatte.ops.dense_decode.fp8 import SMALLEST_AMAX
+from flashlatte.ops.dense_decode.hopper.fp8.tiles import REQUEST, SCORE_ROWS, latent_of, rope_of
+from flashlatte.ops.dense_decode.hopper.producer import query_pointers
+
+# Rows that a consumer quantizes.
+_ROWS = gl.constexpr(32)
+_LARGEST = gl.constexpr(E4M3_MAX)
+_SMALLEST = gl.constexpr(SMALLEST_AMAX)
+
+
+@gluon.jit
+def _load(args, item, FIRST_ROW: gl.constexpr, FIRST_COL: gl.constexpr, COLS: gl.constexpr):
+    """Columns of a request's rows, with 0 for missing rows."""
+    pointers, in_use = query_pointers(args.query, item, args.work.group, _ROWS, FIRST_COL, COLS, FIRST_ROW)
+    return gl.load(pointers, mask=in_use, other=0.0)
+
+
+@gluon.jit
+def _amax(x):
+    return gl.max(gl.abs(x.to(gl.float32)), 1)
+
+
+@gluon.jit
+def _store(tile, x, FIRST_ROW: gl.constexpr, FIRST_COL: gl.constexpr):
+    rows = tile.slice(FIRST_ROW, _ROWS, dim=0)
+    rows.slice(FIRST_COL, x.shape[1], dim=1).store(x)
+
+
+@gluon.jit
+def _round(x):
+    """float32 ``x`` rounded to the four significant bits of e4m3 (below 2^-6, e4m3 has fewer).
+
+    By integer operations: where a loop converts numbers to e4m3 and back, ptxas (12.8) reads those of the previous
+    iteration (docs/notes/dense-decode-fp8.md).
+    """
+    bits = x.to(gl.int32, bitcast=True)
+    return ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def quantize(args, item, ODD: gl.constexpr, CONFIG: gl.constexpr):
+    """Store a request's queries in shared memory; each consumer stores half of the rows. Returns the factor of the
+    scores of each row [64]: its scale times ``args.scale``.
+
+    The scale is the smallest power of two for which all values are at most 448. The rope is the sum of two e4m3 terms.
+    """
+    FIRST_ROW: gl.constexpr = ODD * _ROWS
+    q = args.tiles.q
+    left = _load(args, item, FIRST_ROW, 0, HALF)
+    right = _load(args, item, FIRST_ROW, HALF, HALF)
+    amax = gl.maximum(_amax(left), _amax(right))
+    if CONFIG.has_rope:
+        rope = _load(args, item, FIRST_ROW, LATENT, ROPE)
+        amax = gl.maximum(amax, _amax(rope))
+    bits = (gl.maximum(amax, _SMALLEST) * (1.0 / _LARGEST)).to(gl.int32, bitcast=True)
+    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+    args.tiles.q_scale.slice(FIRST_ROW, _ROWS).store(scale)
+    inverse = (1.0 / scale)[:, None]
+    latent = latent_of(q, 0)
+    _store(latent, (left.to(gl.float32) * inverse).to(gl.float8e4nv), FIRST_ROW, 0)
+    _store(latent, (right.to(gl.float32) * inverse).to(gl.float8e4nv), FIRST_ROW, HALF)
+    if CONFIG.has_rope:
+        scaled = rope.to(gl.float32) * inverse
+        first_term = _round(scaled)
+        second_term = (scaled - first_term).to(gl.float8e4nv)
+        _store(rope_of(q, 0), first_term.to(gl.float8e4nv), FIRST_ROW, 0)
+        _store(rope_of(q, 1), second_term, FIRST_ROW, 0)
+    fence_async_shared()
+    barriers.wait(REQUEST, barriers.PAIR_THREADS)
+    return args.tiles.q_scale.load(SCORE_ROWS) * args.scale

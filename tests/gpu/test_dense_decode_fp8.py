@@ -1,0 +1,114 @@
+"""``dense_decode(precision="fp8")`` on a GPU: its errors against float64 beside those of the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpu import harness
+from gpu.harness import DEVICE, Arguments, Results
+
+import flashlatte
+from flashlatte.runtime import dispatch
+from flashlatte.testing import oracles
+from flashlatte.testing.cases import DenseDecodeCase
+
+pytestmark = pytest.mark.gpu
+
+E4M3 = torch.float8_e4m3fn
+GRID = harness.pairwise(
+    {
+        "batch": (1, 3, 40, 150),
+        "s_q": (1, 2, 3),
+        "s_k": (1, 64, 129, 900, 4096),
+        "h_q, h_kv": ((1, 1), (16, 1), (63, 1), (128, 1), (6, 3)),
+        "head_dim": (576, 512),
+        "page_size": (8, 16, 48, 64, 128),
+        "dtype": (torch.bfloat16, torch.float16),
+        "varlen": (False, True),
+        "causal": (False, True),
+        "zero_lengths": (False, True),
+        "strided": (False, True),
+    }
+)
+TYPICAL = DenseDecodeCase(batch=32, s_q=2, s_k=1500, h_q=128, varlen=True, causal=True, cache_dtype=E4M3)
+
+
+@pytest.fixture(autouse=True)
+def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.UNTRIED, "1")
+
+
+def decode(arguments: Arguments, backend: str = "hopper", **options: Any) -> Results:
+    with harness.refusals_skip(backend):
+        out, lse = flashlatte.dense_decode(**arguments, precision="fp8", backend=backend, **options)
+    return {"out": out, "lse": lse}
+
+
+def check(arguments: Arguments, results: Results) -> None:
+    """The error is at most a tenth larger than the reference's, plus the rounding to 16 bits."""
+    reference = decode(arguments, "reference")
+    expected, _ = oracles.dense_decode(**arguments)
+    assert not results["out"].isnan().any()
+    norm = expected.norm().clamp_min(1e-9)
+    errors = [(x["out"].double() - expected).norm() / norm for x in (results, reference)]
+    assert errors[0] < 1.1 * errors[1] + 0.005
+    torch.testing.assert_close(results["lse"], reference["lse"], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("row", GRID, ids=harness.ids(GRID))
+def test_shapes(row: Arguments) -> None:
+    row = dict(row)
+    h_q, h_kv = row.pop("h_q, h_kv")
+    arguments = DenseDecodeCase(**row, h_q=h_q, h_kv=h_kv, cache_dtype=E4M3).inputs(DEVICE)
+    check(arguments, decode(arguments, **harness.poisoned_decode_outputs(arguments)))
+
+
+@pytest.mark.parametrize("sharpness", [1, 40, 150])
+@pytest.mark.parametrize(("batch", "s_k"), [(128, 4096), (1, 131072), (2, 32768)])
+def test_equal_plain_and_peaked_weights(batch: int, s_k: int, sharpness: float) -> None:
+    arguments = DenseDecodeCase(batch, 1, s_k, 128, cache_dtype=E4M3).inputs(DEVICE)
+    arguments["q"] = arguments["q"] * sharpness
+    check(arguments, decode(arguments))
+
+
+@pytest.mark.parametrize("sharpness", [0, 1e-20, 1e20])
+def test_sizes_of_queries(sharpness: float) -> None:
+    arguments = replace(TYPICAL, batch=3, softmax_scale=1e-20 if sharpness > 1 else 0.05).inputs(DEVICE)
+    arguments["q"] = arguments["q"] * sharpness
+    check(arguments, decode(arguments))
+
+
+@pytest.mark.parametrize("column", [3, 300, 575])
+def test_a_nan_of_the_cache_is_seen(column: int) -> None:
+    arguments = replace(TYPICAL, batch=2, s_k=300, varlen=False, causal=False).inputs(DEVICE)
+    page = arguments["block_table"][0, 2]
+    arguments["k_cache"].view(torch.uint8)[page, 5, 0, column] = 0x7F
+    assert decode(arguments)["out"].isnan().flatten(1).any(1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("form", [{}, {"page_size": 16}, {"batch": 2, "s_k": 9000}, {"h_q": 16}], ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_same_bits_run_after_run(form: Arguments, batch_invariant: bool) -> None:
+    arguments = replace(TYPICAL, **form).inputs(DEVICE)
+    first = decode(arguments, batch_invariant=batch_invariant)
+    check(arguments, first)
+    for _ in range(3):
+        harness.assert_same_bits(first, decode(arguments, batch_invariant=batch_invariant))
+
+
+def test_graph_follows_lengths_and_pages() -> None:
+    arguments = replace(TYPICAL, batch=9, s_k=5000).inputs(DEVICE)
+    lengths, table = arguments["cache_seqlens"].clone(), arguments["block_table"].clone()
+    arguments["cache_seqlens"].fill_(1)
+    outputs = harness.poisoned_decode_outputs(arguments)
+    replay, results = harness.captured(lambda: decode(arguments, **outputs))
+    order = torch.arange(8, -1, -1, device=DEVICE)
+    for new_lengths, new_table in ((lengths, table), (lengths // 3, table), (lengths[order], table[order])):
+        arguments["cache_seqlens"].copy_(new_lengths)
+        arguments["block_table"].copy_(new_table)
+        harness.nan_outputs(**outputs)
+        replay()
+        check(arguments, results)
