@@ -1,4 +1,4 @@
-"""Attention over tiles of keys in Triton: loads of rows, and the step of the online softmax.
+"""The attention loop of the portable latent kernels: a loader gives tiles of keys, the online softmax adds them.
 
 ``step`` is a ``config.StepConfig``.
 """
@@ -117,6 +117,42 @@ def empty_state(step: tl.constexpr):
         tl.zeros([ROWS, COLS] if step.column_sums else [ROWS], tl.float32),
         tl.zeros([LATENT, ROWS] if step.values_first else [ROWS, LATENT], tl.float32),
     )
+
+
+@triton.jit
+def no_prefetch(source, begin, stop, config: tl.constexpr, step: tl.constexpr):
+    """PREFETCH of a loader that loads nothing ahead. Triton 3.6 cannot return None."""
+    return begin
+
+
+@triton.jit
+def attend(
+    state,
+    q,
+    source,
+    begin,
+    stop,
+    scale,
+    PREFETCH: tl.constexpr,
+    LOAD: tl.constexpr,
+    config: tl.constexpr,
+    step: tl.constexpr,
+):
+    """The state after keys ``begin`` to ``stop`` (exclusive) of ``source``. ``scale`` includes log2(e).
+
+    A loader is two functions. ``config``: its constants.
+
+    PREFETCH(source, begin, stop, config, step) loads what the first tile needs ahead of the loop, such as pages or
+    indices, on which the addresses of its rows depend.
+
+    LOAD(source, ahead, start, stop, dtype, config, step) returns the tile of the ``block_n`` keys from ``start`` on, a
+    ``RowTile`` of ``dtype``; the mask of visible keys, [rows or 1, block_n]; and what the next tile needs ahead.
+    """
+    ahead = PREFETCH(source, begin, stop, config, step)
+    for start in tl.range(begin, stop, step.block_n, num_stages=step.num_stages):
+        keys, visible, ahead = LOAD(source, ahead, start, stop, q.latent.dtype, config, step)
+        state = online_softmax_step(state, q, keys, visible, scale, start, stop, step)
+    return state
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
@@ -20,11 +21,12 @@ from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import (
     LN_2,
     LOG2_E,
+    attend,
     empty_state,
     gpu_class,
     load_tile,
+    no_prefetch,
     normalize,
-    online_softmax_step,
     sink_weight,
     within,
 )
@@ -71,6 +73,25 @@ def selections_of(indices: torch.Tensor, topk_length: torch.Tensor | None) -> To
     return TokenSelections(indices, indices.stride(0), indices.shape[2], topk_length, stride)
 
 
+class SelectedRows(NamedTuple):
+    """The selected rows of a query token: ``indices`` is its first index, of rows kv [s_kv, 1, d]."""
+
+    kv: Any
+    stride: Any
+    s_kv: Any
+    indices: Any
+
+
+@triton.jit
+def _load_rows(rows, ahead, start, stop, dtype: tl.constexpr, ALIGN: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend``."""
+    in_tile = tl.arange(0, step.block_n)
+    index = tl.load(rows.indices + tl.minimum(start + in_tile, stop - 1))
+    valid = within(index, rows.s_kv) & (in_tile < stop - start)
+    keys = load_tile(rows.kv, tl.where(valid, index, 0) * rows.stride * ALIGN, valid, step)
+    return keys, valid[None, :], ahead
+
+
 @kernel
 def sparse_prefill_kernel(
     query: TokenQueries,
@@ -110,15 +131,8 @@ def sparse_prefill_kernel(
         length = tl.minimum(tl.maximum(given, 0), selection.topk).to(tl.int32)
     scale = softmax_scale * LOG2_E
 
-    state = empty_state(STEP)
-    for start in tl.range(0, length, STEP.block_n, num_stages=STEP.num_stages):
-        in_tile = tl.arange(0, STEP.block_n)
-        row = selection.indices + token * selection.indices_stride
-        index = tl.load(row + tl.minimum(start + in_tile, length - 1))
-        valid = within(index, s_kv) & (in_tile < length - start)
-        offset = tl.where(valid, index, 0) * kv_stride * KV_ALIGN
-        keys = load_tile(kv, offset, valid, STEP)
-        state = online_softmax_step(state, q_tile, keys, valid[None, :], scale, start, length, STEP)
+    rows = SelectedRows(kv, kv_stride, s_kv, selection.indices + token * selection.indices_stride)
+    state = attend(empty_state(STEP), q_tile, rows, 0, length, scale, no_prefetch, _load_rows, KV_ALIGN, STEP)
     values, lse2 = normalize(state, scale, STEP)
 
     if outputs.attn_sink is not None:
