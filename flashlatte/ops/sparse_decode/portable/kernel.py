@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.online_softmax import LOG2_E, empty_state, load_tile, normalize, online_softmax_step
+from flashlatte.kernels.triton.online_softmax import LOG2_E, attend, empty_state, load_tile, no_prefetch, normalize
 from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.kernel_records import Int64, Pointer
@@ -24,62 +24,86 @@ from flashlatte.split_kv.device import KeyLengths
 from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
 
 
+class SelectedTokens(NamedTuple):
+    """The selected tokens of a cache: ``indices`` is the first index of a list."""
+
+    cache: Any
+    indices: Any
+
+
 @triton.jit
-def _attend(
-    state,
-    q,
-    cache,
-    indices,
-    first_block,
-    stop_block,
-    length,
-    scale,
-    cache_layout: tl.constexpr,
-    step: tl.constexpr,
+def _load_indices(tokens, start, stop, step: tl.constexpr):
+    """The indices of the tile at ``start``; -1 beyond the list."""
+    position = start + tl.arange(0, step.block_n)
+    return tl.load(tokens.indices + position, mask=position < stop, other=-1)
+
+
+@triton.jit
+def _load_rows(tokens, ahead, start, stop, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend`` for a cache without scales."""
+    in_tile = tl.arange(0, step.block_n)
+    index = tl.load(tokens.indices + tl.minimum(start + in_tile, stop - 1))
+    valid, rows = locate_rows(tokens.cache, index, cache_layout)
+    valid = valid & (in_tile < stop - start)
+    return load_tile(tokens.cache.k_cache, rows, valid, step), valid[None, :], ahead
+
+
+@triton.jit
+def _prefetch_scales(tokens, begin, stop, cache_layout: tl.constexpr, step: tl.constexpr):
+    """PREFETCH of ``_load_codes``: the scales of the first tile, and the indices of the next."""
+    scales = load_scales(tokens.cache, _load_indices(tokens, begin, stop, step), cache_layout)
+    return _load_indices(tokens, begin + step.block_n, stop, step), scales
+
+
+@triton.jit
+def _load_codes(tokens, ahead, start, stop, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend`` for e4m3 tokens, which are prefetched to shared memory; their scales and indices are carried
+    in registers."""
+    index, scales = ahead
+    in_tile = tl.arange(0, step.block_n)
+    codes = load_codes(tokens.cache, tl.load(tokens.indices + tl.minimum(start + in_tile, stop - 1)), cache_layout)
+    valid = codes.valid & (in_tile < stop - start)
+    keys = dequantize(codes, scales, dtype, cache_layout, step)
+    scales = load_scales(tokens.cache, index, cache_layout)
+    return keys, valid[None, :], (_load_indices(tokens, start + 2 * step.block_n, stop, step), scales)
+
+
+@triton.jit
+def _prefetch_packed(tokens, begin, stop, cache_layout: tl.constexpr, step: tl.constexpr):
+    """PREFETCH of ``_load_packed``: the first tile, and the indices of the next."""
+    packed = load_packed(tokens.cache, _load_indices(tokens, begin, stop, step), cache_layout)
+    return _load_indices(tokens, begin + step.block_n, stop, step), packed
+
+
+@triton.jit
+def _load_packed(tokens, ahead, start, stop, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend`` for a cache with scales. Tiles are dequantised in registers anyway, so the next tile is
+    prefetched to registers and needs no shared memory."""
+    index, packed = ahead
+    keys = unpack(packed, dtype, cache_layout, step)
+    valid = packed.valid
+    packed = load_packed(tokens.cache, index, cache_layout)
+    index = _load_indices(tokens, start + 2 * step.block_n, stop, step)
+    if not step.warpgroups:
+        # Without this, all loads of the queries from shared memory are scheduled before the keys' barrier, and fill the
+        # registers.
+        tl.debug_barrier()
+    return keys, valid[None, :], (index, packed)
+
+
+@triton.jit
+def _attend_blocks(
+    state, q, tokens, first_block, stop_block, length, scale, cache_layout: tl.constexpr, step: tl.constexpr
 ):
     """The state after blocks first to stop (exclusive) of a list of ``length`` indices."""
-    BLOCK_N: tl.constexpr = step.block_n
-    in_tile = tl.arange(0, BLOCK_N)
-    begin = first_block * BLOCK_N
-    stop = tl.minimum(stop_block * BLOCK_N, length)
+    begin = first_block * step.block_n
+    stop = tl.minimum(stop_block * step.block_n, length)
     if cache_layout.tiling is None and cache_layout.scaling is None:
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-            index = tl.load(indices + tl.minimum(start + in_tile, stop - 1))
-            valid, rows = locate_rows(cache, index, cache_layout)
-            valid = valid & (in_tile < stop - start)
-            keys = load_tile(cache.k_cache, rows, valid, step)
-            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
+        return attend(state, q, tokens, begin, stop, scale, no_prefetch, _load_rows, cache_layout, step)
     elif step.num_stages > 1:
-        # Tiles are prefetched to shared memory; their scales and indices are carried in registers.
-        index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
-        scales = load_scales(cache, index, cache_layout)
-        index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-            codes = load_codes(cache, tl.load(indices + tl.minimum(start + in_tile, stop - 1)), cache_layout)
-            valid = codes.valid & (in_tile < stop - start)
-            keys = dequantize(codes, scales, q.latent.dtype, cache_layout, step)
-            scales = load_scales(cache, index, cache_layout)
-            position = start + 2 * BLOCK_N + in_tile
-            index = tl.load(indices + position, mask=position < stop, other=-1)
-            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
+        return attend(state, q, tokens, begin, stop, scale, _prefetch_scales, _load_codes, cache_layout, step)
     else:
-        # Tiles are dequantised in registers anyway, so the next tile is prefetched to registers and needs no shared
-        # memory.
-        index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
-        packed = load_packed(cache, index, cache_layout)
-        index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            keys = unpack(packed, q.latent.dtype, cache_layout, step)
-            valid = packed.valid
-            packed = load_packed(cache, index, cache_layout)
-            position = start + 2 * BLOCK_N + in_tile
-            index = tl.load(indices + position, mask=position < stop, other=-1)
-            if not step.warpgroups:
-                # Without this, all loads of the queries from shared memory are scheduled before the keys' barrier, and
-                # fill the registers.
-                tl.debug_barrier()
-            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
-    return state
+        return attend(state, q, tokens, begin, stop, scale, _prefetch_packed, _load_packed, cache_layout, step)
 
 
 class PortableSparseDecodeConfig(NamedTuple):
@@ -175,26 +199,17 @@ def sparse_decode_kernel(
             length = device.key_count(item, key_lengths)
             indices = own.indices + request * own.stride_request + token * own.stride_token
             state = empty_state(step)
-            state = _attend(
-                state, q_tile, own.cache, indices, first_block, stop_block, length, scale, cache_layout, step
-            )
+            tokens = SelectedTokens(own.cache, indices)
+            state = _attend_blocks(state, q_tile, tokens, first_block, stop_block, length, scale, cache_layout, step)
             if extra.indices is not None:
                 before = tl.cdiv(length, BLOCK_N)
                 first_extra = tl.maximum(first_block - before, 0)
                 stop_extra = tl.maximum(stop_block - before, 0)
                 indices = extra.indices + request * extra.stride_request + token * extra.stride_token
                 length = device.extra_key_count(item, key_lengths)
-                state = _attend(
-                    state,
-                    q_tile,
-                    extra.cache,
-                    indices,
-                    first_extra,
-                    stop_extra,
-                    length,
-                    scale,
-                    extra_cache_layout,
-                    step,
+                tokens = SelectedTokens(extra.cache, indices)
+                state = _attend_blocks(
+                    state, q_tile, tokens, first_extra, stop_extra, length, scale, extra_cache_layout, step
                 )
             values, lse2 = normalize(state, scale, step)
             cols = tl.arange(0, step.latent)
