@@ -18,10 +18,10 @@ from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import (
     LOG2_E,
     RowTile,
+    attend,
     empty_state,
     load_tile,
     normalize,
-    online_softmax_step,
 )
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
@@ -97,13 +97,6 @@ def _as_operand(x, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, step: tl.const
 
 
 @triton.jit
-def _load_pages(cache, item, keys, length, PAGE_SIZE: tl.constexpr):
-    """The pages of ``keys`` (a scalar or a vector) from the block table; -1 for keys beyond the length."""
-    entry = cache.block_table + item * cache.table_stride + keys // PAGE_SIZE
-    return tl.load(entry, mask=keys < length, other=-1)
-
-
-@triton.jit
 def _load_boxes(cache, page, kv_head, token, step: tl.constexpr):
     """The rows of a page from ``token`` on; 0 for rows outside the page, and for page -1."""
     latent = _load_box(cache.latent_boxes, page, kv_head, token, 0, step.latent, step)
@@ -119,60 +112,56 @@ def _load_box(boxes, page, kv_head, token, FIRST: tl.constexpr, WIDTH: tl.conste
     return to_float32(rows, True) if step.interpreted else rows
 
 
-@triton.jit
-def _attend(
-    q,
-    cache,
-    item,
-    kv_head,
-    first_block,
-    stop_block,
-    length,
-    row_length,
-    scale,
-    CONFIG: tl.constexpr,
-):
-    """Attention of query rows over blocks of keys; returns (values, base-2 lse of each row).
+class PagedKeys(NamedTuple):
+    """The ``length`` keys of kv head ``kv_head`` of request ``item``. Query row r attends to those below
+    row_length[r], which is at most ``length``."""
 
-    Row r attends to the keys below row_length[r], which is at most ``length``. ``scale`` includes log2(e).
-    """
-    step: tl.constexpr = CONFIG.step
-    BLOCK_N: tl.constexpr = step.block_n
-    PAGE_PER_BLOCK: tl.constexpr = CONFIG.page_size % BLOCK_N == 0
-    in_block = tl.arange(0, BLOCK_N)
-    begin = first_block * BLOCK_N
-    stop = tl.minimum(stop_block * BLOCK_N, length)
-    state = empty_state(step)
-    pages = _load_pages(cache, item, begin if PAGE_PER_BLOCK else begin + in_block, length, CONFIG.page_size)
-    for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-        keys = start + in_block
-        in_cache = (pages >= 0) & (pages < cache.num_pages)
-        if cache.latent_boxes is None:
-            exists = in_cache & (keys < length)
-            token = start % CONFIG.page_size + in_block if PAGE_PER_BLOCK else keys % CONFIG.page_size
-            rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.stride_page + kv_head * cache.stride_head
-            rows += token * (cache.stride_token if CONFIG.token_stride is None else CONFIG.token_stride)
-            tile = load_tile(cache.k_cache, rows * CONFIG.k_align, exists, step)
-        else:
-            # The last box of a request is shifted to end with the last key, because later rows of the page may be NaN.
-            # TMA reads rows before the page, and pages that do not exist, as zeros.
-            before = tl.maximum(start + BLOCK_N - stop, 0)
-            keys -= before
-            exists = in_cache & (keys >= start)
-            page = tl.where(in_cache, pages, -1).to(tl.int32)
-            tile = _load_boxes(cache, page, kv_head, start % CONFIG.page_size - before, step)
-        visible = tl.where(exists, keys, 0x7FFFFFFF)[None, :] < row_length[:, None]
-        # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
-        following = start + BLOCK_N
-        pages = _load_pages(
-            cache, item, following if PAGE_PER_BLOCK else following + in_block, length, CONFIG.page_size
-        )
-        latent = _as_operand(tile.latent, q.latent.dtype, CONFIG.native_fp8, step)
-        rope = latent
-        if step.rope > 0:
-            rope = _as_operand(tile.rope, q.latent.dtype, CONFIG.native_fp8, step)
-        state = online_softmax_step(state, q, RowTile(latent, rope), visible, scale, start, stop, step)
-    return normalize(state, scale, step)
+    cache: Any
+    item: Any
+    kv_head: Any
+    length: Any
+    row_length: Any
+
+
+@triton.jit
+def _prefetch_pages(keys, start, stop, CONFIG: tl.constexpr, step: tl.constexpr):
+    """PREFETCH of ``attend``: the page of the block at ``start``, or of each of its keys; -1 beyond the length."""
+    if CONFIG.page_size % step.block_n != 0:
+        start += tl.arange(0, step.block_n)
+    entry = keys.cache.block_table + keys.item * keys.cache.table_stride + start // CONFIG.page_size
+    return tl.load(entry, mask=start < keys.length, other=-1)
+
+
+@triton.jit
+def _load_keys(source, pages, start, stop, dtype: tl.constexpr, CONFIG: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend``."""
+    cache = source.cache
+    in_block = tl.arange(0, step.block_n)
+    keys = start + in_block
+    in_cache = (pages >= 0) & (pages < cache.num_pages)
+    if cache.latent_boxes is None:
+        exists = in_cache & (keys < source.length)
+        PAGE_PER_BLOCK: tl.constexpr = CONFIG.page_size % step.block_n == 0
+        token = start % CONFIG.page_size + in_block if PAGE_PER_BLOCK else keys % CONFIG.page_size
+        rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.stride_page + source.kv_head * cache.stride_head
+        rows += token * (cache.stride_token if CONFIG.token_stride is None else CONFIG.token_stride)
+        tile = load_tile(cache.k_cache, rows * CONFIG.k_align, exists, step)
+    else:
+        # The last box of a request is shifted to end with the last key, because later rows of the page may be NaN. TMA
+        # reads rows before the page, and pages that do not exist, as zeros.
+        before = tl.maximum(start + step.block_n - stop, 0)
+        keys -= before
+        exists = in_cache & (keys >= start)
+        page = tl.where(in_cache, pages, -1).to(tl.int32)
+        tile = _load_boxes(cache, page, source.kv_head, start % CONFIG.page_size - before, step)
+    visible = tl.where(exists, keys, 0x7FFFFFFF)[None, :] < source.row_length[:, None]
+    # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
+    pages = _prefetch_pages(source, start + step.block_n, stop, CONFIG, step)
+    latent = _as_operand(tile.latent, dtype, CONFIG.native_fp8, step)
+    rope = latent
+    if step.rope > 0:
+        rope = _as_operand(tile.rope, dtype, CONFIG.native_fp8, step)
+    return RowTile(latent, rope), visible, pages
 
 
 @kernel
@@ -241,18 +230,14 @@ def dense_decode_kernel(
             q_offset = (item * query.stride_request + q_row) * CONFIG.q_align
             q_tile = load_tile(query.q, q_offset, in_rows, step)
             length = device.key_count(item, key_lengths)
-            values, lse2 = _attend(
-                q_tile,
-                cache,
-                item,
-                kv_head,
-                first_block,
-                stop_block,
-                length,
-                length - causal * (outputs.rows // outputs.heads - 1 - token),
-                scale,
-                CONFIG,
+            row_length = length - causal * (outputs.rows // outputs.heads - 1 - token)
+            keys = PagedKeys(cache, item, kv_head, length, row_length)
+            begin = first_block * BLOCK_N
+            stop = tl.minimum(stop_block * BLOCK_N, length)
+            state = attend(
+                empty_state(step), q_tile, keys, begin, stop, scale, _prefetch_pages, _load_keys, CONFIG, step
             )
+            values, lse2 = normalize(state, scale, step)
             values *= k_scale_value
             cols = tl.arange(0, step.latent)
             if first_block == 0 and stop_block == blocks:
