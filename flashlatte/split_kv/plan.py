@@ -125,7 +125,9 @@ def fixed(
 
 def whole(partial: PartialShape, items: int, groups: int, groups_per_head: int) -> SplitPlan:
     """A plan with one CTA per work item and group: splits that are longer than any work item."""
-    return replace(fixed(partial, items, 1, groups, groups_per_head, 1, 1), scratch=0)
+    return replace(
+        fixed(partial, items, 1, groups, groups_per_head, 1, 1), scratch=0, launches=((0, items),) if items else ()
+    )
 
 
 @functools.lru_cache(maxsize=4096)

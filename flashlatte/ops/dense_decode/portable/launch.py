@@ -26,6 +26,7 @@ from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
+from flashlatte.split_kv.work import split_config
 
 # The overhead of starting a request, in keys.
 _OVERHEAD_KEYS = 64
@@ -81,7 +82,7 @@ def dense_decode(params: DenseDecodeParams) -> None:
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
     lengths = key_lengths(batch, None, params.cache_seqlens, limit)
     outputs = outputs_of(out, params.lse, None, params.empty_lse, out_align, h_kv=h_kv)
-    split = launch_plan.split
+    step, split = launch_plan.step, launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     for first, count in split.launches:
@@ -97,15 +98,12 @@ def dense_decode(params: DenseDecodeParams) -> None:
             softmax_scale=params.softmax_scale,
             causal=int(params.causal),
             CONFIG=PortableDenseDecodeConfig(
-                step=launch_plan.step,
+                step=step,
                 page_size=page_size,
                 token_stride=k_token if k_token * k_align == h_kv * head_dim else None,
                 q_align=q_align,
                 k_align=k_align,
-                out_align=out_align,
-                overhead=split.overhead,
-                split_blocks=split.split_blocks,
-                max_splits=split.max_splits,
+                split=split_config(split, step.block_n, out_align, interpreted=step.interpreted),
                 native_fp8=is_fp8 and converts_e4m3(device),
             ),
             num_warps=launch_plan.config.num_warps,

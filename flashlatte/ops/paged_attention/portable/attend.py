@@ -36,9 +36,7 @@ class PagedStep(NamedTuple):
         branches: whether fully visible blocks skip the mask in a branch. Not on GPUs for which Triton then does not
             detect the chain of two MMAs, and splits rows of P over several warps.
         ahead: whether the next block's QK MMA overlaps this block's softmax.
-        q_align, out_align: units of the strides of q and out, in elements.
-        native_fp8: whether the GPU has e4m3 conversion instructions.
-        overhead: cost of starting a tile in a balanced range, in blocks; None if each tile is a program.
+        q_align: unit of the strides of q, in elements.
         has_terms: whether scores have terms other than the scale; softcap, alibi, alibi_sqrt: which of them.
         scaled_keys: whether each key and value has its own scale.
         halves: operands are fp16 instead of q's dtype. Rows of q are scaled to its range; P is scaled by 2^P_SHIFT.
@@ -59,9 +57,6 @@ class PagedStep(NamedTuple):
     branches: bool
     ahead: bool
     q_align: int
-    out_align: int
-    native_fp8: bool
-    overhead: int | None
     has_terms: bool
     softcap: bool
     alibi: bool

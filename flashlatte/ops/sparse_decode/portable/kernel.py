@@ -19,9 +19,10 @@ from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes,
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device, ranges
-from flashlatte.split_kv.device import KeyLengths
-from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
+from flashlatte.split_kv import device
+from flashlatte.split_kv.device import KeyLengths, SplitGrid
+from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.work import GroupRows, find_work, split_of, write_metadata, write_result
 
 
 class SelectedTokens(NamedTuple):
@@ -112,20 +113,15 @@ class PortableSparseDecodeConfig(NamedTuple):
     Attributes:
         cache_layout, extra_cache_layout: ``TokenAddress`` of each cache; None without a second one.
         step: ``online_softmax``'s constants.
-        d_v: width of a value.
-        q_align, out_align: units of the strides of q and out, in elements.
-        overhead: of ``SplitPlan``.
-        balanced: whether a CTA processes a range instead of a work item.
+        split: ``split_kv.work``'s constants.
+        q_align: unit of the strides of q, in elements.
     """
 
     cache_layout: Any
     extra_cache_layout: Any
     step: Any
-    d_v: Any
+    split: Any
     q_align: Any
-    out_align: Any
-    overhead: Any
-    balanced: Any
 
 
 class SparseQuery(NamedTuple):
@@ -153,46 +149,35 @@ def sparse_decode_kernel(
     extra: SelectedKeys,
     key_lengths: KeyLengths,
     outputs: Outputs,
+    grid: SplitGrid,
     scratch,
     softmax_scale: tl.float32,
-    num_groups: tl.int32,
-    num_ranges: tl.int32,
     CONFIG: tl.constexpr,
 ):
-    """A CTA processes one of ``num_ranges`` balanced ranges (``CONFIG.balanced``), or a work item, for one group of
-    heads.
+    """A CTA processes a balanced range, or a work item, for one group of heads.
 
     A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent indices, so all but the first hit the
     L2 cache.
     """
     # Triton 3.6 passes a named tuple in a constant as a tuple, unless it is a constant itself.
     step: tl.constexpr = CONFIG.step
+    SPLIT: tl.constexpr = CONFIG.split
     cache_layout: tl.constexpr = CONFIG.cache_layout
     extra_cache_layout: tl.constexpr = CONFIG.extra_cache_layout
     BLOCK_H: tl.constexpr = step.block_h
     BLOCK_N: tl.constexpr = step.block_n
-    group = tl.program_id(0) % num_groups
-    number = tl.program_id(0) // num_groups
-    head = group * BLOCK_H + tl.arange(0, BLOCK_H)
+    group = tl.program_id(0) % grid.num_groups
+    rows = GroupRows(group, 0, group * BLOCK_H, tl.arange(0, BLOCK_H))
+    head = rows.first + rows.in_group
     in_heads = head < outputs.heads
     scale = softmax_scale * LOG2_E
 
-    first_item = number
-    stop_item = number + 1
-    if CONFIG.balanced:
-        cta_range = ranges.find_range(number, num_ranges, key_lengths, BLOCK_N, CONFIG.overhead)
-        first_item = cta_range.first
-        stop_item = cta_range.stop
-        cost = cta_range.first_cost
-        continued = ranges.continued_item(cta_range, CONFIG.overhead)
-    for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, key_lengths, BLOCK_N)
-        first_block = 0
-        stop_block = blocks
-        if CONFIG.balanced:
-            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, CONFIG.overhead)
-            cost += blocks + CONFIG.overhead
-        if first_block < stop_block:
+    work = find_work(tl.program_id(0) // grid.num_groups, grid, key_lengths, scratch, SPLIT)
+    cost = work.range.first_cost
+    for item in range(work.first, work.stop):
+        split = split_of(work, item, cost, grid, key_lengths, scratch, SPLIT)
+        cost += split.blocks + SPLIT.overhead
+        if split.first < split.stop:
             request, token = device.request_and_token(item, outputs.tokens)
             q_offset = request * query.stride_request + token * query.stride_token + head * query.stride_head
             q_tile = load_tile(query.q, q_offset * CONFIG.q_align, in_heads, step)
@@ -200,11 +185,11 @@ def sparse_decode_kernel(
             indices = own.indices + request * own.stride_request + token * own.stride_token
             state = empty_state(step)
             tokens = SelectedTokens(own.cache, indices)
-            state = _attend_blocks(state, q_tile, tokens, first_block, stop_block, length, scale, cache_layout, step)
+            state = _attend_blocks(state, q_tile, tokens, split.first, split.stop, length, scale, cache_layout, step)
             if extra.indices is not None:
                 before = tl.cdiv(length, BLOCK_N)
-                first_extra = tl.maximum(first_block - before, 0)
-                stop_extra = tl.maximum(stop_block - before, 0)
+                first_extra = tl.maximum(split.first - before, 0)
+                stop_extra = tl.maximum(split.stop - before, 0)
                 indices = extra.indices + request * extra.stride_request + token * extra.stride_token
                 length = device.extra_key_count(item, key_lengths)
                 tokens = SelectedTokens(extra.cache, indices)
@@ -213,14 +198,5 @@ def sparse_decode_kernel(
                 )
             values, lse2 = normalize(state, scale, step)
             cols = tl.arange(0, step.latent)
-            if first_block == 0 and stop_block == blocks:
-                write_out(outputs, item, 0, head, cols, values, lse2, CONFIG.d_v, CONFIG.out_align, step.interpreted)
-                write_lse(outputs, item, 0, head, lse2)
-            elif scratch is not None:
-                partial = device.partial_of_range(number, group, num_groups, first_block > 0)
-                combine.write_partial(
-                    scratch, partial, outputs.heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, CONFIG.d_v
-                )
-    if CONFIG.balanced:
-        metadata = device.range_metadata(scratch, num_ranges, num_groups, BLOCK_H * (CONFIG.d_v + 1))
-        tl.store(metadata + number, continued.to(tl.float32))
+            write_result(outputs, scratch, work, split, rows, cols, values, lse2, grid, SPLIT)
+    write_metadata(work, grid, scratch, SPLIT)

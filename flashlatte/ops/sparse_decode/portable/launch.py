@@ -27,6 +27,7 @@ from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
+from flashlatte.split_kv.work import split_config
 
 # The overhead of starting a work item, in keys.
 _OVERHEAD_KEYS = 64
@@ -79,7 +80,7 @@ def sparse_decode(params: SparseDecodeParams) -> None:
     query = SparseQuery(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
     outputs = outputs_of(out, params.lse, params.attn_sink, params.empty_lse, out_align)
-    split = launch_plan.split
+    step, split = launch_plan.step, launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     sparse_decode_kernel[(split.ctas(batch * s_q),)](
@@ -88,19 +89,15 @@ def sparse_decode(params: SparseDecodeParams) -> None:
         extra,
         lengths,
         outputs,
+        split.grid(0),
         scratch=scratch,
         softmax_scale=params.softmax_scale,
-        num_groups=split.groups,
-        num_ranges=split.splits,
         CONFIG=PortableSparseDecodeConfig(
             cache_layout=main_layout,
             extra_cache_layout=second_layout,
-            step=launch_plan.step,
-            d_v=head_dim_v,
+            step=step,
+            split=split_config(split, step.block_n, out_align, interpreted=step.interpreted),
             q_align=q_align,
-            out_align=out_align,
-            overhead=split.overhead,
-            balanced=split.split_blocks is None,
         ),
         num_warps=launch_plan.config.num_warps,
     )

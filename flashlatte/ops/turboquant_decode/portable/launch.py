@@ -24,6 +24,7 @@ from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
+from flashlatte.split_kv.work import split_config
 
 _LOG2_E = 1.4426950408889634
 # The overhead of starting a request, in keys.
@@ -94,8 +95,7 @@ def turboquant_decode(params: TurboQuantDecodeParams) -> None:
         STEP=step,
         FORM=form,
         CAUSAL=params.causal and s_q > 1,
-        OUT_ALIGN=out_align,
-        OVERHEAD=None if split.split_blocks is not None else split.overhead,
+        SPLIT=split_config(split, step.block_n, out_align, interpreted=form.interpreted),
         num_warps=config.num_warps,
     )
     if scratch is not None:
