@@ -73,7 +73,7 @@ def selections_of(indices: torch.Tensor, topk_length: torch.Tensor | None) -> To
     return TokenSelections(indices, indices.stride(0), indices.shape[2], topk_length, stride)
 
 
-class SelectedRows(NamedTuple):
+class TokenKeys(NamedTuple):
     """The selected rows of a query token: ``indices`` is its first index, of rows kv [s_kv, 1, d]."""
 
     kv: Any
@@ -131,7 +131,7 @@ def sparse_prefill_kernel(
         length = tl.minimum(tl.maximum(given, 0), selection.topk).to(tl.int32)
     scale = softmax_scale * LOG2_E
 
-    rows = SelectedRows(kv, kv_stride, s_kv, selection.indices + token * selection.indices_stride)
+    rows = TokenKeys(kv, kv_stride, s_kv, selection.indices + token * selection.indices_stride)
     state = attend(empty_state(STEP), q_tile, rows, 0, length, scale, no_prefetch, _load_rows, KV_ALIGN, STEP)
     values, lse2 = normalize(state, scale, STEP)
 

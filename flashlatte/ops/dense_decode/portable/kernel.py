@@ -110,7 +110,7 @@ def _load_box(boxes, page, kv_head, token, FIRST: tl.constexpr, WIDTH: tl.conste
     return to_float32(rows, True) if step.interpreted else rows
 
 
-class PagedKeys(NamedTuple):
+class RequestKeys(NamedTuple):
     """The ``length`` keys of kv head ``kv_head`` of request ``item``. Query row r attends to those below
     row_length[r], which is at most ``length``."""
 
@@ -205,7 +205,7 @@ def dense_decode_kernel(
             q_tile = load_tile(query.q, q_offset, in_rows, step)
             length = device.key_count(item, key_lengths)
             row_length = length - causal * (outputs.rows // outputs.heads - 1 - token)
-            keys = PagedKeys(cache, item, kv_head, length, row_length)
+            keys = RequestKeys(cache, item, kv_head, length, row_length)
             begin = split.first * BLOCK_N
             stop = tl.minimum(split.stop * BLOCK_N, length)
             state = attend(

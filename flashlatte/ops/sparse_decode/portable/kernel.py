@@ -25,7 +25,7 @@ from flashlatte.split_kv.outputs import Outputs
 from flashlatte.split_kv.work import GroupRows, find_work, split_of, write_metadata, write_result
 
 
-class SelectedTokens(NamedTuple):
+class SelectedSlots(NamedTuple):
     """The selected tokens of a cache: ``indices`` is the first index of a list."""
 
     cache: Any
@@ -184,7 +184,7 @@ def sparse_decode_kernel(
             length = device.key_count(item, key_lengths)
             indices = own.indices + request * own.stride_request + token * own.stride_token
             state = empty_state(step)
-            tokens = SelectedTokens(own.cache, indices)
+            tokens = SelectedSlots(own.cache, indices)
             state = _attend_blocks(state, q_tile, tokens, split.first, split.stop, length, scale, cache_layout, step)
             if extra.indices is not None:
                 before = tl.cdiv(length, BLOCK_N)
@@ -192,7 +192,7 @@ def sparse_decode_kernel(
                 stop_extra = tl.maximum(split.stop - before, 0)
                 indices = extra.indices + request * extra.stride_request + token * extra.stride_token
                 length = device.extra_key_count(item, key_lengths)
-                tokens = SelectedTokens(extra.cache, indices)
+                tokens = SelectedSlots(extra.cache, indices)
                 state = _attend_blocks(
                     state, q_tile, tokens, first_extra, stop_extra, length, scale, extra_cache_layout, step
                 )
