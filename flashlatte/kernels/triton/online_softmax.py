@@ -5,7 +5,7 @@
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -188,12 +188,16 @@ def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl
         # Always true, which Triton cannot prove.
         if position < stop:
             scores = tl.dot(q.latent, tl.trans(keys.latent), scores)
-            row_max, row_sum, alpha, p = _softmax(row_max, row_sum, scores, visible, scale, dtype, step.column_sums)
+            scores = tl.where(visible, scores, float("-inf"))
+            row_max, row_sum, alpha, p = softmax(row_max, row_sum, scores, scale, step.column_sums)
+            p = p.to(dtype)
     else:
         scores = tl.dot(q.latent, tl.trans(keys.latent))
         if step.rope > 0:
             scores = tl.dot(q.rope, tl.trans(keys.rope), scores)
-        row_max, row_sum, alpha, p = _softmax(row_max, row_sum, scores, visible, scale, dtype, step.column_sums)
+        scores = tl.where(visible, scores, float("-inf"))
+        row_max, row_sum, alpha, p = softmax(row_max, row_sum, scores, scale, step.column_sums)
+        p = p.to(dtype)
     if step.values_first:
         out = tl.dot(tl.trans(keys.latent), tl.trans(p), state.out * alpha[None, :])
     else:
@@ -202,26 +206,34 @@ def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl
 
 
 @triton.jit
-def _softmax(row_max, row_sum, scores, visible, scale, dtype: tl.constexpr, COLUMN_SUMS: tl.constexpr):
-    """New row_max and row_sum, the rescale factor alpha [rows], and P [rows, keys]."""
-    scores = tl.where(visible, scores, float("-inf"))
+def softmax(row_max, row_sum, scores, scale, COLUMN_SUMS: tl.constexpr = False, P_SHIFT: tl.constexpr = 0):
+    """New row_max and row_sum, the rescale factor alpha [rows], and P · 2^P_SHIFT [rows, keys] of masked ``scores``.
+
+    ``row_sum`` is [rows, keys] if COLUMN_SUMS, else [rows], and includes the factor of P.
+    """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) * scale
-    p = tl.exp2(scores * scale - shift[:, None])
+    p = tl.exp2(scores * scale - (shift - P_SHIFT if P_SHIFT != 0 else shift)[:, None])
     alpha = tl.exp2(row_max * scale - shift)
     row_sum = row_sum * alpha[:, None] + p if COLUMN_SUMS else row_sum * alpha + tl.sum(p, axis=1)
-    return new_max, row_sum, alpha, p.to(dtype)
+    return new_max, row_sum, alpha, p
 
 
 @triton.jit
 def normalize(state, scale, step: tl.constexpr):
     """Returns (values [rows, latent], base-2 lse [rows]); 0 and -inf for rows without a visible key."""
     row_sum = tl.sum(state.row_sum, axis=1) if step.column_sums else state.row_sum
-    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
-    inverse = 1.0 / row_sum
+    inverse, lse2 = finish(state.row_max, row_sum, scale)
     values = tl.trans(state.out * inverse[None, :]) if step.values_first else state.out * inverse[:, None]
+    return values, lse2
+
+
+@triton.jit
+def finish(row_max, row_sum, scale):
+    """(1 / row_sum, base-2 lse) of rows [rows]; 1 and -inf for rows without a visible key."""
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     # An explicit fma: otherwise the rest of the kernel would determine whether the product is rounded before the sum.
-    return values, tl.fma(state.row_max, scale, tl.log2(row_sum))
+    return 1.0 / row_sum, tl.fma(row_max, scale, tl.log2(row_sum))
 
 
 @triton.jit
