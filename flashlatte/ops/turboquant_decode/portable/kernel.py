@@ -27,7 +27,7 @@ from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs
-from flashlatte.split_kv.work import find_rows, find_work, split_of, write_metadata, write_result
+from flashlatte.split_kv.work import GroupRows, find_rows, find_work, split_of, write_metadata, write_result
 
 
 class TurboQuantStep(NamedTuple):
@@ -217,6 +217,7 @@ def turboquant_decode_kernel(
         keep_tables(table.num_pages, FORM.key_bits)
     rows = find_rows(grid, SPLIT)
     kv_head = rows.kv_head.to(tl.int64)
+    rows = GroupRows(rows.group, kv_head, rows.first, rows.in_group)
     row = rows.first + rows.in_group
     row_token = row // outputs.heads
     in_rows = row < outputs.rows
