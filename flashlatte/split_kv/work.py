@@ -1,17 +1,5 @@
 """The work of a CTA of a portable kernel: blocks of work items, and where their result goes.
 
-A kernel finds its work, attends to each of its splits, and writes the results::
-
-    work = find_work(number, grid, key_lengths, scratch, SPLIT)
-    cost = work.range.first_cost
-    for item in range(work.first, work.stop):
-        split = split_of(work, item, cost, grid, key_lengths, scratch, SPLIT)
-        cost += split.blocks + SPLIT.overhead
-        if split.first < split.stop:
-            values, lse2 = ...
-            write_result(outputs, scratch, work, split, rows, cols, values, lse2, grid, SPLIT)
-    write_metadata(work, grid, scratch, SPLIT)
-
 Without ``scratch`` a CTA processes a whole work item; otherwise a balanced range, or a fixed split of a work item
 (``device`` defines the terms).
 """
@@ -57,17 +45,8 @@ class SplitConfig(NamedTuple):
 def split_config(
     plan: SplitPlan, block_n: int, out_align: int, *, interpreted: bool, native_fp8: bool = False
 ) -> SplitConfig:
-    return SplitConfig(
-        block_h=plan.partial.rows,
-        block_n=block_n,
-        d_v=plan.partial.cols,
-        out_align=out_align,
-        overhead=plan.overhead,
-        split_blocks=plan.split_blocks,
-        max_splits=plan.max_splits,
-        interpreted=interpreted,
-        native_fp8=native_fp8,
-    )
+    fixed = plan.overhead, plan.split_blocks, plan.max_splits
+    return SplitConfig(plan.partial.rows, block_n, plan.partial.cols, out_align, *fixed, interpreted, native_fp8)
 
 
 class CtaWork(NamedTuple):

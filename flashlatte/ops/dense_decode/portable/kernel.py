@@ -23,6 +23,7 @@ from flashlatte.kernels.triton.online_softmax import (
     load_tile,
     normalize,
 )
+from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import device
@@ -69,15 +70,6 @@ class PortableDenseDecodeConfig(NamedTuple):
     k_align: Any
     split: Any
     native_fp8: Any
-
-
-class DenseQuery(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of q_align elements."""
-
-    q: Pointer
-    stride_request: Int64
-    stride_token: Int64
-    stride_head: Int64
 
 
 @triton.jit
@@ -164,7 +156,7 @@ def _load_keys(source, pages, start, stop, dtype: tl.constexpr, CONFIG: tl.const
 
 @kernel
 def dense_decode_kernel(
-    query: DenseQuery,
+    query: BatchQuery,
     cache: DenseCache,
     key_lengths: KeyLengths,
     outputs: Outputs,

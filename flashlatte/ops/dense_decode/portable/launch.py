@@ -12,11 +12,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import (
     DenseCache,
-    DenseQuery,
     PortableDenseDecodeConfig,
     dense_decode_kernel,
 )
@@ -28,8 +28,6 @@ from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 from flashlatte.split_kv.work import split_config
 
-# The overhead of starting a request, in keys.
-_OVERHEAD_KEYS = 64
 # With batch_invariant: keys per split times the groups of a request's query rows, whose splits run in parallel; and the
 # maximum number of splits of a request, over all groups.
 _SPLIT_KEYS = 1024
@@ -75,7 +73,7 @@ def dense_decode(params: DenseDecodeParams) -> None:
     if is_fp8:
         k_cache = k_cache.view(torch.uint8)
     q_align, k_align, out_align = row_align(q), row_align(k_cache, 16 if is_fp8 else 8), row_align(out)
-    query = DenseQuery(q, *(stride // q_align for stride in strides_in_use(q)))
+    query = BatchQuery(q, *(stride // q_align for stride in strides_in_use(q)))
     k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
     boxes = _boxes(k_cache, k_align, launch_plan.step, launch_plan.config)
     cache = DenseCache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
@@ -151,13 +149,10 @@ def make_plan(
     groups = h_kv * groups_per_head
     max_blocks = -(-max_pages * page_size // chosen.block_n)
     partial = PartialShape(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(batch, groups, num_sms * chosen.programs, max_blocks, partial)
     if batch_invariant:
         split_blocks, max_splits = -(-_SPLIT_KEYS * groups // chosen.block_n), max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(partial, batch, max_blocks, groups, groups_per_head, split_blocks, max_splits)
-    elif ranges is None:
-        split = plan.whole(partial, batch, groups, groups_per_head)
     else:
-        overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-        split = plan.balanced(partial, batch, max_blocks, groups, groups_per_head, ranges, overhead)
+        resident = num_sms * chosen.programs
+        split = plan.balanced_or_whole(partial, batch, max_blocks, groups, groups_per_head, resident, chosen.block_n)
     return PortableDenseDecodePlan(chosen, step, split)

@@ -36,8 +36,6 @@ from flashlatte.split_kv.outputs import Outputs
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 from flashlatte.split_kv.work import split_config
 
-# The overhead of starting a tile, in keys.
-_OVERHEAD_KEYS = 64
 # If requests have more than this number of rows (a prefill), and there are at least this many tiles per SM, each tile
 # is a program: 1.13 to 1.5 times as fast on an H100 (1.00 with a softcap), because a loop over tiles leaves fewer
 # registers for the loop over keys.
@@ -290,13 +288,12 @@ def make_plan(
     slots = tokens if by_token else slots
     partial = PartialShape(config.block_m, head_dim_v)
     max_blocks = -(-max_keys // config.block_n) + 1
-    ranges = plan.num_ranges(slots, groups, num_sms * config.programs * config.key_heads, max_blocks, partial)
     fills_sms = rows > _WHOLE_ABOVE_ROWS and slots * groups >= _WHOLE_TILES_PER_SM * num_sms
-    if ranges is None or fills_sms:
+    if fills_sms:
         split = plan.whole(partial, slots, groups, groups_per_head)
     else:
-        overhead = -(-_OVERHEAD_KEYS // config.block_n)
-        split = plan.balanced(partial, slots, max_blocks, groups, groups_per_head, ranges, overhead)
+        resident = num_sms * config.programs * config.key_heads
+        split = plan.balanced_or_whole(partial, slots, max_blocks, groups, groups_per_head, resident, config.block_n)
     return PagedAttentionLaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
 
 

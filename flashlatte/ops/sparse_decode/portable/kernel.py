@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LOG2_E, attend, empty_state, load_tile, no_prefetch, normalize
+from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.kernel_records import Int64, Pointer
@@ -124,15 +125,6 @@ class PortableSparseDecodeConfig(NamedTuple):
     q_align: Any
 
 
-class SparseQuery(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of q_align elements."""
-
-    q: Pointer
-    stride_request: Int64
-    stride_token: Int64
-    stride_head: Int64
-
-
 class SelectedKeys(NamedTuple):
     """A cache and the lists of indices into it, at [request · stride_request + token · stride_token]."""
 
@@ -144,7 +136,7 @@ class SelectedKeys(NamedTuple):
 
 @kernel(same={"outputs_tokens": "key_lengths_tokens", "outputs_rows": "outputs_heads"})
 def sparse_decode_kernel(
-    query: SparseQuery,
+    query: BatchQuery,
     own: SelectedKeys,
     extra: SelectedKeys,
     key_lengths: KeyLengths,

@@ -11,13 +11,13 @@ from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
 from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import (
     PortableSparseDecodeConfig,
     SelectedKeys,
-    SparseQuery,
     sparse_decode_kernel,
 )
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, TokenAddress
@@ -29,8 +29,6 @@ from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
 from flashlatte.split_kv.work import split_config
 
-# The overhead of starting a work item, in keys.
-_OVERHEAD_KEYS = 64
 # Columns of the latent part of the formats with scales.
 _PACKED_LATENT = 512
 
@@ -77,7 +75,7 @@ def sparse_decode(params: SparseDecodeParams) -> None:
     main_layout, own = _selection(params.k_cache, indices, params.layout)
     second_layout, extra = _selection(params.extra_k_cache, params.extra_indices, params.extra_layout)
     q_align, out_align = row_align(q), row_align(out)
-    query = SparseQuery(q, *(stride // q_align for stride in q.stride()[:3]))
+    query = BatchQuery(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
     outputs = outputs_of(out, params.lse, params.attn_sink, params.empty_lse, out_align)
     step, split = launch_plan.step, launch_plan.split
@@ -125,12 +123,13 @@ def make_plan(
     groups = -(-heads // chosen.block_h)
     max_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
     partial = PartialShape(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, max_blocks, partial, uniform=is_uniform)
-    if ranges is None or batch_invariant:
+    if batch_invariant:
         split = plan.whole(partial, items, groups, groups)
     else:
-        overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-        split = plan.balanced(partial, items, max_blocks, groups, groups, ranges, overhead)
+        resident = num_sms * chosen.programs
+        split = plan.balanced_or_whole(
+            partial, items, max_blocks, groups, groups, resident, chosen.block_n, uniform=is_uniform
+        )
     return PortableSparseDecodePlan(chosen, step, split)
 
 
