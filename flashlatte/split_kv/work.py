@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.config import AttentionConfig, StepConfig
 from flashlatte.split_kv import combine, device, ranges
 from flashlatte.split_kv.outputs import write_lse, write_out
 from flashlatte.split_kv.plan import SplitPlan
@@ -47,6 +48,14 @@ def split_config(
 ) -> SplitConfig:
     fixed = plan.overhead, plan.split_blocks, plan.max_splits
     return SplitConfig(plan.partial.rows, block_n, plan.partial.cols, out_align, *fixed, interpreted, native_fp8)
+
+
+class DecodeLaunchPlan(NamedTuple):
+    """The launch configuration of a shape: tile sizes, ``online_softmax``'s constants, and the split over CTAs."""
+
+    config: AttentionConfig
+    step: StepConfig
+    split: SplitPlan
 
 
 class CtaWork(NamedTuple):

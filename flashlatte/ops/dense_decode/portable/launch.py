@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,28 +24,13 @@ from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import PartialShape, SplitPlan
-from flashlatte.split_kv.work import split_config
+from flashlatte.split_kv.plan import PartialShape
+from flashlatte.split_kv.work import DecodeLaunchPlan, split_config
 
 # With batch_invariant: keys per split times the groups of a request's query rows, whose splits run in parallel; and the
 # maximum number of splits of a request, over all groups.
 _SPLIT_KEYS = 1024
 _FIXED_SPLITS = 128
-
-
-@dataclass(frozen=True)
-class PortableDenseDecodePlan:
-    """The launch configuration of a shape.
-
-    Attributes:
-        config: tile sizes.
-        step: ``online_softmax``'s constants.
-        split: how requests are split over CTAs.
-    """
-
-    config: AttentionConfig
-    step: StepConfig
-    split: SplitPlan
 
 
 def dense_decode(params: DenseDecodeParams) -> None:
@@ -142,7 +126,7 @@ def make_plan(
     max_pages: int,
     is_fp8: bool,
     batch_invariant: bool,
-) -> PortableDenseDecodePlan:
+) -> DecodeLaunchPlan:
     table = FP8_TABLE if is_fp8 else TABLE
     chosen, step = choose(table, gpu, rows, head_dim, head_dim_v, in_place=not is_fp8)
     groups_per_head = -(-rows // chosen.block_h)
@@ -155,4 +139,4 @@ def make_plan(
     else:
         resident = num_sms * chosen.programs
         split = plan.balanced_or_whole(partial, batch, max_blocks, groups, groups_per_head, resident, chosen.block_n)
-    return PortableDenseDecodePlan(chosen, step, split)
+    return DecodeLaunchPlan(chosen, step, split)

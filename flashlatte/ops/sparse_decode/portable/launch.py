@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
-from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, StepConfig, choose
+from flashlatte.kernels.triton.config import SELECTED_ROWS, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
@@ -26,8 +25,8 @@ from flashlatte.runtime.strides import row_align, stride_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import PartialShape, SplitPlan
-from flashlatte.split_kv.work import split_config
+from flashlatte.split_kv.plan import PartialShape
+from flashlatte.split_kv.work import DecodeLaunchPlan, split_config
 
 # Columns of the latent part of the formats with scales.
 _PACKED_LATENT = 512
@@ -35,21 +34,6 @@ _PACKED_LATENT = 512
 
 # Configurations by the formats of a call's caches.
 _TABLES = {"rows": SELECTED_ROWS, "packed": PACKED_TOKENS, "staged": STAGED_TOKENS}
-
-
-@dataclass(frozen=True)
-class PortableSparseDecodePlan:
-    """The launch configuration of a shape.
-
-    Attributes:
-        config: tile sizes.
-        step: ``online_softmax``'s constants.
-        split: how query tokens are split over CTAs.
-    """
-
-    config: AttentionConfig
-    step: StepConfig
-    split: SplitPlan
 
 
 def sparse_decode(params: SparseDecodeParams) -> None:
@@ -116,7 +100,7 @@ def make_plan(
     extra_topk: int,
     is_uniform: bool,
     batch_invariant: bool,
-) -> PortableSparseDecodePlan:
+) -> DecodeLaunchPlan:
     plain = table == "rows"
     latent_dim = head_dim_v if plain else _PACKED_LATENT
     chosen, step = choose(_TABLES[table], gpu, heads, head_dim, latent_dim, in_place=plain)
@@ -130,7 +114,7 @@ def make_plan(
         split = plan.balanced_or_whole(
             partial, items, max_blocks, groups, groups, resident, chosen.block_n, uniform=is_uniform
         )
-    return PortableSparseDecodePlan(chosen, step, split)
+    return DecodeLaunchPlan(chosen, step, split)
 
 
 def _table(*layouts: CacheFormat) -> str:
