@@ -72,16 +72,9 @@ _FIXED_TILE = CombineTile(4, 128, 8)
 
 
 @triton.jit
-def write_partial(scratch, number, rows_in_use, values, lse2, cols, BLOCK_H: tl.constexpr, D_V: tl.constexpr):
-    """Write normalized ``values`` [BLOCK_H, cols] and their base-2 ``lse2`` [BLOCK_H] as partial output ``number``."""
-    write_partial_rows(scratch, number, tl.arange(0, BLOCK_H), rows_in_use, values, lse2, cols, BLOCK_H, D_V)
-
-
-@triton.jit
-def write_partial_rows(
-    scratch, number, rows, rows_in_use, values, lse2, cols, BLOCK_H: tl.constexpr, D_V: tl.constexpr
-):
-    """``write_partial`` for any ``rows`` of one partial output, or of several, with ``number`` given for each row."""
+def write_partial(scratch, number, rows, rows_in_use, values, lse2, cols, BLOCK_H: tl.constexpr, D_V: tl.constexpr):
+    """Write normalized ``values`` [rows, cols] and their base-2 ``lse2`` [rows] to ``rows`` of partial output
+    ``number``, or of several, with a number for each row."""
     base = scratch + number * (BLOCK_H * (D_V + 1))
     mask = (rows < rows_in_use)[:, None] & (cols < D_V)[None, :]
     tl.store((base + rows * D_V)[:, None] + cols[None, :], values, mask=mask)

@@ -17,7 +17,9 @@ MAX_SCRATCH_BYTES = 64 << 20
 # Maximum total cost of all work items, in units of ``item_blocks``: kernels add costs in 32 bits (``ranges``), and a
 # unit has two blocks where a CTA processes blocks in pairs.
 MAX_COST = 2**30 - 1
-# Maximum cost of starting a work item.
+# The cost of starting a work item in a portable kernel, in keys.
+_OVERHEAD_KEYS = 64
+# Maximum cost of starting a work item, in blocks.
 _MAX_OVERHEAD = 64
 
 # Above this number of work items, several per CTA, balancing their lengths gains less than the scan costs.
@@ -125,7 +127,27 @@ def fixed(
 
 def whole(partial: PartialShape, items: int, groups: int, groups_per_head: int) -> SplitPlan:
     """A plan with one CTA per work item and group: splits that are longer than any work item."""
-    return replace(fixed(partial, items, 1, groups, groups_per_head, 1, 1), scratch=0)
+    return replace(
+        fixed(partial, items, 1, groups, groups_per_head, 1, 1), scratch=0, launches=((0, items),) if items else ()
+    )
+
+
+def balanced_or_whole(
+    partial: PartialShape,
+    items: int,
+    item_blocks: int,
+    groups: int,
+    groups_per_head: int,
+    resident: int,
+    block_n: int,
+    *,
+    uniform: bool = False,
+) -> SplitPlan:
+    """A balanced plan for blocks of ``block_n`` keys, or whole work items if ``num_ranges`` is None."""
+    ranges = num_ranges(items, groups, resident, item_blocks, partial, uniform=uniform)
+    if ranges is None:
+        return whole(partial, items, groups, groups_per_head)
+    return balanced(partial, items, item_blocks, groups, groups_per_head, ranges, -(-_OVERHEAD_KEYS // block_n))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -58,6 +58,12 @@ def test_fixed_launches_cover_all_items_within_the_scratch():
     assert fixed_launches(2, 1 << 30) == ((0, 1), (1, 1))
 
 
+@pytest.mark.parametrize("items", [0, 5, 1 << 27])
+def test_whole_items_need_one_launch(items):
+    """``split_kv.work`` numbers the work items of such a launch from 0."""
+    assert plan.whole(PARTIAL, items, 1, 1).launches == (((0, items),) if items else ())
+
+
 @pytest.mark.parametrize("items", [1, 7, 300, 5000])
 @pytest.mark.parametrize("item_blocks", [1, 16, 5000])
 def test_fixed_splits_fit_the_scratch(items, item_blocks):

@@ -1,11 +1,11 @@
-"""Attention over tiles of keys in Triton: loads of rows, and the step of the online softmax.
+"""The attention loop of the portable latent kernels: a loader gives tiles of keys, the online softmax adds them.
 
 ``step`` is a ``config.StepConfig``.
 """
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -107,6 +107,22 @@ def load_tile(base, offsets, in_use, step: tl.constexpr):
 
 
 @triton.jit
+def selected_count(lengths, stride, token, topk):
+    """How many of a token's ``topk`` indices count: ``lengths`` at [token · stride], clamped; None: all."""
+    count = topk
+    if lengths is not None:
+        given = tl.load(lengths + token * stride).to(tl.int64)
+        count = tl.minimum(tl.maximum(given, 0), topk).to(tl.int32)
+    return count
+
+
+@triton.jit
+def load_keys(kv, index, valid, step: tl.constexpr):
+    """The rows of kv, a ``rows.TokenRows``, at ``index`` [block_n]; 0 where not ``valid``."""
+    return load_tile(kv.start, tl.where(valid, index, 0) * kv.stride * kv.align, valid, step)
+
+
+@triton.jit
 def empty_state(step: tl.constexpr):
     """The state before the first tile."""
     ROWS: tl.constexpr = step.block_h
@@ -117,6 +133,42 @@ def empty_state(step: tl.constexpr):
         tl.zeros([ROWS, COLS] if step.column_sums else [ROWS], tl.float32),
         tl.zeros([LATENT, ROWS] if step.values_first else [ROWS, LATENT], tl.float32),
     )
+
+
+@triton.jit
+def no_prefetch(source, begin, stop, config: tl.constexpr, step: tl.constexpr):
+    """PREFETCH of a loader that loads nothing ahead. Triton 3.6 cannot return None."""
+    return begin
+
+
+@triton.jit
+def attend(
+    state,
+    q,
+    source,
+    begin,
+    stop,
+    scale,
+    PREFETCH: tl.constexpr,
+    LOAD: tl.constexpr,
+    config: tl.constexpr,
+    step: tl.constexpr,
+):
+    """The state after keys ``begin`` to ``stop`` (exclusive) of ``source``. ``scale`` includes log2(e).
+
+    A loader is two functions. ``config``: its constants.
+
+    PREFETCH(source, begin, stop, config, step) loads what the first tile needs ahead of the loop, such as pages or
+    indices, on which the addresses of its rows depend.
+
+    LOAD(source, ahead, start, stop, dtype, config, step) returns the tile of the ``block_n`` keys from ``start`` on, a
+    ``RowTile`` of ``dtype``; the mask of visible keys, [rows or 1, block_n]; and what the next tile needs ahead.
+    """
+    ahead = PREFETCH(source, begin, stop, config, step)
+    for start in tl.range(begin, stop, step.block_n, num_stages=step.num_stages):
+        keys, visible, ahead = LOAD(source, ahead, start, stop, q.latent.dtype, config, step)
+        state = online_softmax_step(state, q, keys, visible, scale, start, stop, step)
+    return state
 
 
 @triton.jit
@@ -152,12 +204,16 @@ def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl
         # Always true, which Triton cannot prove.
         if position < stop:
             scores = tl.dot(q.latent, tl.trans(keys.latent), scores)
-            row_max, row_sum, alpha, p = _softmax(row_max, row_sum, scores, visible, scale, dtype, step.column_sums)
+            scores = tl.where(visible, scores, float("-inf"))
+            row_max, row_sum, alpha, p = softmax(row_max, row_sum, scores, scale, step.column_sums)
+            p = p.to(dtype)
     else:
         scores = tl.dot(q.latent, tl.trans(keys.latent))
         if step.rope > 0:
             scores = tl.dot(q.rope, tl.trans(keys.rope), scores)
-        row_max, row_sum, alpha, p = _softmax(row_max, row_sum, scores, visible, scale, dtype, step.column_sums)
+        scores = tl.where(visible, scores, float("-inf"))
+        row_max, row_sum, alpha, p = softmax(row_max, row_sum, scores, scale, step.column_sums)
+        p = p.to(dtype)
     if step.values_first:
         out = tl.dot(tl.trans(keys.latent), tl.trans(p), state.out * alpha[None, :])
     else:
@@ -166,26 +222,34 @@ def online_softmax_step(state, q, keys, visible, scale, position, stop, step: tl
 
 
 @triton.jit
-def _softmax(row_max, row_sum, scores, visible, scale, dtype: tl.constexpr, COLUMN_SUMS: tl.constexpr):
-    """New row_max and row_sum, the rescale factor alpha [rows], and P [rows, keys]."""
-    scores = tl.where(visible, scores, float("-inf"))
+def softmax(row_max, row_sum, scores, scale, COLUMN_SUMS: tl.constexpr = False, P_SHIFT: tl.constexpr = 0):
+    """New row_max and row_sum, the rescale factor alpha [rows], and P · 2^P_SHIFT [rows, keys] of masked ``scores``.
+
+    ``row_sum`` is [rows, keys] if COLUMN_SUMS, else [rows], and includes the factor of P.
+    """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) * scale
-    p = tl.exp2(scores * scale - shift[:, None])
+    p = tl.exp2(scores * scale - (shift - P_SHIFT if P_SHIFT != 0 else shift)[:, None])
     alpha = tl.exp2(row_max * scale - shift)
     row_sum = row_sum * alpha[:, None] + p if COLUMN_SUMS else row_sum * alpha + tl.sum(p, axis=1)
-    return new_max, row_sum, alpha, p.to(dtype)
+    return new_max, row_sum, alpha, p
 
 
 @triton.jit
 def normalize(state, scale, step: tl.constexpr):
     """Returns (values [rows, latent], base-2 lse [rows]); 0 and -inf for rows without a visible key."""
     row_sum = tl.sum(state.row_sum, axis=1) if step.column_sums else state.row_sum
-    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
-    inverse = 1.0 / row_sum
+    inverse, lse2 = finish(state.row_max, row_sum, scale)
     values = tl.trans(state.out * inverse[None, :]) if step.values_first else state.out * inverse[:, None]
+    return values, lse2
+
+
+@triton.jit
+def finish(row_max, row_sum, scale):
+    """(1 / row_sum, base-2 lse) of rows [rows]; 1 and -inf for rows without a visible key."""
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     # An explicit fma: otherwise the rest of the kernel would determine whether the product is rounded before the sum.
-    return values, tl.fma(state.row_max, scale, tl.log2(row_sum))
+    return 1.0 / row_sum, tl.fma(row_max, scale, tl.log2(row_sum))
 
 
 @triton.jit

@@ -37,6 +37,15 @@ class HeadRows(NamedTuple):
     align: Constant
 
 
+class BatchQuery(NamedTuple):
+    """q [b, s_q, h_q, d]. The kernel defines the unit of the strides, in elements."""
+
+    q: Pointer
+    stride_request: Int64
+    stride_token: Int64
+    stride_head: Int64
+
+
 class CacheRows(NamedTuple):
     """Rows of a paged cache [pages, page_size, width]. Strides are in units of ``align`` elements; ``row_stride`` is 0
     if the format determines it."""

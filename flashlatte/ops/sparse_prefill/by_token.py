@@ -13,6 +13,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
@@ -20,27 +21,22 @@ from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import (
     LN_2,
     LOG2_E,
+    attend,
     empty_state,
     gpu_class,
+    load_keys,
     load_tile,
+    no_prefetch,
     normalize,
-    online_softmax_step,
+    selected_count,
     sink_weight,
     within,
 )
+from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_rows, token_rows
 from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, Pointer
 from flashlatte.runtime.strides import row_align
 from flashlatte.runtime.triton_kernel import kernel
-
-
-class TokenQueries(NamedTuple):
-    """q [s_q, h_q, d], strides in units of Q_ALIGN elements."""
-
-    q: Pointer
-    stride_token: Int64
-    stride_head: Int64
-    h_q: Int32
 
 
 class TokenSelections(NamedTuple):
@@ -71,54 +67,56 @@ def selections_of(indices: torch.Tensor, topk_length: torch.Tensor | None) -> To
     return TokenSelections(indices, indices.stride(0), indices.shape[2], topk_length, stride)
 
 
+class TokenKeys(NamedTuple):
+    """The selected rows of a query token: ``indices`` is its first index."""
+
+    kv: TokenRows
+    s_kv: Any
+    indices: Any
+
+
+@triton.jit
+def _load_rows(keys, ahead, start, stop, dtype: tl.constexpr, config: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend``."""
+    in_tile = tl.arange(0, step.block_n)
+    index = tl.load(keys.indices + tl.minimum(start + in_tile, stop - 1))
+    valid = within(index, keys.s_kv) & (in_tile < stop - start)
+    return load_keys(keys.kv, index, valid, step), valid[None, :], ahead
+
+
 @kernel
 def sparse_prefill_kernel(
-    query: TokenQueries,
+    q: HeadRows,
+    kv: TokenRows,
     selection: TokenSelections,
     outputs: TokenOutputs,
-    kv,
-    kv_stride: tl.int64,
+    h_q: tl.int32,
     s_kv: tl.int32,
     softmax_scale: tl.float32,
     damaged,
     STEP: tl.constexpr,
-    Q_ALIGN: tl.constexpr,
-    KV_ALIGN: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """A program processes a query token and a block of its heads; if ``damaged`` is given, only tokens i with damaged[i
     // GROUP].
 
-    Strides of q, kv and out are in units of Q_ALIGN, KV_ALIGN and OUT_ALIGN elements.
-
     The programs of a token's head blocks have adjacent indices, so all but the first hit the L2 cache.
     """
-    head_blocks = tl.cdiv(query.h_q, STEP.block_h)
+    head_blocks = tl.cdiv(h_q, STEP.block_h)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     if damaged is not None:
         is_damaged = tl.load(damaged + token // GROUP)
         if is_damaged == 0:
             return
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
-    in_heads = head < query.h_q
-    q_offset = (token * query.stride_token + head * query.stride_head) * Q_ALIGN
-    q_tile = load_tile(query.q, q_offset, in_heads, STEP)
-    length = selection.topk
-    if selection.lengths is not None:
-        given = tl.load(selection.lengths + token * selection.lengths_stride).to(tl.int64)
-        length = tl.minimum(tl.maximum(given, 0), selection.topk).to(tl.int32)
+    in_heads = head < h_q
+    q_tile = load_tile(q.start, (token * q.token_stride + head * q.head_stride) * q.align, in_heads, STEP)
+    length = selected_count(selection.lengths, selection.lengths_stride, token, selection.topk)
     scale = softmax_scale * LOG2_E
 
-    state = empty_state(STEP)
-    for start in tl.range(0, length, STEP.block_n, num_stages=STEP.num_stages):
-        in_tile = tl.arange(0, STEP.block_n)
-        row = selection.indices + token * selection.indices_stride
-        index = tl.load(row + tl.minimum(start + in_tile, length - 1))
-        valid = within(index, s_kv) & (in_tile < length - start)
-        offset = tl.where(valid, index, 0) * kv_stride * KV_ALIGN
-        keys = load_tile(kv, offset, valid, STEP)
-        state = online_softmax_step(state, q_tile, keys, valid[None, :], scale, start, length, STEP)
+    keys = TokenKeys(kv, s_kv, selection.indices + token * selection.indices_stride)
+    state = attend(empty_state(STEP), q_tile, keys, 0, length, scale, no_prefetch, _load_rows, None, STEP)
     values, lse2 = normalize(state, scale, STEP)
 
     if outputs.attn_sink is not None:
@@ -132,7 +130,7 @@ def sparse_prefill_kernel(
         from_float32(values, outputs.out.dtype.element_ty, STEP.interpreted),
         mask=in_heads[:, None] & (cols < STEP.latent_dim)[None, :],
     )
-    row = token * query.h_q + head
+    row = token * h_q + head
     tl.store(outputs.max_logits + row, state.row_max * softmax_scale, mask=in_heads)
     tl.store(outputs.lse + row, tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2), mask=in_heads)
 
@@ -142,9 +140,10 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
     q, kv, out, attn_sink = params.q, params.kv, params.out, params.attn_sink
     s_q, h_q, head_dim = q.shape
     config, constants = _compiled_for(gpu_class(q.device), h_q, head_dim, out.shape[2])
-    q_align, kv_align, out_align = row_align(q), row_align(kv), row_align(out)
+    out_align = row_align(out)
     sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
-        TokenQueries(q, q.stride(0) // q_align, q.stride(1) // q_align, h_q),
+        head_rows(q),
+        token_rows(kv[:, 0]),
         selections_of(params.indices, params.topk_length),
         TokenOutputs(
             out,
@@ -156,13 +155,10 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
             attn_sink,
             0 if attn_sink is None else attn_sink.stride(0),
         ),
-        kv=kv,
-        kv_stride=kv.stride(0) // kv_align,
+        h_q=h_q,
         s_kv=kv.shape[0],
         softmax_scale=params.softmax_scale,
         damaged=damaged,
-        Q_ALIGN=q_align,
-        KV_ALIGN=kv_align,
         OUT_ALIGN=out_align,
         GROUP=group,
         **constants,

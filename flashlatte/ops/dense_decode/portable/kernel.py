@@ -18,16 +18,18 @@ from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import (
     LOG2_E,
     RowTile,
+    attend,
     empty_state,
     load_tile,
     normalize,
-    online_softmax_step,
 )
+from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device, ranges
+from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
-from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
+from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.work import find_rows, find_work, split_of, write_metadata, write_result
 
 
 class DenseCache(NamedTuple):
@@ -56,8 +58,8 @@ class PortableDenseDecodeConfig(NamedTuple):
         step: ``online_softmax``'s constants.
         page_size: tokens of a page.
         token_stride: elements between tokens if their rows are adjacent; None: ``DenseCache.stride_token``.
-        q_align, k_align, out_align: units of the strides of q, k_cache and out, in elements.
-        overhead, split_blocks, max_splits: of ``SplitPlan``.
+        q_align, k_align: units of the strides of q and k_cache, in elements.
+        split: ``split_kv.work``'s constants.
         native_fp8: whether the cache is e4m3 and the GPU converts it in hardware.
     """
 
@@ -66,20 +68,8 @@ class PortableDenseDecodeConfig(NamedTuple):
     token_stride: Any
     q_align: Any
     k_align: Any
-    out_align: Any
-    overhead: Any
-    split_blocks: Any
-    max_splits: Any
+    split: Any
     native_fp8: Any
-
-
-class DenseQuery(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of q_align elements."""
-
-    q: Pointer
-    stride_request: Int64
-    stride_token: Int64
-    stride_head: Int64
 
 
 @triton.jit
@@ -94,13 +84,6 @@ def _as_operand(x, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, step: tl.const
             # longer prefetches tiles to shared memory.
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
-
-
-@triton.jit
-def _load_pages(cache, item, keys, length, PAGE_SIZE: tl.constexpr):
-    """The pages of ``keys`` (a scalar or a vector) from the block table; -1 for keys beyond the length."""
-    entry = cache.block_table + item * cache.table_stride + keys // PAGE_SIZE
-    return tl.load(entry, mask=keys < length, other=-1)
 
 
 @triton.jit
@@ -119,65 +102,61 @@ def _load_box(boxes, page, kv_head, token, FIRST: tl.constexpr, WIDTH: tl.conste
     return to_float32(rows, True) if step.interpreted else rows
 
 
-@triton.jit
-def _attend(
-    q,
-    cache,
-    item,
-    kv_head,
-    first_block,
-    stop_block,
-    length,
-    row_length,
-    scale,
-    CONFIG: tl.constexpr,
-):
-    """Attention of query rows over blocks of keys; returns (values, base-2 lse of each row).
+class RequestKeys(NamedTuple):
+    """The ``length`` keys of kv head ``kv_head`` of request ``item``. Query row r attends to those below
+    row_length[r], which is at most ``length``."""
 
-    Row r attends to the keys below row_length[r], which is at most ``length``. ``scale`` includes log2(e).
-    """
-    step: tl.constexpr = CONFIG.step
-    BLOCK_N: tl.constexpr = step.block_n
-    PAGE_PER_BLOCK: tl.constexpr = CONFIG.page_size % BLOCK_N == 0
-    in_block = tl.arange(0, BLOCK_N)
-    begin = first_block * BLOCK_N
-    stop = tl.minimum(stop_block * BLOCK_N, length)
-    state = empty_state(step)
-    pages = _load_pages(cache, item, begin if PAGE_PER_BLOCK else begin + in_block, length, CONFIG.page_size)
-    for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-        keys = start + in_block
-        in_cache = (pages >= 0) & (pages < cache.num_pages)
-        if cache.latent_boxes is None:
-            exists = in_cache & (keys < length)
-            token = start % CONFIG.page_size + in_block if PAGE_PER_BLOCK else keys % CONFIG.page_size
-            rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.stride_page + kv_head * cache.stride_head
-            rows += token * (cache.stride_token if CONFIG.token_stride is None else CONFIG.token_stride)
-            tile = load_tile(cache.k_cache, rows * CONFIG.k_align, exists, step)
-        else:
-            # The last box of a request is shifted to end with the last key, because later rows of the page may be NaN.
-            # TMA reads rows before the page, and pages that do not exist, as zeros.
-            before = tl.maximum(start + BLOCK_N - stop, 0)
-            keys -= before
-            exists = in_cache & (keys >= start)
-            page = tl.where(in_cache, pages, -1).to(tl.int32)
-            tile = _load_boxes(cache, page, kv_head, start % CONFIG.page_size - before, step)
-        visible = tl.where(exists, keys, 0x7FFFFFFF)[None, :] < row_length[:, None]
-        # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
-        following = start + BLOCK_N
-        pages = _load_pages(
-            cache, item, following if PAGE_PER_BLOCK else following + in_block, length, CONFIG.page_size
-        )
-        latent = _as_operand(tile.latent, q.latent.dtype, CONFIG.native_fp8, step)
-        rope = latent
-        if step.rope > 0:
-            rope = _as_operand(tile.rope, q.latent.dtype, CONFIG.native_fp8, step)
-        state = online_softmax_step(state, q, RowTile(latent, rope), visible, scale, start, stop, step)
-    return normalize(state, scale, step)
+    cache: Any
+    item: Any
+    kv_head: Any
+    length: Any
+    row_length: Any
+
+
+@triton.jit
+def _prefetch_pages(keys, start, stop, CONFIG: tl.constexpr, step: tl.constexpr):
+    """PREFETCH of ``attend``: the page of the block at ``start``, or of each of its keys; -1 beyond the length."""
+    if CONFIG.page_size % step.block_n != 0:
+        start += tl.arange(0, step.block_n)
+    entry = keys.cache.block_table + keys.item * keys.cache.table_stride + start // CONFIG.page_size
+    return tl.load(entry, mask=start < keys.length, other=-1)
+
+
+@triton.jit
+def _load_keys(source, pages, start, stop, dtype: tl.constexpr, CONFIG: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend``."""
+    cache = source.cache
+    in_block = tl.arange(0, step.block_n)
+    keys = start + in_block
+    in_cache = (pages >= 0) & (pages < cache.num_pages)
+    if cache.latent_boxes is None:
+        exists = in_cache & (keys < source.length)
+        PAGE_PER_BLOCK: tl.constexpr = CONFIG.page_size % step.block_n == 0
+        token = start % CONFIG.page_size + in_block if PAGE_PER_BLOCK else keys % CONFIG.page_size
+        rows = tl.where(in_cache, pages, 0).to(tl.int64) * cache.stride_page + source.kv_head * cache.stride_head
+        rows += token * (cache.stride_token if CONFIG.token_stride is None else CONFIG.token_stride)
+        tile = load_tile(cache.k_cache, rows * CONFIG.k_align, exists, step)
+    else:
+        # The last box of a request is shifted to end with the last key, because later rows of the page may be NaN. TMA
+        # reads rows before the page, and pages that do not exist, as zeros.
+        before = tl.maximum(start + step.block_n - stop, 0)
+        keys -= before
+        exists = in_cache & (keys >= start)
+        page = tl.where(in_cache, pages, -1).to(tl.int32)
+        tile = _load_boxes(cache, page, source.kv_head, start % CONFIG.page_size - before, step)
+    visible = tl.where(exists, keys, 0x7FFFFFFF)[None, :] < source.row_length[:, None]
+    # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
+    pages = _prefetch_pages(source, start + step.block_n, stop, CONFIG, step)
+    latent = _as_operand(tile.latent, dtype, CONFIG.native_fp8, step)
+    rope = latent
+    if step.rope > 0:
+        rope = _as_operand(tile.rope, dtype, CONFIG.native_fp8, step)
+    return RowTile(latent, rope), visible, pages
 
 
 @kernel
 def dense_decode_kernel(
-    query: DenseQuery,
+    query: BatchQuery,
     cache: DenseCache,
     key_lengths: KeyLengths,
     outputs: Outputs,
@@ -189,21 +168,17 @@ def dense_decode_kernel(
     causal: tl.int32,
     CONFIG: tl.constexpr,
 ):
-    """A CTA processes, for one group, one of ``num_splits`` balanced ranges, or a split of a request (if
-    ``CONFIG.split_blocks`` is given).
+    """A CTA processes a balanced range, a fixed split of a request, or a request, for one group.
 
     A group is BLOCK_H of the ``rows`` = tokens · ``heads`` query rows of a kv head, which has ``groups_per_head``. The
     CTAs that read the same keys have adjacent indices, so all but the first hit the L2 cache.
     """
     step: tl.constexpr = CONFIG.step
-    BLOCK_H: tl.constexpr = step.block_h
+    SPLIT: tl.constexpr = CONFIG.split
     BLOCK_N: tl.constexpr = step.block_n
-    cta = tl.program_id(0)
-    group = cta % grid.num_groups
-    number = cta // grid.num_groups
-    kv_head = group // grid.groups_per_head
-    first_row = (group % grid.groups_per_head) * BLOCK_H
-    row = first_row + tl.arange(0, BLOCK_H)
+    rows = find_rows(grid, SPLIT)
+    kv_head = rows.kv_head
+    row = rows.first + rows.in_group
     token = row // outputs.heads
     q_row = token * query.stride_token + (kv_head * outputs.heads + row % outputs.heads) * query.stride_head
     in_rows = row < outputs.rows
@@ -212,62 +187,24 @@ def dense_decode_kernel(
         k_scale_value = tl.load(k_scale)
     scale = softmax_scale * k_scale_value * LOG2_E
 
-    PARTIAL: tl.constexpr = BLOCK_H * (step.latent_dim + 1)
-    if CONFIG.split_blocks is None:
-        cta_range = ranges.find_range(number, grid.num_splits, key_lengths, BLOCK_N, CONFIG.overhead)
-        first_item = cta_range.first
-        stop_item = cta_range.stop
-        cost = cta_range.first_cost
-        continued = ranges.continued_item(cta_range, CONFIG.overhead)
-    else:
-        local_item = number // grid.num_splits
-        split = number % grid.num_splits
-        first_item = grid.first_item + local_item
-        stop_item = first_item + 1
-    for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, key_lengths, BLOCK_N)
-        if CONFIG.split_blocks is None:
-            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, CONFIG.overhead)
-            cost += blocks + CONFIG.overhead
-        else:
-            split_size, splits = device.fixed_splits(blocks, CONFIG.split_blocks, CONFIG.max_splits)
-            first_block = split * split_size
-            stop_block = tl.minimum(first_block + split_size, blocks)
-            if scratch is not None:
-                items = tl.num_programs(0) // grid.num_groups // grid.num_splits
-                metadata = device.item_metadata(scratch, items, grid.num_groups, grid.num_splits, PARTIAL)
-                tl.store(metadata + local_item, splits.to(tl.float32), mask=(grid.num_splits > 1) & (split == 0))
-        if first_block < stop_block:
+    work = find_work(tl.program_id(0) // grid.num_groups, grid, key_lengths, scratch, SPLIT)
+    cost = work.range.first_cost
+    for item in range(work.first, work.stop):
+        split = split_of(work, item, cost, grid, key_lengths, scratch, SPLIT)
+        cost += split.blocks + SPLIT.overhead
+        if split.first < split.stop:
             q_offset = (item * query.stride_request + q_row) * CONFIG.q_align
             q_tile = load_tile(query.q, q_offset, in_rows, step)
             length = device.key_count(item, key_lengths)
-            values, lse2 = _attend(
-                q_tile,
-                cache,
-                item,
-                kv_head,
-                first_block,
-                stop_block,
-                length,
-                length - causal * (outputs.rows // outputs.heads - 1 - token),
-                scale,
-                CONFIG,
+            row_length = length - causal * (outputs.rows // outputs.heads - 1 - token)
+            keys = RequestKeys(cache, item, kv_head, length, row_length)
+            begin = split.first * BLOCK_N
+            stop = tl.minimum(split.stop * BLOCK_N, length)
+            state = attend(
+                empty_state(step), q_tile, keys, begin, stop, scale, _prefetch_pages, _load_keys, CONFIG, step
             )
+            values, lse2 = normalize(state, scale, step)
             values *= k_scale_value
             cols = tl.arange(0, step.latent)
-            if first_block == 0 and stop_block == blocks:
-                write_out(
-                    outputs, item, kv_head, row, cols, values, lse2, step.latent_dim, CONFIG.out_align, step.interpreted
-                )
-                write_lse(outputs, item, kv_head, row, lse2)
-            elif scratch is not None:
-                if CONFIG.split_blocks is None:
-                    partial = device.partial_of_range(number, group, grid.num_groups, first_block > 0)
-                else:
-                    partial = device.partial_of_split(local_item, split, group, grid.num_groups, grid.num_splits)
-                combine.write_partial(
-                    scratch, partial, outputs.rows - first_row, values, lse2, cols, BLOCK_H, step.latent_dim
-                )
-    if CONFIG.split_blocks is None:
-        metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, PARTIAL)
-        tl.store(metadata + number, continued.to(tl.float32))
+            write_result(outputs, scratch, work, split, rows, cols, values, lse2, grid, SPLIT)
+    write_metadata(work, grid, scratch, SPLIT)

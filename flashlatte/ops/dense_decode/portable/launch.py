@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import (
     DenseCache,
-    DenseQuery,
     PortableDenseDecodeConfig,
     dense_decode_kernel,
 )
@@ -25,29 +24,13 @@ from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import PartialShape, SplitPlan
+from flashlatte.split_kv.plan import PartialShape
+from flashlatte.split_kv.work import DecodeLaunchPlan, split_config
 
-# The overhead of starting a request, in keys.
-_OVERHEAD_KEYS = 64
 # With batch_invariant: keys per split times the groups of a request's query rows, whose splits run in parallel; and the
 # maximum number of splits of a request, over all groups.
 _SPLIT_KEYS = 1024
 _FIXED_SPLITS = 128
-
-
-@dataclass(frozen=True)
-class PortableDenseDecodePlan:
-    """The launch configuration of a shape.
-
-    Attributes:
-        config: tile sizes.
-        step: ``online_softmax``'s constants.
-        split: how requests are split over CTAs.
-    """
-
-    config: AttentionConfig
-    step: StepConfig
-    split: SplitPlan
 
 
 def dense_decode(params: DenseDecodeParams) -> None:
@@ -74,14 +57,14 @@ def dense_decode(params: DenseDecodeParams) -> None:
     if is_fp8:
         k_cache = k_cache.view(torch.uint8)
     q_align, k_align, out_align = row_align(q), row_align(k_cache, 16 if is_fp8 else 8), row_align(out)
-    query = DenseQuery(q, *(stride // q_align for stride in strides_in_use(q)))
+    query = BatchQuery(q, *(stride // q_align for stride in strides_in_use(q)))
     k_page, k_token, k_head = (stride // k_align for stride in strides_in_use(k_cache))
     boxes = _boxes(k_cache, k_align, launch_plan.step, launch_plan.config)
     cache = DenseCache(k_cache, *boxes, k_page, k_token, k_head, num_pages, block_table, block_table.stride(0))
     limit = min(max_pages * page_size, 2**31 - 1 - launch_plan.config.block_n)
     lengths = key_lengths(batch, None, params.cache_seqlens, limit)
     outputs = outputs_of(out, params.lse, None, params.empty_lse, out_align, h_kv=h_kv)
-    split = launch_plan.split
+    step, split = launch_plan.step, launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     for first, count in split.launches:
@@ -97,15 +80,12 @@ def dense_decode(params: DenseDecodeParams) -> None:
             softmax_scale=params.softmax_scale,
             causal=int(params.causal),
             CONFIG=PortableDenseDecodeConfig(
-                step=launch_plan.step,
+                step=step,
                 page_size=page_size,
                 token_stride=k_token if k_token * k_align == h_kv * head_dim else None,
                 q_align=q_align,
                 k_align=k_align,
-                out_align=out_align,
-                overhead=split.overhead,
-                split_blocks=split.split_blocks,
-                max_splits=split.max_splits,
+                split=split_config(split, step.block_n, out_align, interpreted=step.interpreted),
                 native_fp8=is_fp8 and converts_e4m3(device),
             ),
             num_warps=launch_plan.config.num_warps,
@@ -146,20 +126,17 @@ def make_plan(
     max_pages: int,
     is_fp8: bool,
     batch_invariant: bool,
-) -> PortableDenseDecodePlan:
+) -> DecodeLaunchPlan:
     table = FP8_TABLE if is_fp8 else TABLE
     chosen, step = choose(table, gpu, rows, head_dim, head_dim_v, in_place=not is_fp8)
     groups_per_head = -(-rows // chosen.block_h)
     groups = h_kv * groups_per_head
     max_blocks = -(-max_pages * page_size // chosen.block_n)
     partial = PartialShape(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(batch, groups, num_sms * chosen.programs, max_blocks, partial)
     if batch_invariant:
         split_blocks, max_splits = -(-_SPLIT_KEYS * groups // chosen.block_n), max(_FIXED_SPLITS // groups, 1)
         split = plan.fixed(partial, batch, max_blocks, groups, groups_per_head, split_blocks, max_splits)
-    elif ranges is None:
-        split = plan.whole(partial, batch, groups, groups_per_head)
     else:
-        overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-        split = plan.balanced(partial, batch, max_blocks, groups, groups_per_head, ranges, overhead)
-    return PortableDenseDecodePlan(chosen, step, split)
+        resident = num_sms * chosen.programs
+        split = plan.balanced_or_whole(partial, batch, max_blocks, groups, groups_per_head, resident, chosen.block_n)
+    return DecodeLaunchPlan(chosen, step, split)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
+from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E, finish, softmax
 from flashlatte.kernels.triton.packed import PackedRows, Window
 from flashlatte.ops.dense_prefill.params import DensePrefillRequests
 from flashlatte.ops.dense_prefill.portable.tiles import (
@@ -73,18 +73,13 @@ def forward_kernel(
                 scores = _masked(scores, key, queries.lower, queries.upper)
         else:
             scores = _masked(scores, key, queries.lower, queries.upper)
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * scale)
-        p = tl.exp2(scores * scale - subtracted[:, None])
-        alpha = tl.exp2(row_max * scale - subtracted)
-        row_sum = row_sum * alpha + tl.sum(p, axis=1)
-        row_max = new_max
+        row_max, row_sum, alpha, p = softmax(row_max, row_sum, scores, scale)
         value = load_values(v, start, queries.seen, queries.stop, BLOCK_N, STEP)
         values = tl.dot(p.to(value.dtype), value, values * alpha[:, None])
 
-    empty = row_sum == 0
-    values *= (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
-    row_lse = tl.where(empty, empty_lse, (row_max * scale + tl.log2(tl.where(empty, 1.0, row_sum))) * LN_2)
+    inverse, lse2 = finish(row_max, row_sum, scale)
+    values *= inverse[:, None]
+    row_lse = tl.where(lse2 == float("-inf"), empty_lse, lse2 * LN_2)
     token = (queries.q_begin + queries.row).to(tl.int64)
     in_use = queries.row < queries.s_q
     out_rows = out.base + (token * out.stride_token + head * out.stride_head)[:, None] * STEP.align

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.online_softmax import within
+from flashlatte.kernels.triton.online_softmax import finish, softmax, within
 from flashlatte.kernels.triton.packed import BlockTable, PackedRows
 from flashlatte.ops.paged_attention.portable.keys import KeyAddresses, PagedRows, load_operand
 from flashlatte.ops.paged_attention.portable.scores import ScoreTerms, add_terms, is_visible
@@ -36,9 +36,7 @@ class PagedStep(NamedTuple):
         branches: whether fully visible blocks skip the mask in a branch. Not on GPUs for which Triton then does not
             detect the chain of two MMAs, and splits rows of P over several warps.
         ahead: whether the next block's QK MMA overlaps this block's softmax.
-        q_align, out_align: units of the strides of q and out, in elements.
-        native_fp8: whether the GPU has e4m3 conversion instructions.
-        overhead: cost of starting a tile in a balanced range, in blocks; None if each tile is a program.
+        q_align: unit of the strides of q, in elements.
         has_terms: whether scores have terms other than the scale; softcap, alibi, alibi_sqrt: which of them.
         scaled_keys: whether each key and value has its own scale.
         halves: operands are fp16 instead of q's dtype. Rows of q are scaled to its range; P is scaled by 2^P_SHIFT.
@@ -59,9 +57,6 @@ class PagedStep(NamedTuple):
     branches: bool
     ahead: bool
     q_align: int
-    out_align: int
-    native_fp8: bool
-    overhead: int | None
     has_terms: bool
     softcap: bool
     alibi: bool
@@ -276,14 +271,7 @@ def attend(
         if step.ahead:
             next_addresses = _addresses(next_pages, start + BLOCK_N, first_new, tile, table, step)
             next_scores = _scores(queries, keys, next_addresses, dtype, K_FORM, step)
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max * factor)
-        alpha = tl.exp2(row_max * factor - shift)
-        if step.halves:
-            shift -= P_SHIFT
-        p = tl.exp2(scores * factor - shift[:, None])
-        row_sum = row_sum * alpha + tl.sum(p, axis=1)
-        row_max = new_max
+        row_max, row_sum, alpha, p = softmax(row_max, row_sum, scores, factor, P_SHIFT=P_SHIFT if step.halves else 0)
         if step.scaled_keys:
             p *= _scales_of(inputs.v.scales, addresses)[None, :]
         v = load_operand(inputs.v, addresses, dtype, 0, step.head_dim_v, step.width_v, V_FORM)
@@ -295,9 +283,7 @@ def attend(
         values = tl.dot(p.to(v.dtype), v, values * alpha[:, None])
         if step.ahead:
             scores = next_scores
-    is_empty = row_sum == 0
-    row_sum = tl.where(is_empty, 1.0, row_sum)
-    lse2 = tl.where(is_empty, float("-inf"), row_max * (1.0 if step.has_terms else scale) + tl.log2(row_sum))
+    inverse, lse2 = finish(row_max, row_sum, 1.0 if step.has_terms else scale)
     if step.halves:
         lse2 -= P_SHIFT
-    return values * (1.0 / row_sum)[:, None], lse2
+    return values * inverse[:, None], lse2

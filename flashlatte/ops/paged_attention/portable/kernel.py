@@ -1,7 +1,7 @@
 """The kernel of paged attention: the work of a CTA, and the write of its results.
 
 The rows of a tile are the query heads of a key head for some tokens of a request, so a key that is loaded once is
-multiplied by all of them. ``split_kv.ranges`` splits the keys of all tiles over CTAs.
+multiplied by all of them. ``split_kv.work`` splits the keys of all tiles over CTAs.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -24,9 +24,10 @@ from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
 from flashlatte.ops.paged_attention.portable.keys import PagedRows, RowScales, cache_of_heads
 from flashlatte.ops.paged_attention.portable.tiles import TileLengths, load_tile
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device, ranges
+from flashlatte.split_kv import device
 from flashlatte.split_kv.device import SplitGrid
-from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
+from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.work import GroupRows, find_work, split_of, write_metadata, write_result
 
 
 class PagedGroup(NamedTuple):
@@ -35,18 +36,14 @@ class PagedGroup(NamedTuple):
     Attributes:
         number: number of its range of keys, or of its tile.
         cache_head: the key head; [key_heads] if caches are read as words.
-        kv_head, group: key head and group of each row; scalars unless caches are read as words.
-        first_row, row: index of the first row, and of each row [rows], among those of the key head.
+        rows: the rows; key head and group are scalars unless caches are read as words.
         token, head: [rows], the tile's query and the query head of each row.
         in_use: [rows], whether the row exists.
     """
 
     number: Any
     cache_head: Any
-    kv_head: Any
-    group: Any
-    first_row: Any
-    row: Any
+    rows: Any
     token: Any
     head: Any
     in_use: Any
@@ -61,19 +58,16 @@ def _find_group(grid, outputs, step: tl.constexpr):
     group_in_head = cta % ctas % grid.groups_per_head
     cache_head = (cta % ctas // grid.groups_per_head).to(tl.int64) * HEADS
     kv_head = cache_head
-    row = tl.arange(0, HEADS * BLOCK_M) % BLOCK_M
+    in_group = tl.arange(0, HEADS * BLOCK_M) % BLOCK_M
     if step.in_words:
         kv_head += tl.arange(0, HEADS * BLOCK_M) // BLOCK_M
         cache_head += tl.arange(0, HEADS)
     first_row = group_in_head * BLOCK_M
-    row += first_row
+    row = in_group + first_row
     return PagedGroup(
         cta // ctas,
         cache_head,
-        kv_head,
-        kv_head * grid.groups_per_head + group_in_head,
-        first_row,
-        row,
+        GroupRows(kv_head * grid.groups_per_head + group_in_head, kv_head, first_row, in_group),
         row // outputs.heads,
         kv_head * outputs.heads + row % outputs.heads,
         row < outputs.rows,
@@ -147,36 +141,32 @@ def paged_attention_kernel(
     K_FORM: tl.constexpr,
     V_FORM: tl.constexpr,
     STEP: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """A CTA processes, for one group, one of ``num_splits`` balanced ranges of all tiles' keys, or a tile (if
-    STEP.overhead is None).
+    """A CTA processes, for one group, a balanced range of all tiles' keys, or a tile.
 
     A group is BLOCK_M of the ``rows`` = tokens · ``heads`` query rows that a tile has for a key head. A CTA processes
     those of ``STEP.key_heads`` adjacent key heads together, concatenated in its rows.
     """
-    BLOCK_M: tl.constexpr = STEP.block_m
-    BLOCK_N: tl.constexpr = STEP.block_n
-    OVERHEAD: tl.constexpr = STEP.overhead
-    IS_WHOLE: tl.constexpr = OVERHEAD is None
     key_lengths = device.KeyLengths(tile_lengths.num_tiles, None, tile_lengths.lengths, 1, 0, tile_lengths.limit)
     group = _find_group(grid, outputs, STEP)
-    number = group.number
+    kv_head = group.rows.kv_head
     # Not in a function: Triton 3.6 returns no None.
     k_new = inputs.k.new.base
     v_new = inputs.v.new.base
     if k_new is not None:
-        k_new += group.kv_head * inputs.k.new.stride_head
-        v_new += group.kv_head * inputs.v.new.stride_head
+        k_new += kv_head * inputs.k.new.stride_head
+        v_new += kv_head * inputs.v.new.stride_head
     k_scales = inputs.k.scales.scales
     k_scale = inputs.k.scales.value
     if k_scales is not None:
-        k_scales += group.kv_head * inputs.k.scales.stride_head
+        k_scales += kv_head * inputs.k.scales.stride_head
         if not STEP.scaled_keys:
             k_scale = tl.load(k_scales)
     v_scales = inputs.v.scales.scales
     v_scale = inputs.v.scales.value
     if v_scales is not None:
-        v_scales += group.kv_head * inputs.v.scales.stride_head
+        v_scales += kv_head * inputs.v.scales.stride_head
         if not STEP.scaled_keys:
             v_scale = tl.load(v_scales)
     k = PagedRows(
@@ -198,51 +188,20 @@ def paged_attention_kernel(
     if terms.alibi_slopes is not None:
         slopes = tl.load(terms.alibi_slopes + group.head * terms.alibi_stride, mask=group.in_use, other=0.0)
 
-    if IS_WHOLE:
+    number = group.number
+    if scratch is None:
         # The last tiles of a prefill have the most keys: start them first, so that none runs alone at the end.
-        first_item = tile_lengths.num_tiles - 1 - number
-        stop_item = tile_lengths.num_tiles - number
-    else:
-        cta_range = ranges.find_range(number, grid.num_splits, key_lengths, BLOCK_N, OVERHEAD)
-        first_item = cta_range.first
-        stop_item = cta_range.stop
-        cost = cta_range.first_cost
-    for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, key_lengths, BLOCK_N)
-        first_block = 0
-        stop_block = blocks
-        if not IS_WHOLE:
-            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, OVERHEAD)
-            cost += blocks + OVERHEAD
+        number = tile_lengths.num_tiles - 1 - number
+    work = find_work(number, grid, key_lengths, scratch, SPLIT)
+    cost = work.range.first_cost
+    for item in range(work.first, work.stop):
+        split = split_of(work, item, cost, grid, key_lengths, scratch, SPLIT)
+        cost += split.blocks + SPLIT.overhead
         tile = load_tile(outputs.tiles, outputs.tiles_stride, item)
-        if (first_block < stop_block) & (tile.tokens > 0):
-            result, lse2 = _attend_tile(
-                inputs, group, tile, slopes, first_block, stop_block, scale, K_FORM, V_FORM, STEP
+        if (split.first < split.stop) & (tile.tokens > 0):
+            values, lse2 = _attend_tile(
+                inputs, group, tile, slopes, split.first, split.stop, scale, K_FORM, V_FORM, STEP
             )
             cols = tl.arange(0, STEP.width_v)
-            if first_block == 0 and stop_block == blocks:
-                write_out(
-                    outputs,
-                    item,
-                    group.kv_head,
-                    group.row,
-                    cols,
-                    result,
-                    lse2,
-                    STEP.head_dim_v,
-                    STEP.out_align,
-                    STEP.interpreted,
-                    STEP.native_fp8,
-                )
-                write_lse(outputs, item, group.kv_head, group.row, lse2)
-            elif not IS_WHOLE:
-                partial = device.partial_of_range(number, group.group, grid.num_groups, first_block > 0)
-                rows = group.row - group.first_row
-                rows_in_use = outputs.rows - group.first_row
-                combine.write_partial_rows(
-                    scratch, partial, rows, rows_in_use, result, lse2, cols, BLOCK_M, STEP.head_dim_v
-                )
-    if not IS_WHOLE:
-        PARTIAL: tl.constexpr = BLOCK_M * (STEP.head_dim_v + 1)
-        metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, PARTIAL)
-        tl.store(metadata + number, ranges.continued_item(cta_range, OVERHEAD).to(tl.float32))
+            write_result(outputs, scratch, work, split, group.rows, cols, values, lse2, grid, SPLIT)
+    write_metadata(work, grid, scratch, SPLIT)

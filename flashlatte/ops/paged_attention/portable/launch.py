@@ -34,9 +34,8 @@ from flashlatte.runtime.strides import row_align
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import Outputs
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
+from flashlatte.split_kv.work import split_config
 
-# The overhead of starting a tile, in keys.
-_OVERHEAD_KEYS = 64
 # If requests have more than this number of rows (a prefill), and there are at least this many tiles per SM, each tile
 # is a program: 1.13 to 1.5 times as fast on an H100 (1.00 with a softcap), because a loop over tiles leaves fewer
 # registers for the loop over keys.
@@ -108,7 +107,8 @@ def attend(params: PagedAttentionParams, max_queries: int = 0) -> None:
     )
     k_form, v_form = (_form(cache, gpu) for cache in (params.k_cache, params.v_cache.unsqueeze(3)))
     table = BlockTable(params.block_table, params.block_table.stride(0), params.k_cache.shape[0])
-    outputs = _outputs(params, tiles, launch_plan.block_tokens, step.out_align)
+    out_align = row_align(params.out)
+    outputs = _outputs(params, tiles, launch_plan.block_tokens, out_align)
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     paged_attention_kernel[(split.ctas(slots) // config.key_heads,)](
         PagedInputs(
@@ -127,10 +127,13 @@ def attend(params: PagedAttentionParams, max_queries: int = 0) -> None:
         K_FORM=k_form,
         V_FORM=v_form,
         STEP=step,
+        SPLIT=split_config(
+            split, step.block_n, out_align, interpreted=step.interpreted, native_fp8=converts_e4m3(device)
+        ),
         num_warps=config.num_warps,
     )
     if scratch is not None:
-        combine.launch_combine(split, scratch, outputs, step.out_align, 0, slots)
+        combine.launch_combine(split, scratch, outputs, out_align, 0, slots)
 
 
 def _plan(params: PagedAttentionParams, gpu: str, max_queries: int) -> PagedAttentionLaunchPlan:
@@ -180,9 +183,6 @@ def _step(params: PagedAttentionParams, gpu: str, launch_plan: PagedAttentionLau
         and page_size % config.block_n == 0
         and config.block_m >= _AHEAD_ROWS.get(gpu, config.block_m + 1),
         q_align=row_align(params.q),
-        out_align=row_align(params.out),
-        native_fp8=converts_e4m3(params.q.device),
-        overhead=None if is_whole else split.overhead,
         has_terms=_has_terms(params),
         softcap=params.softcap > 0,
         alibi=params.alibi_slopes is not None,
@@ -288,13 +288,12 @@ def make_plan(
     slots = tokens if by_token else slots
     partial = PartialShape(config.block_m, head_dim_v)
     max_blocks = -(-max_keys // config.block_n) + 1
-    ranges = plan.num_ranges(slots, groups, num_sms * config.programs * config.key_heads, max_blocks, partial)
     fills_sms = rows > _WHOLE_ABOVE_ROWS and slots * groups >= _WHOLE_TILES_PER_SM * num_sms
-    if ranges is None or fills_sms:
+    if fills_sms:
         split = plan.whole(partial, slots, groups, groups_per_head)
     else:
-        overhead = -(-_OVERHEAD_KEYS // config.block_n)
-        split = plan.balanced(partial, slots, max_blocks, groups, groups_per_head, ranges, overhead)
+        resident = num_sms * config.programs * config.key_heads
+        split = plan.balanced_or_whole(partial, slots, max_blocks, groups, groups_per_head, resident, config.block_n)
     return PagedAttentionLaunchPlan(config, of_words is not None, split, block_tokens, slots, tiles_each, by_token)
 
 

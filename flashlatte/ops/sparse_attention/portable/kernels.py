@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import from_float32
-from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows, load_tile, within
+from flashlatte.kernels.triton.online_softmax import LOG2_E, load_keys, load_rows, load_tile, selected_count, within
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows
 from flashlatte.ops.sparse_attention.row_sums import SparseBackwardKeys
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
@@ -56,11 +56,11 @@ def keys_kernel(
     launched_token = (tl.program_id(0) // tiles).to(tl.int64)
     token = first_token + launched_token
     slot = (tl.program_id(0) % tiles) * STEP.block_n + tl.arange(0, STEP.block_n)  # of this launch
-    length = _length(selection, token, first_slot + slots)
+    length = selected_count(selection.topk_length, selection.length_stride, token, first_slot + slots)
     in_use = first_slot + slot < length
     index = tl.load(selection.indices + token * selection.indices_stride + first_slot + slot, mask=in_use, other=-1)
     valid = within(index, selection.s_kv) & in_use
-    keys = _load_keys(kv, index, valid, STEP)
+    keys = load_keys(kv, index, valid, STEP)
 
     scale = softmax_scale * LOG2_E
     ROWS: tl.constexpr = STEP.block_n
@@ -107,7 +107,7 @@ def queries_kernel(
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
     query, d_out, lse2, weight, delta = _load_heads(q, queries, token, head, STEP)
-    length = _length(selection, token, topk)
+    length = selected_count(selection.topk_length, selection.length_stride, token, topk)
 
     scale = softmax_scale * LOG2_E
     ROWS: tl.constexpr = STEP.block_h
@@ -119,7 +119,7 @@ def queries_kernel(
         slot = start + tl.arange(0, STEP.block_n)
         index = tl.load(selection.indices + token * selection.indices_stride + tl.minimum(slot, length - 1))
         valid = within(index, selection.s_kv) & (slot < length)
-        keys = _load_keys(kv, index, valid, STEP)
+        keys = load_keys(kv, index, valid, STEP)
         scores = tl.dot(query.latent, tl.trans(keys.latent))  # [block_h, block_n]
         if STEP.rope > 0:
             scores = tl.dot(query.rope, tl.trans(keys.rope), scores)
@@ -135,21 +135,6 @@ def queries_kernel(
     _store(dq, row, head < queries.h_q, d_latent, 0, STEP.latent_dim, False, STEP)
     if STEP.rope > 0:
         _store(dq, row, head < queries.h_q, d_rope, STEP.latent_dim, STEP.head_dim - STEP.latent_dim, False, STEP)
-
-
-@triton.jit
-def _length(selection, token, topk):
-    """How many of a token's ``topk`` indices count."""
-    length = topk
-    if selection.topk_length is not None:
-        given = tl.load(selection.topk_length + token * selection.length_stride).to(tl.int64)
-        length = tl.minimum(tl.maximum(given, 0), topk).to(tl.int32)
-    return length
-
-
-@triton.jit
-def _load_keys(kv, index, valid, STEP: tl.constexpr):
-    return load_tile(kv.start, tl.where(valid, index, 0) * kv.stride * kv.align, valid, STEP)
 
 
 @triton.jit

@@ -14,72 +14,98 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.online_softmax import LOG2_E, empty_state, load_tile, normalize, online_softmax_step
+from flashlatte.kernels.triton.online_softmax import LOG2_E, attend, empty_state, load_tile, no_prefetch, normalize
+from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device, ranges
-from flashlatte.split_kv.device import KeyLengths
-from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
+from flashlatte.split_kv import device
+from flashlatte.split_kv.device import KeyLengths, SplitGrid
+from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.work import GroupRows, find_work, split_of, write_metadata, write_result
+
+
+class SelectedSlots(NamedTuple):
+    """The selected tokens of a cache: ``indices`` is the first index of a list."""
+
+    cache: Any
+    indices: Any
 
 
 @triton.jit
-def _attend(
-    state,
-    q,
-    cache,
-    indices,
-    first_block,
-    stop_block,
-    length,
-    scale,
-    cache_layout: tl.constexpr,
-    step: tl.constexpr,
+def _load_indices(tokens, start, stop, step: tl.constexpr):
+    """The indices of the tile at ``start``; -1 beyond the list."""
+    position = start + tl.arange(0, step.block_n)
+    return tl.load(tokens.indices + position, mask=position < stop, other=-1)
+
+
+@triton.jit
+def _load_rows(tokens, ahead, start, stop, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend`` for a cache without scales."""
+    in_tile = tl.arange(0, step.block_n)
+    index = tl.load(tokens.indices + tl.minimum(start + in_tile, stop - 1))
+    valid, rows = locate_rows(tokens.cache, index, cache_layout)
+    valid = valid & (in_tile < stop - start)
+    return load_tile(tokens.cache.k_cache, rows, valid, step), valid[None, :], ahead
+
+
+@triton.jit
+def _prefetch_scales(tokens, begin, stop, cache_layout: tl.constexpr, step: tl.constexpr):
+    """PREFETCH of ``_load_codes``: the scales of the first tile, and the indices of the next."""
+    scales = load_scales(tokens.cache, _load_indices(tokens, begin, stop, step), cache_layout)
+    return _load_indices(tokens, begin + step.block_n, stop, step), scales
+
+
+@triton.jit
+def _load_codes(tokens, ahead, start, stop, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend`` for e4m3 tokens, which are prefetched to shared memory; their scales and indices are carried
+    in registers."""
+    index, scales = ahead
+    in_tile = tl.arange(0, step.block_n)
+    codes = load_codes(tokens.cache, tl.load(tokens.indices + tl.minimum(start + in_tile, stop - 1)), cache_layout)
+    valid = codes.valid & (in_tile < stop - start)
+    keys = dequantize(codes, scales, dtype, cache_layout, step)
+    scales = load_scales(tokens.cache, index, cache_layout)
+    return keys, valid[None, :], (_load_indices(tokens, start + 2 * step.block_n, stop, step), scales)
+
+
+@triton.jit
+def _prefetch_packed(tokens, begin, stop, cache_layout: tl.constexpr, step: tl.constexpr):
+    """PREFETCH of ``_load_packed``: the first tile, and the indices of the next."""
+    packed = load_packed(tokens.cache, _load_indices(tokens, begin, stop, step), cache_layout)
+    return _load_indices(tokens, begin + step.block_n, stop, step), packed
+
+
+@triton.jit
+def _load_packed(tokens, ahead, start, stop, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
+    """LOAD of ``attend`` for a cache with scales. Tiles are dequantised in registers anyway, so the next tile is
+    prefetched to registers and needs no shared memory."""
+    index, packed = ahead
+    keys = unpack(packed, dtype, cache_layout, step)
+    valid = packed.valid
+    packed = load_packed(tokens.cache, index, cache_layout)
+    index = _load_indices(tokens, start + 2 * step.block_n, stop, step)
+    if not step.warpgroups:
+        # Without this, all loads of the queries from shared memory are scheduled before the keys' barrier, and fill the
+        # registers.
+        tl.debug_barrier()
+    return keys, valid[None, :], (index, packed)
+
+
+@triton.jit
+def _attend_blocks(
+    state, q, tokens, first_block, stop_block, length, scale, cache_layout: tl.constexpr, step: tl.constexpr
 ):
     """The state after blocks first to stop (exclusive) of a list of ``length`` indices."""
-    BLOCK_N: tl.constexpr = step.block_n
-    in_tile = tl.arange(0, BLOCK_N)
-    begin = first_block * BLOCK_N
-    stop = tl.minimum(stop_block * BLOCK_N, length)
+    begin = first_block * step.block_n
+    stop = tl.minimum(stop_block * step.block_n, length)
     if cache_layout.tiling is None and cache_layout.scaling is None:
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-            index = tl.load(indices + tl.minimum(start + in_tile, stop - 1))
-            valid, rows = locate_rows(cache, index, cache_layout)
-            valid = valid & (in_tile < stop - start)
-            keys = load_tile(cache.k_cache, rows, valid, step)
-            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
+        return attend(state, q, tokens, begin, stop, scale, no_prefetch, _load_rows, cache_layout, step)
     elif step.num_stages > 1:
-        # Tiles are prefetched to shared memory; their scales and indices are carried in registers.
-        index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
-        scales = load_scales(cache, index, cache_layout)
-        index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=step.num_stages):
-            codes = load_codes(cache, tl.load(indices + tl.minimum(start + in_tile, stop - 1)), cache_layout)
-            valid = codes.valid & (in_tile < stop - start)
-            keys = dequantize(codes, scales, q.latent.dtype, cache_layout, step)
-            scales = load_scales(cache, index, cache_layout)
-            position = start + 2 * BLOCK_N + in_tile
-            index = tl.load(indices + position, mask=position < stop, other=-1)
-            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
+        return attend(state, q, tokens, begin, stop, scale, _prefetch_scales, _load_codes, cache_layout, step)
     else:
-        # Tiles are dequantised in registers anyway, so the next tile is prefetched to registers and needs no shared
-        # memory.
-        index = tl.load(indices + begin + in_tile, mask=begin + in_tile < stop, other=-1)
-        packed = load_packed(cache, index, cache_layout)
-        index = tl.load(indices + begin + BLOCK_N + in_tile, mask=begin + BLOCK_N + in_tile < stop, other=-1)
-        for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
-            keys = unpack(packed, q.latent.dtype, cache_layout, step)
-            valid = packed.valid
-            packed = load_packed(cache, index, cache_layout)
-            position = start + 2 * BLOCK_N + in_tile
-            index = tl.load(indices + position, mask=position < stop, other=-1)
-            if not step.warpgroups:
-                # Without this, all loads of the queries from shared memory are scheduled before the keys' barrier, and
-                # fill the registers.
-                tl.debug_barrier()
-            state = online_softmax_step(state, q, keys, valid[None, :], scale, start, stop, step)
-    return state
+        return attend(state, q, tokens, begin, stop, scale, _prefetch_packed, _load_packed, cache_layout, step)
 
 
 class PortableSparseDecodeConfig(NamedTuple):
@@ -88,29 +114,15 @@ class PortableSparseDecodeConfig(NamedTuple):
     Attributes:
         cache_layout, extra_cache_layout: ``TokenAddress`` of each cache; None without a second one.
         step: ``online_softmax``'s constants.
-        d_v: width of a value.
-        q_align, out_align: units of the strides of q and out, in elements.
-        overhead: of ``SplitPlan``.
-        balanced: whether a CTA processes a range instead of a work item.
+        split: ``split_kv.work``'s constants.
+        q_align: unit of the strides of q, in elements.
     """
 
     cache_layout: Any
     extra_cache_layout: Any
     step: Any
-    d_v: Any
+    split: Any
     q_align: Any
-    out_align: Any
-    overhead: Any
-    balanced: Any
-
-
-class SparseQuery(NamedTuple):
-    """q [b, s_q, h_q, d], strides in units of q_align elements."""
-
-    q: Pointer
-    stride_request: Int64
-    stride_token: Int64
-    stride_head: Int64
 
 
 class SelectedKeys(NamedTuple):
@@ -124,88 +136,59 @@ class SelectedKeys(NamedTuple):
 
 @kernel(same={"outputs_tokens": "key_lengths_tokens", "outputs_rows": "outputs_heads"})
 def sparse_decode_kernel(
-    query: SparseQuery,
+    query: BatchQuery,
     own: SelectedKeys,
     extra: SelectedKeys,
     key_lengths: KeyLengths,
     outputs: Outputs,
+    grid: SplitGrid,
     scratch,
     softmax_scale: tl.float32,
-    num_groups: tl.int32,
-    num_ranges: tl.int32,
     CONFIG: tl.constexpr,
 ):
-    """A CTA processes one of ``num_ranges`` balanced ranges (``CONFIG.balanced``), or a work item, for one group of
-    heads.
+    """A CTA processes a balanced range, or a work item, for one group of heads.
 
     A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent indices, so all but the first hit the
     L2 cache.
     """
     # Triton 3.6 passes a named tuple in a constant as a tuple, unless it is a constant itself.
     step: tl.constexpr = CONFIG.step
+    SPLIT: tl.constexpr = CONFIG.split
     cache_layout: tl.constexpr = CONFIG.cache_layout
     extra_cache_layout: tl.constexpr = CONFIG.extra_cache_layout
     BLOCK_H: tl.constexpr = step.block_h
     BLOCK_N: tl.constexpr = step.block_n
-    group = tl.program_id(0) % num_groups
-    number = tl.program_id(0) // num_groups
-    head = group * BLOCK_H + tl.arange(0, BLOCK_H)
+    group = tl.program_id(0) % grid.num_groups
+    rows = GroupRows(group, 0, group * BLOCK_H, tl.arange(0, BLOCK_H))
+    head = rows.first + rows.in_group
     in_heads = head < outputs.heads
     scale = softmax_scale * LOG2_E
 
-    first_item = number
-    stop_item = number + 1
-    if CONFIG.balanced:
-        cta_range = ranges.find_range(number, num_ranges, key_lengths, BLOCK_N, CONFIG.overhead)
-        first_item = cta_range.first
-        stop_item = cta_range.stop
-        cost = cta_range.first_cost
-        continued = ranges.continued_item(cta_range, CONFIG.overhead)
-    for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, key_lengths, BLOCK_N)
-        first_block = 0
-        stop_block = blocks
-        if CONFIG.balanced:
-            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, CONFIG.overhead)
-            cost += blocks + CONFIG.overhead
-        if first_block < stop_block:
+    work = find_work(tl.program_id(0) // grid.num_groups, grid, key_lengths, scratch, SPLIT)
+    cost = work.range.first_cost
+    for item in range(work.first, work.stop):
+        split = split_of(work, item, cost, grid, key_lengths, scratch, SPLIT)
+        cost += split.blocks + SPLIT.overhead
+        if split.first < split.stop:
             request, token = device.request_and_token(item, outputs.tokens)
             q_offset = request * query.stride_request + token * query.stride_token + head * query.stride_head
             q_tile = load_tile(query.q, q_offset * CONFIG.q_align, in_heads, step)
             length = device.key_count(item, key_lengths)
             indices = own.indices + request * own.stride_request + token * own.stride_token
             state = empty_state(step)
-            state = _attend(
-                state, q_tile, own.cache, indices, first_block, stop_block, length, scale, cache_layout, step
-            )
+            tokens = SelectedSlots(own.cache, indices)
+            state = _attend_blocks(state, q_tile, tokens, split.first, split.stop, length, scale, cache_layout, step)
             if extra.indices is not None:
                 before = tl.cdiv(length, BLOCK_N)
-                first_extra = tl.maximum(first_block - before, 0)
-                stop_extra = tl.maximum(stop_block - before, 0)
+                first_extra = tl.maximum(split.first - before, 0)
+                stop_extra = tl.maximum(split.stop - before, 0)
                 indices = extra.indices + request * extra.stride_request + token * extra.stride_token
                 length = device.extra_key_count(item, key_lengths)
-                state = _attend(
-                    state,
-                    q_tile,
-                    extra.cache,
-                    indices,
-                    first_extra,
-                    stop_extra,
-                    length,
-                    scale,
-                    extra_cache_layout,
-                    step,
+                tokens = SelectedSlots(extra.cache, indices)
+                state = _attend_blocks(
+                    state, q_tile, tokens, first_extra, stop_extra, length, scale, extra_cache_layout, step
                 )
             values, lse2 = normalize(state, scale, step)
             cols = tl.arange(0, step.latent)
-            if first_block == 0 and stop_block == blocks:
-                write_out(outputs, item, 0, head, cols, values, lse2, CONFIG.d_v, CONFIG.out_align, step.interpreted)
-                write_lse(outputs, item, 0, head, lse2)
-            elif scratch is not None:
-                partial = device.partial_of_range(number, group, num_groups, first_block > 0)
-                combine.write_partial(
-                    scratch, partial, outputs.heads - group * BLOCK_H, values, lse2, cols, BLOCK_H, CONFIG.d_v
-                )
-    if CONFIG.balanced:
-        metadata = device.range_metadata(scratch, num_ranges, num_groups, BLOCK_H * (CONFIG.d_v + 1))
-        tl.store(metadata + number, continued.to(tl.float32))
+            write_result(outputs, scratch, work, split, rows, cols, values, lse2, grid, SPLIT)
+    write_metadata(work, grid, scratch, SPLIT)

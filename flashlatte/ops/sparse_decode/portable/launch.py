@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
-from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, StepConfig, choose
+from flashlatte.kernels.triton.config import SELECTED_ROWS, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
+from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import (
     PortableSparseDecodeConfig,
     SelectedKeys,
-    SparseQuery,
     sparse_decode_kernel,
 )
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, TokenAddress
@@ -26,31 +25,15 @@ from flashlatte.runtime.strides import row_align, stride_in_use
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
-from flashlatte.split_kv.plan import PartialShape, SplitPlan
+from flashlatte.split_kv.plan import PartialShape
+from flashlatte.split_kv.work import DecodeLaunchPlan, split_config
 
-# The overhead of starting a work item, in keys.
-_OVERHEAD_KEYS = 64
 # Columns of the latent part of the formats with scales.
 _PACKED_LATENT = 512
 
 
 # Configurations by the formats of a call's caches.
 _TABLES = {"rows": SELECTED_ROWS, "packed": PACKED_TOKENS, "staged": STAGED_TOKENS}
-
-
-@dataclass(frozen=True)
-class PortableSparseDecodePlan:
-    """The launch configuration of a shape.
-
-    Attributes:
-        config: tile sizes.
-        step: ``online_softmax``'s constants.
-        split: how query tokens are split over CTAs.
-    """
-
-    config: AttentionConfig
-    step: StepConfig
-    split: SplitPlan
 
 
 def sparse_decode(params: SparseDecodeParams) -> None:
@@ -76,10 +59,10 @@ def sparse_decode(params: SparseDecodeParams) -> None:
     main_layout, own = _selection(params.k_cache, indices, params.layout)
     second_layout, extra = _selection(params.extra_k_cache, params.extra_indices, params.extra_layout)
     q_align, out_align = row_align(q), row_align(out)
-    query = SparseQuery(q, *(stride // q_align for stride in q.stride()[:3]))
+    query = BatchQuery(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
     outputs = outputs_of(out, params.lse, params.attn_sink, params.empty_lse, out_align)
-    split = launch_plan.split
+    step, split = launch_plan.step, launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     sparse_decode_kernel[(split.ctas(batch * s_q),)](
@@ -88,19 +71,15 @@ def sparse_decode(params: SparseDecodeParams) -> None:
         extra,
         lengths,
         outputs,
+        split.grid(0),
         scratch=scratch,
         softmax_scale=params.softmax_scale,
-        num_groups=split.groups,
-        num_ranges=split.splits,
         CONFIG=PortableSparseDecodeConfig(
             cache_layout=main_layout,
             extra_cache_layout=second_layout,
-            step=launch_plan.step,
-            d_v=head_dim_v,
+            step=step,
+            split=split_config(split, step.block_n, out_align, interpreted=step.interpreted),
             q_align=q_align,
-            out_align=out_align,
-            overhead=split.overhead,
-            balanced=split.split_blocks is None,
         ),
         num_warps=launch_plan.config.num_warps,
     )
@@ -121,20 +100,21 @@ def make_plan(
     extra_topk: int,
     is_uniform: bool,
     batch_invariant: bool,
-) -> PortableSparseDecodePlan:
+) -> DecodeLaunchPlan:
     plain = table == "rows"
     latent_dim = head_dim_v if plain else _PACKED_LATENT
     chosen, step = choose(_TABLES[table], gpu, heads, head_dim, latent_dim, in_place=plain)
     groups = -(-heads // chosen.block_h)
     max_blocks = -(-topk // chosen.block_n) + -(-extra_topk // chosen.block_n)
     partial = PartialShape(chosen.block_h, head_dim_v)
-    ranges = plan.num_ranges(items, groups, num_sms * chosen.programs, max_blocks, partial, uniform=is_uniform)
-    if ranges is None or batch_invariant:
+    if batch_invariant:
         split = plan.whole(partial, items, groups, groups)
     else:
-        overhead = -(-_OVERHEAD_KEYS // chosen.block_n)
-        split = plan.balanced(partial, items, max_blocks, groups, groups, ranges, overhead)
-    return PortableSparseDecodePlan(chosen, step, split)
+        resident = num_sms * chosen.programs
+        split = plan.balanced_or_whole(
+            partial, items, max_blocks, groups, groups, resident, chosen.block_n, uniform=is_uniform
+        )
+    return DecodeLaunchPlan(chosen, step, split)
 
 
 def _table(*layouts: CacheFormat) -> str:

@@ -3,7 +3,7 @@
 A score is the dot product of a query with centroids, times the key's norm divided by the length of the centroids. The
 squared length is computed by another MMA, of ones with the squares. A value is its code relative to the middle code,
 times its scale, plus the middle value. The scale is multiplied into P, and each row accumulates the weighted sum of the
-middle values. ``split_kv.ranges`` splits the keys of all requests over CTAs.
+middle values. ``split_kv.work`` splits the keys of all requests over CTAs.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -24,9 +24,10 @@ from flashlatte.ops.turboquant_decode.portable.records import load_keys, load_no
 from flashlatte.ops.turboquant_decode.portable.words import keep_tables, key_dims, value_dims, value_unit
 from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.runtime.triton_kernel import kernel
-from flashlatte.split_kv import combine, device, ranges
+from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
-from flashlatte.split_kv.outputs import Outputs, write_lse, write_out
+from flashlatte.split_kv.outputs import Outputs
+from flashlatte.split_kv.work import GroupRows, find_rows, find_work, split_of, write_metadata, write_result
 
 
 class TurboQuantStep(NamedTuple):
@@ -204,26 +205,20 @@ def turboquant_decode_kernel(
     STEP: tl.constexpr,
     FORM: tl.constexpr,
     CAUSAL: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
-    OVERHEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """A CTA processes, for one group, one of ``num_splits`` balanced ranges of all requests' keys, or a request
-    (if OVERHEAD is None).
+    """A CTA processes, for one group, a balanced range of all requests' keys, or a request.
 
     A group is BLOCK_M of the ``rows`` = query tokens · ``heads`` query rows of a request for a key head.
     """
-    M: tl.constexpr = STEP.block_m
     N: tl.constexpr = STEP.block_n
     D: tl.constexpr = FORM.head_dim
-    IS_WHOLE: tl.constexpr = OVERHEAD is None
     if STEP.packed_keys and FORM.key_bits < 8:
         keep_tables(table.num_pages, FORM.key_bits)
-    cta = tl.program_id(0)
-    group = cta % grid.num_groups
-    number = cta // grid.num_groups
-    kv_head = (group // grid.groups_per_head).to(tl.int64)
-    first_row = (group % grid.groups_per_head) * M
-    row = first_row + tl.arange(0, M)
+    rows = find_rows(grid, SPLIT)
+    kv_head = rows.kv_head.to(tl.int64)
+    rows = GroupRows(rows.group, kv_head, rows.first, rows.in_group)
+    row = rows.first + rows.in_group
     row_token = row // outputs.heads
     in_rows = row < outputs.rows
     query_row = row_token.to(tl.int64) * query.heads + kv_head * outputs.heads + row % outputs.heads
@@ -235,22 +230,12 @@ def turboquant_decode_kernel(
     if STEP.packed_values:
         v_dims = value_dims(D, STEP.first_value)
 
-    if IS_WHOLE:
-        first_item = number
-        stop_item = number + 1
-    else:
-        cta_range = ranges.find_range(number, grid.num_splits, key_lengths, N, OVERHEAD)
-        first_item = cta_range.first
-        stop_item = cta_range.stop
-        cost = cta_range.first_cost
-    for item in range(first_item, stop_item):
-        blocks = device.item_blocks(item, key_lengths, N)
-        first_block = 0
-        stop_block = blocks
-        if not IS_WHOLE:
-            first_block, stop_block = ranges.split_of(cta_range, cost, blocks, OVERHEAD)
-            cost += blocks + OVERHEAD
-        if first_block < stop_block:
+    work = find_work(tl.program_id(0) // grid.num_groups, grid, key_lengths, scratch, SPLIT)
+    cost = work.range.first_cost
+    for item in range(work.first, work.stop):
+        split = split_of(work, item, cost, grid, key_lengths, scratch, SPLIT)
+        cost += split.blocks + SPLIT.overhead
+        if split.first < split.stop:
             item64 = tl.zeros([], tl.int64) + item
             length = device.key_count(item, key_lengths)
             request_rows = item64 * query.tokens * query.heads + query_row
@@ -267,18 +252,11 @@ def turboquant_decode_kernel(
                 item64,
                 length,
                 v_dims,
-                first_block * N,
-                tl.minimum(stop_block * N, length),
+                split.first * N,
+                tl.minimum(split.stop * N, length),
                 CAUSAL,
                 STEP,
                 FORM,
             )
-            if first_block == 0 and stop_block == blocks:
-                write_out(outputs, item, kv_head, row, v_dims, values, lse2, D, OUT_ALIGN, FORM.interpreted)
-                write_lse(outputs, item, kv_head, row, lse2)
-            elif not IS_WHOLE:
-                partial = device.partial_of_range(number, group, grid.num_groups, first_block > 0)
-                combine.write_partial(scratch, partial, outputs.rows - first_row, values, lse2, v_dims, M, D)
-    if not IS_WHOLE:
-        metadata = device.range_metadata(scratch, grid.num_splits, grid.num_groups, M * (D + 1))
-        tl.store(metadata + number, ranges.continued_item(cta_range, OVERHEAD).to(tl.float32))
+            write_result(outputs, scratch, work, split, rows, v_dims, values, lse2, grid, SPLIT)
+    write_metadata(work, grid, scratch, SPLIT)

@@ -24,10 +24,9 @@ from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
+from flashlatte.split_kv.work import split_config
 
 _LOG2_E = 1.4426950408889634
-# The overhead of starting a request, in keys.
-_OVERHEAD_KEYS = 64
 # The minimum number of query rows of an MMA on NVIDIA GPUs.
 _MIN_ROWS = 8
 # Query rows and warps of a program that rotates queries.
@@ -94,8 +93,7 @@ def turboquant_decode(params: TurboQuantDecodeParams) -> None:
         STEP=step,
         FORM=form,
         CAUSAL=params.causal and s_q > 1,
-        OUT_ALIGN=out_align,
-        OVERHEAD=None if split.split_blocks is not None else split.overhead,
+        SPLIT=split_config(split, step.block_n, out_align, interpreted=form.interpreted),
         num_warps=config.num_warps,
     )
     if scratch is not None:
@@ -121,10 +119,6 @@ def make_plan(
     groups = h_kv * groups_per_head
     max_blocks = -(-max_pages * page_size // config.block_n)
     partial = PartialShape(config.block_m, head_dim)
-    ranges = plan.num_ranges(batch, groups, num_sms * config.programs, max_blocks, partial)
-    if ranges is None:
-        split = plan.whole(partial, batch, groups, groups_per_head)
-    else:
-        overhead = -(-_OVERHEAD_KEYS // config.block_n)
-        split = plan.balanced(partial, batch, max_blocks, groups, groups_per_head, ranges, overhead)
+    resident = num_sms * config.programs
+    split = plan.balanced_or_whole(partial, batch, max_blocks, groups, groups_per_head, resident, config.block_n)
     return TurboQuantLaunchPlan(config, split)
