@@ -150,7 +150,8 @@ def choices_of_engine(model: Model) -> Iterator[list[frozenset[int]]]:
         chosen = range(metadata.max_seq_len) if slots is None else [slot for slot in slots[0].tolist() if slot >= 0]
         made.append(frozenset(chosen))
 
-    with _removed([layer.register_forward_hook(record) for layer in model.attention]):
+    layers = [layer for layer in model.attention if isinstance(layer, torch.nn.Module)]
+    with _removed([layer.register_forward_hook(record) for layer in layers]):
         yield made
 
 

@@ -17,6 +17,7 @@ from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.engine import Engine
 from flashlatte.engine.model import Model
 from flashlatte.integrations.transformers import enable
+from flashlatte.layers import MLAAttention
 from flashlatte.layers.weights import linear_weight
 
 finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -59,6 +60,7 @@ def test_the_engines_tokens_are_stocks(make_model, prompts):
 
 def test_an_attentions_expansions_are_of_the_dequantised_weight(make_model):
     made = Model(fp8_linears.quantised(make_model())).attention[0]
+    assert isinstance(made, MLAAttention)
     expansions = torch.cat((made.w_uk, made.w_uv), dim=1).flatten(0, 1)
     torch.testing.assert_close(expansions, fp8_linears.dense(made.kv_b_proj), rtol=0, atol=0)
 

@@ -86,7 +86,7 @@ def test_against_a_walk(spans, window, ratio, topk, first, select, gather, paddi
 
 def test_the_smallest_int64_is_no_length():
     lengths, boundaries = torch.tensor([-(2**63), 9]), torch.tensor([0, 2, 4])
-    layout = {"window": 3, "ratio": 4, "workspace_rows": 20, "window_row": 4}
+    layout: dict[str, Any] = {"window": 3, "ratio": 4, "workspace_rows": 20, "window_row": 4}
     rows, counts = index_workspace(None, boundaries, lengths, 4, topk=2, **layout, backend=BACKEND)
     assert counts.tolist() == [0, 0, 5, 5]
     assert rows[:2].eq(-1).all()
