@@ -143,6 +143,7 @@ print(len(dispatch.operations()))
     assert int(run(built, "-c", code)) > 20
 
 
+@pytest.mark.full
 def test_the_kernels_own_tests_pass_on_a_cpu(built):
     summary = run(built, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", interpret="1").splitlines()[-1]
     assert "passed" in summary

@@ -108,6 +108,7 @@ def run_worker(
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.full
 def test_a_process_goes_on_after_an_error_and_ends_after_one_of_cuda(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ print("SomeError: it died", file=sys.stderr)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("end", "fault"),
     [("sys.exit(3)", "the process ended with 3: SomeError: it died"), ("sys.stdin.read()", "the process hung: SomeEr")],

@@ -71,7 +71,7 @@ def test_compiled_without_a_graph_break(name, part):
         pytest.param("large4", {"use_reentrant": False}, marks=full),
         # The warm-up, in which no layer's input requires a gradient.
         ("v32", {"indexers_only": True}),
-        ("v4", {"indexers_only": True, "use_reentrant": True}),
+        pytest.param("v4", {"indexers_only": True, "use_reentrant": True}, marks=full),
         pytest.param("v32", {"compiled": True}, marks=full),
         pytest.param("v32", {"indexers_only": True, "compiled": True}, marks=full),
         pytest.param("v4", {"compiled": True}, marks=full),

@@ -31,7 +31,7 @@ WIDE = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n
     ("formats", "change"),
     [
         pytest.param(("bf16", None), {}, id="plain", marks=pytest.mark.full),
-        pytest.param(("v41", "v41_fp4"), WIDE, id="v41"),
+        pytest.param(("v41", "v41_fp4"), WIDE, id="v41", marks=pytest.mark.full),
     ],
 )
 def test_portable_kernels(formats, change):
