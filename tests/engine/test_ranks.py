@@ -308,13 +308,18 @@ def test_processes_that_are_no_group_yet(late, tmp_path):
     """As ``torchrun`` starts them: one that wants an engine of its own would never come to make the group."""
     script = tmp_path / "serve.py"
     script.write_text(
-        f"""import os, time
+        f"""import os, pathlib, time
 from flashlatte.engine import Engine, SamplingParams
 from support.engine_models import model
 
 rank = int(os.environ["RANK"])
 made = model()
-time.sleep(3 if rank == {late} else 0)
+begun = pathlib.Path({str(tmp_path / "begun")!r})
+if rank == {late}:
+    while not begun.exists():
+        time.sleep(0.1)
+    time.sleep(2)
+begun.touch()
 try:
     Engine(made, tensor_parallel=2 - rank, num_pages=8)
 except ValueError as error:
