@@ -17,13 +17,13 @@ demo: $(READY)
 
 # What a contributor needs.
 test: $(READY)
-	@echo "About 4.5 minutes of processor time (3 on two idle cores): Triton's interpreter first, then all else."
+	@echo "About 5 minutes of processor time (3 and a half on two idle cores): Triton's interpreter first, then all else."
 	@TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not full"
 	@$(PYTEST) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 
 # The rest: every variant of every kernel, many more examples, and compilation with each Triton of TRITONS.
 test-all: $(READY)
-	@echo "About 35 minutes of processor time, and 10 more for each Triton of TRITONS (now: $(or $(TRITONS),none))"
+	@echo "About 45 minutes of processor time, and 10 more for each Triton of TRITONS (now: $(or $(TRITONS),none))"
 	@TRITON_INTERPRET=1 $(PYTEST) --hypothesis-profile full -m interpreter
 	@$(PYTEST) --hypothesis-profile full -m "not interpreter and not gpu"
 	@$(MAKE) --no-print-directory test-triton

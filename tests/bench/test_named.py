@@ -76,6 +76,7 @@ def test_arguments_that_a_benchmark_does_not_forward_are_refused(capsys: pytest.
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_shared_gpu_runs_without_the_extra() -> None:
     code = "import sys, flashlatte.cli, flashlatte.bench.shared.command, flashlatte.bench.shared.worker\n"
     code += "assert not {'rich', 'pandas', 'matplotlib'} & set(sys.modules)"

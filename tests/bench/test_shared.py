@@ -171,6 +171,7 @@ def test_a_process_that_dies_or_hangs_is_told_with_its_case(
     assert line["faults"][0].startswith(fault)
 
 
+@pytest.mark.full
 def test_the_command_reports_a_line_for_each_process_and_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

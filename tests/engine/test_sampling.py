@@ -40,7 +40,8 @@ FILTERED: dict[str, tuple[dict[str, Any], list[float]]] = {
 @pytest.mark.parametrize("name", mostly_full(FILTERED, "temperature", "both"))
 def test_draws_have_the_filtered_frequencies(name):
     options, weights = FILTERED[name]
-    params = SamplingParams(**{"temperature": 1.0} | options)
+    filters: dict[str, Any] = {"temperature": 1.0} | options
+    params = SamplingParams(**filters)
     assert torch.allclose(frequencies(params), expected(weights), atol=0.015)
 
 

@@ -74,6 +74,7 @@ def test_an_indexer_of_quantised_weights(prompts, family):
     assert torch.equal(generate(enable(model), inputs, do_sample=False), expected)
 
 
+@pytest.mark.full
 def test_deepseek_v4():
     torch.manual_seed(1)
     model = fp8_linears.quantised(v4_model_of())
