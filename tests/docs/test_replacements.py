@@ -41,9 +41,9 @@ LIMITS = [
     (
         REPLACEMENTS,
         "sparse_decode",
-        "not fp16, not 288",
-        [{"cache_format": name} for name in ("bf16", "v32", "v32_no_rope", "model1", "v41")],
-        [{"cache_format": "fp16"}, {"cache_format": "v41_fp4"}],
+        "not fp16, not 288 beside 528",
+        [{"cache_format": name} for name in ("bf16", "v32", "v32_no_rope", "model1", "v41", "v41_fp4")],
+        [{"cache_format": "fp16"}, {"cache_format": "v41", "extra_cache_format": "v41_fp4"}],
     ),
     (BOTH, "sparse_prefill", "576 and 512", [MLA, V4], [PREFILL]),
     (BOTH, "dense_prefill", "head dims of 8·n, 64 to 256", [{"head_dim": 72}], [{"head_dim": 68}, {"head_dim": 264}]),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,7 +27,6 @@ from flashlatte.bench.peers.vision import vision
 from flashlatte.bench.problems import DenseDecode, DensePrefill, Problem, SparseDecode, SparsePrefill
 from flashlatte.bench.workloads import prepare
 from flashlatte.bench.workloads.base import Results, Workload, compare
-from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import Tolerance
 
 # Only shows that both compute the same: e4m3 queries and probabilities are coarse.
@@ -81,14 +79,14 @@ def groups(
     """A group for each problem: FlashLatte, and each peer, which maps a workload to a function without arguments.
 
     ``exact``: a peer's results have the workload's tolerances. ``required``: without peers a GPU run is refused.
-    ``precision``: also FlashLatte with this precision, if the environment admits it.
+    ``precision``: also FlashLatte with this precision.
     """
     available = kernels.load(device, required=required)
     backend = alternate.backend_on("hopper", device)
     for sized in dict.fromkeys(problem if device.type == "cuda" else problem.scaled_down() for problem in problems):
         workload = prepare(sized, device)
         calls = {"hopper": functools.partial(workload.run, backend)}
-        if precision is not None and os.environ.get(dispatch.UNTRIED) == "1":
+        if precision is not None:
             calls[f"hopper_{precision}"] = functools.partial(
                 workload.run,
                 backend,

@@ -38,10 +38,6 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     )
 
 
-def _is_untried_on_hopper(call: dispatch.CallSpec) -> bool:
-    return call.optional_features is not None
-
-
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if call.optional_features:
         return f"has no {call.optional_features}: it multiplies in q's dtype"
@@ -66,7 +62,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, _is_untried_on_hopper),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.dense_decode),
 )
@@ -117,8 +113,7 @@ def dense_decode(
         precision: None multiplies in q's dtype, to which e4m3 keys are converted exactly. "fp8" (float8_e4m3fn cache
             only) multiplies in e4m3: each row of q is rounded to e4m3 with a scale, and so are the probabilities. Its
             error is about 15 times that of None if the weights of a query are similar, 25 times if few keys dominate
-            (docs/guide/numerics.md). Only "hopper" and "reference" have it. The kernel of "hopper" has not run on a GPU
-            yet: it must be named, with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
+            (docs/guide/numerics.md). Only "hopper" and "reference" have it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 

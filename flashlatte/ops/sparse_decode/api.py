@@ -75,11 +75,6 @@ def _hopper_reads(layout: type[CacheFormat]) -> bool:
     return _is_unpacked(layout) or _has_blocks(layout) or (layout.plain and layout.record_dtype == torch.bfloat16)
 
 
-def _is_untried_on_hopper(call: dispatch.CallSpec) -> bool:
-    scaling = None if call.cache_format is None else format_class(call.cache_format).block_scaling
-    return scaling is not None and scaling.fp4
-
-
 def _portable_reads(layout: type[CacheFormat]) -> bool:
     return _is_unpacked(layout) or _has_blocks(layout) or (layout.plain and not layout.takes_scale)
 
@@ -102,7 +97,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, _is_untried_on_hopper),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.sparse_decode),
 )
@@ -160,8 +155,7 @@ def sparse_decode(
         batch_invariant: make a query token's result bitwise independent of the rest of the batch: its keys are not
             split, which is slower for few query tokens.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
-            error. Over ``v41_fp4``, "hopper" has not run on a GPU yet: it runs only if named, with
-            ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
+            error.
 
     Returns:
         out [b, s_q, h_q, head_dim_v] in q's dtype, and lse (natural logarithm), float32 [b, h_q, s_q]. A newly
