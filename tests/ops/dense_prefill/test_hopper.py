@@ -1,4 +1,5 @@
-"""The Hopper kernels of dense prefill's backward pass, emulated on the CPU, against the reference."""
+"""The Hopper kernels of dense prefill, emulated on the CPU, against the reference: NaN in all rows without a visible
+pair."""
 
 from __future__ import annotations
 
@@ -31,47 +32,63 @@ CASES = {
 
 
 @pytest.fixture
-def emulate(monkeypatch):
-    """Calls implementations on a CPU that emulates a GPU. Fresh tensors hold NaN."""
+def emulation(monkeypatch):
+    """Returns a function that starts the emulation of a GPU. Fresh tensors hold NaN."""
     from support.emulator.emulated import Emulation
 
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield Emulation(monkeypatch, seed=1)
+    yield lambda **options: Emulation(monkeypatch, seed=1, **options)
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize(
-    "deterministic", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "deterministic"]
-)
+@pytest.mark.parametrize("name", mostly_full(CASES, "window"))
+def test_forward(emulation, name):
+    params, _ = with_nan(CASES[name])
+    (expected_out, expected_lse), (out, lse) = new_results(params), new_results(params)
+    reference.forward(params, expected_out, expected_lse)
+    # Both consumers set the values beyond a request's end to 0, and neither waits for the other.
+    emulation(finds_races=False)(api.OPERATION, "hopper", params, out, lse)
+    assert not expected_out.isnan().any()
+    compare.assert_close(out, expected_out, compare.DENSE_PREFILL_OUT, "out")
+    compare.assert_close(lse, expected_lse, compare.DENSE_PREFILL_LSE, "lse")
+
+
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", mostly_full(CASES, "window", "128"))
-def test_gradients_with_nan_in_all_rows_without_a_visible_pair(emulate, name, deterministic):
-    inputs = CASES[name].inputs()
-    left, right = ragged.window_sides(inputs.pop("window"), inputs.pop("causal"))
-    params = DensePrefillParams(**inputs, window_left=left, window_right=right, empty_lse=-torch.inf)
-    queries, keys = rows_with_a_visible_pair(params)
-    for x, in_use in ((params.q, queries), (params.k, keys), (params.v, keys)):
-        x[~in_use] = torch.nan
-    tokens, heads, _ = params.q.shape
-    generator = torch.Generator().manual_seed(1)
-    out, lse = torch.empty(tokens, heads, 128, dtype=params.q.dtype), torch.empty(heads, tokens).T
+def test_backward(emulation, name, deterministic):
+    params, queries = with_nan(CASES[name])
+    out, lse = new_results(params)
     reference.forward(params, out, lse)
+    generator = torch.Generator().manual_seed(1)
     dout = (torch.randn(out.shape, generator=generator) / 10).to(out.dtype)
     dlse = torch.randn(lse.shape, generator=generator) / 10
     for x in (out, dout, dlse):
         x[~queries] = torch.nan
     expected, results = (tuple(torch.full_like(x, torch.nan) for x in (params.q, params.k, params.v)) for _ in range(2))
     reference.backward(params, out, lse, dout, dlse, deterministic, *expected)
-    emulate(api.BACKWARD, "hopper", params, out, lse, dout, dlse, deterministic, *results)
+    emulation()(api.BACKWARD, "hopper", params, out, lse, dout, dlse, deterministic, *results)
     for gradient, result, wanted in zip(("dq", "dk", "dv"), results, expected, strict=True):
         assert wanted.isfinite().all()
         compare.assert_close(result, wanted, compare.DENSE_PREFILL_GRADIENT, gradient)
 
 
-def rows_with_a_visible_pair(params: DensePrefillParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks of the queries that see a key, and of the keys that a query sees."""
+def with_nan(case: DensePrefillCase) -> tuple[DensePrefillParams, torch.Tensor]:
+    """Arguments with NaN in queries that see no key and in keys and values that no query sees, and the mask of the
+    queries that see a key."""
+    inputs = case.inputs()
+    left, right = ragged.window_sides(inputs.pop("window"), inputs.pop("causal"))
+    params = DensePrefillParams(**inputs, window_left=left, window_right=right, empty_lse=-torch.inf)
     queries, keys = (torch.zeros(x.shape[0], dtype=torch.bool) for x in (params.q, params.k))
     for own, others, visible in reference._blocks(params):
         queries[own] |= visible.any(dim=1)
         keys[others] |= visible.any(dim=0)
-    return queries, keys
+    params.q[~queries] = params.k[~keys] = params.v[~keys] = torch.nan
+    return params, queries
+
+
+def new_results(params: DensePrefillParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, filled with NaN."""
+    tokens, heads, _ = params.q.shape
+    out = torch.full((tokens, heads, params.v.shape[2]), torch.nan, dtype=params.q.dtype)
+    return out, torch.full((heads, tokens), torch.nan).T
