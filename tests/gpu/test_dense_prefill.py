@@ -151,6 +151,28 @@ def test_lengths_that_are_not_true(backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
+def test_rows_without_a_visible_pair_may_be_nan(backend: str) -> None:
+    """Queries that see no key, the gradients of their results, and keys that no query sees."""
+    arguments = replace(TYPICAL, causal=False, window=(100, 20), zero_lengths=False, unowned=0).inputs(DEVICE)
+    gradients = gradients_for(arguments)
+    queries, keys = [], []
+    lengths = (arguments[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    for s_q, s_k in zip(*lengths, strict=True):
+        queries.append(torch.arange(s_q, device=DEVICE) >= s_q - s_k - 20)
+        keys.append(torch.arange(s_k, device=DEVICE) >= s_k - s_q - 100)
+    in_use = {"q": torch.cat(queries), "k": torch.cat(keys), "v": torch.cat(keys)}
+    assert not any(rows.all() for rows in in_use.values())
+    runs = []
+    for fill in (0.0, torch.nan):
+        for name, rows in in_use.items():
+            arguments[name][~rows] = fill
+        for gradient in gradients:
+            gradient[~in_use["q"]] = fill
+        runs.append(prefill(arguments, backend, gradients, deterministic=True))
+    harness.assert_same_bits(*runs)
+
+
+@ON_EVERY_BACKEND
 def test_graph_follows_lengths(backend: str) -> None:
     arguments = replace(TYPICAL, unowned=0).inputs(DEVICE)
     gradients = gradients_for(arguments)

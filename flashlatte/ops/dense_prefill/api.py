@@ -121,8 +121,8 @@ def dense_prefill(
         deterministic: make dq, dk and dv bitwise reproducible. (out and lse always are.)
         out: [T_q, h, d_v] in q's dtype to write to; last stride 1. It must not share memory with an input. Must be None
             if gradients are recorded.
-        empty_lse: lse of a query that has no visible key, inf or -inf; its out and gradient are 0. NaN in such a query
-            or in the gradient of its out reaches no other gradient, except with the backward pass of "hopper".
+        empty_lse: lse of a query that has no visible key, inf or -inf; its out and gradient are 0. NaN in such a query,
+            in the gradients of its out and lse, and in a key and value that no query sees reaches no result.
         backend: "hopper", "portable" or "reference", forward and backward; None selects each, a name is obeyed or
             refused. "hopper" has head dims from 64 to 256 by 8; with gradients, 192 / 128 and 128 / 128.
 

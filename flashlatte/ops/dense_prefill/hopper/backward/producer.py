@@ -1,9 +1,9 @@
 """The producer warpgroup: loads the block's keys and values, then tiles of queries and of dO, and adds the consumers'
 dQ to its sums.
 
-Whole tiles are loaded by TMA. A tile that extends past its request is gathered by the threads instead, with zeros in
-place of rows of other requests. Zero rows are harmless (P is 1 or masked, dP and dS are 0), but 0 · NaN of another
-request's row would not be.
+Whole tiles are loaded by TMA. The threads gather other tiles: those that extend past their request, with zeros for the
+rows of other requests, and those with keys that no query sees, with zeros for these. Zero rows are harmless (P is 1 or
+masked, dP and dS are 0), but the rows in their place may be NaN, and 0 · NaN is NaN.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -60,12 +60,12 @@ class BackwardInputs(NamedTuple):
 
 
 @gluon.jit
-def _gather(tile, source, head, token, count, FIRST: gl.constexpr):
-    """Copy ``count`` rows from ``token`` on into a tile of 64 rows, with zeros after them."""
+def _gather(tile, source, head, token, begin, count, FIRST: gl.constexpr):
+    """Copy rows ``begin`` to count - 1 from ``token`` on into a tile of 64 rows, with zeros for the others."""
     rows = source.rows
     row = gl.arange(0, 64, gl.SliceLayout(1, _GATHER))
     column = gl.arange(0, 64, gl.SliceLayout(0, _GATHER))
-    valid = row < count
+    valid = (row >= begin) & (row < count)
     start = gl.where(valid, token + row, 0).to(gl.int64) * rows.stride_token + head.to(gl.int64) * rows.stride_head
     for part in gl.static_range(tile.shape[1] // 64):
         pointers = rows.base + (start * ALIGN)[:, None] + (FIRST + part * 64 + column)[None, :]
@@ -73,10 +73,16 @@ def _gather(tile, source, head, token, count, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _gather_wide(main, rope, source, head, token, count, HAS_ROPE: gl.constexpr):
-    _gather(main, source, head, token, count, 0)
+def _gather_wide(main, rope, source, head, token, begin, count, HAS_ROPE: gl.constexpr):
+    _gather(main, source, head, token, begin, count, 0)
     if HAS_ROPE:
-        _gather(rope, source, head, token, count, MAIN)
+        _gather(rope, source, head, token, begin, count, MAIN)
+
+
+@gluon.jit
+def _gather_keys(own, k, v, head, token, begin, count, HAS_ROPE: gl.constexpr):
+    _gather_wide(own.main.index(0), own.rope.index(0), k, head, token, begin, count, HAS_ROPE)
+    _gather(own.v.index(0), v, head, token, begin, count, 0)
 
 
 @gluon.jit
@@ -90,10 +96,11 @@ def _finish_gather():
 def _load_keys(k, v, shared, block, head, HAS_ROPE: gl.constexpr):
     full = shared.keys_full
     token = block.k_token
+    begin = block.below
     count = block.keys
     keys0 = shared.keys0
     keys1 = shared.keys1
-    if count >= KEYS:
+    if (begin <= 0) & (count >= KEYS):
         mbarrier.expect(full, KEYS * (MAIN + (ROPE if HAS_ROPE else 0) + V_DIM) * 2)
         tma_load(k.main, [head, token, 0], full, keys0.main.index(0))
         tma_load(k.main, [head, token + OWN_KEYS, 0], full, keys1.main.index(0))
@@ -103,10 +110,8 @@ def _load_keys(k, v, shared, block, head, HAS_ROPE: gl.constexpr):
         tma_load(v.main, [head, token, 0], full, keys0.v.index(0))
         tma_load(v.main, [head, token + OWN_KEYS, 0], full, keys1.v.index(0))
     else:
-        _gather_wide(keys0.main.index(0), keys0.rope.index(0), k, head, token, count, HAS_ROPE)
-        _gather(keys0.v.index(0), v, head, token, count, 0)
-        _gather_wide(keys1.main.index(0), keys1.rope.index(0), k, head, token + OWN_KEYS, count - OWN_KEYS, HAS_ROPE)
-        _gather(keys1.v.index(0), v, head, token + OWN_KEYS, count - OWN_KEYS, 0)
+        _gather_keys(keys0, k, v, head, token, begin, count, HAS_ROPE)
+        _gather_keys(keys1, k, v, head, token + OWN_KEYS, begin - OWN_KEYS, count - OWN_KEYS, HAS_ROPE)
         _finish_gather()
         mbarrier.arrive(full, count=1)
 
@@ -139,7 +144,7 @@ def _load_queries(inputs, block, kv_head, group, step, shared, HAS_ROPE: gl.cons
         if HAS_ROPE:
             tma_load(q.rope, [head, token, MAIN], full, rope)
     else:
-        _gather_wide(main, rope, q, head, token, count, HAS_ROPE)
+        _gather_wide(main, rope, q, head, token, 0, count, HAS_ROPE)
         _finish_gather()
         mbarrier.arrive(full, count=1)
     shared.lse.index(stage).store(row_lse)
@@ -159,7 +164,7 @@ def _load_dout(dout, block, kv_head, group, step, shared):
         mbarrier.expect(shared.dout_full, QUERIES * V_DIM * 2)
         tma_load(dout.main, [head, token, 0], shared.dout_full, tile)
     else:
-        _gather(tile, dout, head, token, count, 0)
+        _gather(tile, dout, head, token, 0, count, 0)
         _finish_gather()
         mbarrier.arrive(shared.dout_full, count=1)
 

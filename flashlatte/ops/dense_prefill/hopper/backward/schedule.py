@@ -44,13 +44,14 @@ def _interval_of(slot, cu, requests, total, bisections):
 class KeyBlock(NamedTuple):
     """A block of keys, and the queries to which some of its keys are visible.
 
-    Key n of the block is visible to query q of the request if q + below <= n <= q + above.
+    Queries count from the request's first query that sees a key. Key n of the block is visible to query q if
+    q + below <= n <= q + above; no query sees the keys before ``below``.
     """
 
     k_token: Any  # first token of the block
     keys: Any  # from the block's first key to the end of the request: may exceed the block
-    q_token: Any  # first token of the request
-    queries: Any  # of the request
+    q_token: Any  # of query 0
+    queries: Any
     first_query: Any  # a multiple of QUERIES
     tiles: Any  # of queries
     below: Any
@@ -85,9 +86,14 @@ def block_of(slot, requests, window, bisections):
     queries = gl.where((interval == 0) | (interval == count + 1), 0, queries)
     first_key = (slot - (k_begin // KEYS + interval)) * KEYS
 
-    offset = keys - queries
     extent = keys + queries
-    above = offset + gl.minimum(gl.maximum(window.right, -extent), extent) - first_key
+    right = gl.minimum(gl.maximum(window.right, -extent), extent)
+    # The first queries of a request with fewer keys may see none. Tiles begin after these queries, which may be NaN.
+    without_keys = gl.maximum(queries - keys - right, 0)
+    q_begin += without_keys
+    queries -= without_keys
+    offset = keys - queries
+    above = offset + right - first_key
     below = offset - gl.minimum(gl.maximum(window.left, -extent), extent) - first_key
     begin = gl.maximum(-above, 0) // QUERIES * QUERIES
     end = gl.minimum(KEYS - below, queries)

@@ -77,7 +77,7 @@ def count_blocks(work):
 
 @gluon.jit
 def find_tile(work, tile, num_blocks, KEYS: gl.constexpr):
-    """The work tile of index ``tile``, with blocks of KEYS keys, and the first token of its keys."""
+    """The work tile of index ``tile``, with blocks of KEYS keys, and the token of its key 0."""
     requests = work.requests
     in_group = num_blocks * work.group
     block = tile % in_group // work.group
@@ -107,6 +107,10 @@ def find_tile(work, tile, num_blocks, KEYS: gl.constexpr):
     end_k = _boundary(requests.cu_seqlens_k, gl.minimum(request + 1, requests.count), requests.total_k)
     queries = gl.maximum(end_q - first_q, 0)
     keys = gl.where(is_request, gl.maximum(end_k - first_k, 0), 0)
+    # With a window, no query may see the first keys. Blocks begin after these keys, whose values may be NaN.
+    unseen = gl.maximum(keys - queries - work.window.left, 0)
+    first_k += unseen
+    keys -= unseen
 
     row = ((queries + TILE - 1) // TILE - 1 - (block - before)) * TILE
     rows = gl.minimum(queries - row, TILE)

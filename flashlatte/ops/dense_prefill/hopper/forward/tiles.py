@@ -47,8 +47,9 @@ class DensePrefillTile(NamedTuple):
         head: query head.
         token: index of the first query token.
         rows: query tokens of the tile, 1 to 128.
-        position: position of the first query among its request's keys (may be negative).
-        keys: keys of the request.
+        position: position of the first query among its request's keys (may be negative). They count from the first key
+            that a query sees.
+        keys: keys of the request from that one on.
     """
 
     blocks: Any
