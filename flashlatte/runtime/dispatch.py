@@ -79,11 +79,6 @@ def no_call(call: CallSpec) -> bool:
     return False
 
 
-def every_call(call: CallSpec) -> bool:
-    """The ``untried`` of an implementation that has not run on a GPU."""
-    return True
-
-
 @dataclass(frozen=True)
 class Implementation:
     """One way to run an operation.

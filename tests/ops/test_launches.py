@@ -6,7 +6,7 @@ import re
 import pytest
 from support.calls import CALLS, FP8
 from support.compile import loop_spills
-from support.recording import Recording
+from support.recording import NUM_SMS, Recording
 
 from flashlatte.runtime import machine
 
@@ -71,6 +71,18 @@ def test_grids_of_many_tokens_have_one_axis(launches, operation, backend):
     call = {"tokens": 70_000} if operation.startswith("dense") else {"s_q": 70_000, "heads": 1}
     for one in launches(operation, backend, **call):
         assert len(one.launch.grid) == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_launches_of_sparse_attention_fill_all_sms(launches, heads, deterministic):
+    """An SM runs one program of the kernels at a time: 448 programs would take as long as 528 on 132 SMs."""
+    options = {"heads": heads, "s_q": 400, "topk": 2048, "deterministic": deterministic}
+    found = launches("sparse_attention_backward", "hopper", **options)
+    for name in ("query_gradients_kernel", "key_gradients_kernel"):
+        *grids, _ = [one.launch.grid[0] for one in found if one.name == name]
+        assert grids
+        assert not any(programs % NUM_SMS for programs in grids), grids
 
 
 @pytest.mark.parametrize(

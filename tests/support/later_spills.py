@@ -50,6 +50,8 @@ _SPILLS: dict[str, tuple[int | None, int | None]] = {
     "paged_attention portable 90, tokens 2048, in_pieces True": (2, None),
     "sparse_attention_backward hopper 90, heads 64, deterministic True, sinks False": (None, 2),
     "sparse_attention_backward hopper 90, lengths True": (None, 1),
+    "sparse_attention_backward portable 90, head_dim 512, deterministic True": (None, 236),
+    "sparse_attention_backward portable 90, lengths True": (None, 254),
     "sparse_decode bytes v32, equal splits, alone": (None, 113_152),
     "sparse_decode portable 90, form bf16, extra_topk 0": (42, 9),
     "sparse_decode portable 90, form bf16, extra_topk 1024": (42, 61),

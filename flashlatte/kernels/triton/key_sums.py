@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.runtime.triton_kernel import kernel
 
 _MAX_GRID = _MAX_INT32 = 2**31 - 1
-# Keys that are sorted at once, where a piece has fewer.
-SORTED_ENTRIES = 2**20
+# Keys that are sorted at once, where a piece has fewer: a sort of fewer does not fill a large GPU.
+SORTED_ENTRIES = 2**22
 # Entries of a program.
 _SEGMENT = 16
 
@@ -133,26 +134,68 @@ def sum_by_key_kernel(
 
     A program adds the contributions to the keys whose first one is among its SEGMENT entries: most entries are not a
     key's first, and a program for each would begin only to end. Keys from s_kv on select nothing.
+
+    Four rows of a key load at once, while the four before them are added in order: one row at a time, a key with many
+    rows would wait for memory once a row.
     """
     begin = first + tl.program_id(0) * SEGMENT
     end = first + count
     cols = tl.arange(0, WIDTH)
     mask = cols < D
-    for entry in range(begin, tl.minimum(begin + SEGMENT, end)):
-        key = tl.load(sorted_keys + entry) - first_key
-        before = tl.load(sorted_keys + tl.maximum(entry - 1, first)) - first_key
-        if (key < s_kv) & ((entry == first) | (before != key)):
-            target = total + key.to(tl.int64) * D + cols
-            row_sum = tl.load(target, mask=mask, other=0.0)
-            position = entry
-            row = tl.load(order + position) - first
-            same = key >= 0
-            while same:
-                contribution = tl.load(contributions + row.to(tl.int64) * D + cols, mask=mask, other=0.0)
-                # The next row is known before this one has arrived.
-                position += 1
-                following = tl.minimum(position, end - 1)
-                same = (position < end) & (tl.load(sorted_keys + following) - first_key == key)
-                row = tl.load(order + following) - first
-                row_sum += contribution
-            tl.store(target, row_sum, mask=mask)
+    entries = begin + tl.arange(0, SEGMENT)
+    keys = tl.load(sorted_keys + entries, mask=entries < end, other=0)
+    before = tl.load(sorted_keys + entries - 1, mask=(entries > first) & (entries < end), other=-1)
+    is_first = (entries < end) & (keys - first_key < s_kv) & (before != keys)
+    entry = tl.min(tl.where(is_first, entries, end), axis=0)
+    while entry < end:
+        key = tl.load(sorted_keys + entry)
+        target = total + (key - first_key).to(tl.int64) * D + cols
+        row_sum = tl.load(target, mask=mask, other=0.0)
+        loaded = _load_rows(contributions, _rows_of(key, sorted_keys, order, entry, first, end), cols, mask, D)
+        position = entry + 4
+        rows = _rows_of(key, sorted_keys, order, position, first, end)
+        more = entry >= 0
+        while more:
+            following = _load_rows(contributions, rows, cols, mask, D)
+            more = rows[0] >= 0
+            position += 4
+            rows = _rows_of(key, sorted_keys, order, position, first, end)
+            row_sum = row_sum + loaded[0] + loaded[1] + loaded[2] + loaded[3]
+            loaded = following
+        tl.store(target, row_sum, mask=mask)
+        entry = tl.min(tl.where(is_first & (entries > entry), entries, end), axis=0)
+
+
+@triton.jit
+def _rows_of(key, sorted_keys, order, position, first, end):
+    """Rows of the contributions at four positions, each -1 if it is not the key's."""
+    return (
+        _row_of(key, sorted_keys, order, position, first, end),
+        _row_of(key, sorted_keys, order, position + 1, first, end),
+        _row_of(key, sorted_keys, order, position + 2, first, end),
+        _row_of(key, sorted_keys, order, position + 3, first, end),
+    )
+
+
+@triton.jit
+def _row_of(key, sorted_keys, order, position, first, end):
+    in_use = position < end
+    same = tl.load(sorted_keys + position, mask=in_use, other=-1) == key
+    row = tl.load(order + position, mask=in_use, other=0) - first
+    return tl.where(same, row, -1)
+
+
+@triton.jit
+def _load_rows(contributions, rows, cols, mask, D: tl.constexpr):
+    return (
+        _load_row(contributions, rows[0], cols, mask, D),
+        _load_row(contributions, rows[1], cols, mask, D),
+        _load_row(contributions, rows[2], cols, mask, D),
+        _load_row(contributions, rows[3], cols, mask, D),
+    )
+
+
+@triton.jit
+def _load_row(contributions, row, cols, mask, D: tl.constexpr):
+    """A row of [n, D], or zeros for row -1."""
+    return tl.load(contributions + row.to(tl.int64) * D + cols, mask=mask & (row >= 0), other=0.0)

@@ -55,7 +55,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     BACKWARD,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, dispatch.every_call),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.backward),
 )
@@ -90,12 +90,11 @@ def sparse_attention(
         softmax_scale: above 0; d^-0.5 if None.
         d_v: width of a value, at most d.
         deterministic: dq, dkv and the gradient of attn_sink are bitwise the same from run to run. (out and lse always
-            are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch, two launches for
-            each 256 MiB of contributions (4 · s_q · topk · d bytes in all), and a sort for each million indices.
+            are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch ("hopper": 320
+            MiB), two launches for each such piece of contributions (4 · s_q · topk · d bytes in all), and a sort for
+            each four million indices, with about 40 bytes for each of these.
         backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
-            refused. The backward pass of "hopper" has not run on a GPU yet. It runs only if named, and with
-            ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment. It takes up to 128 heads, and up to 256 MiB of scratch
-            more.
+            refused. The backward pass of "hopper" takes up to 128 heads, and allocates up to 256 MiB of scratch more.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype, and lse, natural logarithm over the selected keys, float32 (float64 for

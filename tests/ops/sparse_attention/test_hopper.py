@@ -106,15 +106,13 @@ def test_nan_in_a_query_stays_with_the_keys_that_it_selected(emulated):
     torch.testing.assert_close(results[3][~touched], expected[3][~touched], rtol=1e-2, atol=1e-5)
 
 
-def test_runs_only_if_named(monkeypatch):
-    """It has not run on a GPU."""
+def test_is_chosen_on_hopper_for_up_to_128_heads(monkeypatch):
+    monkeypatch.delenv(dispatch.UNTRIED, raising=False)
     monkeypatch.setattr(machine, "compute_capability", lambda _: (9, 0))
     device = torch.device("cuda", 0)
     call = dispatch.CallSpec(api.BACKWARD, device, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128)
-    with pytest.raises(ValueError, match="it has not run on a GPU yet, and needs FLASHLATTE_UNTRIED_KERNELS=1"):
-        dispatch.select(call, "hopper")
-    monkeypatch.setenv(dispatch.UNTRIED, "1")
-    assert dispatch.select(call) == "portable"
-    assert dispatch.select(call, "hopper") == "hopper"
+    assert dispatch.select(call) == "hopper"
+    assert dispatch.select(replace(call, h_q=129)) == "portable"
+    assert dispatch.select(replace(call, rows_aligned=False)) == "portable"
     with pytest.raises(ValueError, match="it takes up to 128 heads, not 129"):
         dispatch.select(replace(call, h_q=129), "hopper")

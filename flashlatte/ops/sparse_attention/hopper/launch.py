@@ -20,14 +20,17 @@ from flashlatte.ops.sparse_attention.hopper.state import (
 )
 from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_attention.row_sums import row_sums, selection_of
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
 
 # P and dS that exist at once; at least those of a token.
 SCORE_BYTES = 256 * 2**20
-# Contributions to dkv that exist at once where their sum is deterministic.
-SCRATCH_BYTES = 256 * 2**20
+# Contributions to dkv that exist at once where their sum is deterministic. With head dim 576 and 2,048 selected keys
+# they are those of 66 tokens, whose programs fill 132 SMs.
+SCRATCH_BYTES = 320 * 2**20
+# Programs of a token in the keys kernel. An SM runs one program of either kernel at a time.
+_KEY_PROGRAMS = 2
 # Of a box of dS or P, in elements.
 _BOX_ELEMENTS = HEADS.value * KEYS.value
 
@@ -43,7 +46,9 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
 
     head_blocks, key_tiles = -(-h_q // HEADS.value), -(-topk // KEYS.value)
     boxes_of_token = key_tiles * head_blocks * PARTS.value
-    tokens_at_once = min(max(SCORE_BYTES // (2 * boxes_of_token * _BOX_ELEMENTS), 1), s_q)
+    num_sms = machine.num_sms(q.device)
+    max_tokens = max(SCORE_BYTES // (2 * boxes_of_token * _BOX_ELEMENTS), 1)
+    tokens_at_once = min(_whole_waves(max_tokens, head_blocks, num_sms), s_q)
     scores = torch.empty(tokens_at_once * boxes_of_token * HEADS.value, KEYS.value, dtype=q.dtype, device=q.device)
     described_scores = describe(scores, scores.shape, (KEYS.value,), (HEADS.value, KEYS.value))
     rows = SparseBackwardRows(_describe_heads(q), _describe_heads(dout), sums, s_q * h_q, h_q)
@@ -52,11 +57,13 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     dkv_sum = torch.zeros(kv.shape[0], head_dim, dtype=torch.float32, device=q.device)
     key_sums, contributions = KeySums(indices, params.topk_length, dkv_sum), None
     if params.deterministic:
-        scratch_rows = min(SCRATCH_BYTES // (4 * head_dim * KEYS.value) * KEYS.value, tokens_at_once * topk)
+        scratch_rows = SCRATCH_BYTES // (4 * head_dim * KEYS.value) * KEYS.value
+        if scratch_rows >= topk:
+            # Equal pieces of contributions, whose keys are sorted together.
+            equal = min(_whole_waves(scratch_rows // topk, _KEY_PROGRAMS, num_sms), tokens_at_once)
+            tokens_at_once = tokens_at_once // equal * equal
+            scratch_rows = equal * topk
         contributions = torch.empty(scratch_rows, head_dim, dtype=torch.float32, device=q.device)
-        # Equal pieces of contributions, whose keys are sorted together.
-        equal = max(scratch_rows // topk, 1)
-        tokens_at_once = max(tokens_at_once // equal, 1) * equal
     for begin in range(0, s_q, tokens_at_once):
         tokens = min(tokens_at_once, s_q - begin)
         piece = SparseBackwardPiece(described_scores, begin, key_tiles, head_blocks)
@@ -74,7 +81,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
         for of_piece, count, first_slot, slots in _launches(tokens, topk, contributions):
             first_token = begin + of_piece
             target = dkv_sum if contributions is None else contributions
-            key_gradients_kernel[(2 * count,)](
+            key_gradients_kernel[(_KEY_PROGRAMS * count,)](
                 rows,
                 selection,
                 piece,
@@ -87,6 +94,12 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
             if contributions is not None:
                 key_sums.add(contributions, first_token, count, first_slot, slots)
     gradients.dkv.copy_(dkv_sum.unsqueeze(1))
+
+
+def _whole_waves(tokens: int, programs_of_token: int, num_sms: int) -> int:
+    """At most ``tokens``: a multiple of as many as fill the SMs once, so that the last programs of a launch do too."""
+    wave = max(num_sms // programs_of_token, 1)
+    return tokens // wave * wave if tokens >= wave else tokens
 
 
 def _launches(tokens: int, topk: int, contributions: torch.Tensor | None) -> list[tuple[int, int, int, int]]:
