@@ -48,7 +48,9 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     boxes_of_token = key_tiles * head_blocks * PARTS.value
     num_sms = machine.num_sms(q.device)
     max_tokens = max(SCORE_BYTES // (2 * boxes_of_token * _BOX_ELEMENTS), 1)
-    tokens_at_once = min(_whole_waves(max_tokens, head_blocks, num_sms), s_q)
+    if params.deterministic:
+        max_tokens = _whole_waves(max_tokens, head_blocks, num_sms)
+    tokens_at_once = min(max_tokens, s_q)
     scores = torch.empty(tokens_at_once * boxes_of_token * HEADS.value, KEYS.value, dtype=q.dtype, device=q.device)
     described_scores = describe(scores, scores.shape, (KEYS.value,), (HEADS.value, KEYS.value))
     rows = SparseBackwardRows(_describe_heads(q), _describe_heads(dout), sums, s_q * h_q, h_q)
