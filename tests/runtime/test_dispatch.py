@@ -1,7 +1,9 @@
+import ast
 import math
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,6 +259,14 @@ def test_every_operation_has_a_reference_for_float32_on_the_cpu():
     for name in dispatch.operations():
         assert dispatch.explain(CallSpec(name, CPU, F32, h_q=1, head_dim=576, page_size=64))[-1].refusal is None
         assert dispatch.implementation(name, "reference")
+
+
+def test_every_implementation_exists():
+    """The functions of operations import an implementation when they run it."""
+    for path in Path(ops.__path__[0]).glob("*/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(ops.__name__):
+                exec(ast.unparse(node))
 
 
 @pytest.mark.parametrize(("value", "expected"), [("on", True), ("YES", True), ("0", False)])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flashlatte.kv_cache import gather_slots, scales
 from flashlatte.kv_cache.codec import as_cache, check_float_dtype, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
-from flashlatte.ops.cache_gather import reference
 from flashlatte.ops.cache_gather.params import CacheGatherParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
@@ -21,19 +18,6 @@ OPERATION = "cache_gather"
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_format(call, is_plain_or_scaled)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.cache_gather.portable import cache_gather
-
-    return cache_gather
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.cache_gather),
-)
 
 
 @repeats_launches
@@ -119,7 +103,7 @@ def cache_gather(
         scale_value=scale_value,
         out=out,
     )
-    _cache_gather(*params, backend)
+    _cache_gather(params, backend)
     return out
 
 
@@ -181,8 +165,18 @@ def gather_last(
     return out
 
 
-@register_op(OPERATION, mutates=("out",), record=CacheGatherParams)
-def _cache_gather(params: Any, backend: str) -> None:
+@register_op(OPERATION, mutates=("out",))
+def _cache_gather(params: CacheGatherParams, backend: str) -> None:
     # Not checked by the caller: in a compiled program the number of rows may be unknown.
     if params.out.shape[0] and params.block_table.shape[0]:
-        dispatch.implementation(OPERATION, backend)(params)
+        _gather_rows(params, backend)
+
+
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _gather_rows(params: CacheGatherParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.cache_gather.portable import cache_gather
+    else:
+        from flashlatte.ops.cache_gather.reference import cache_gather
+
+    cache_gather(params)

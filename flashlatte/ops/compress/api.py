@@ -7,30 +7,16 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
-from flashlatte.ops.compress import reference
 from flashlatte.ops.compress.params import CompressParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "compress"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_rows(call)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.compress.portable import compress
-
-    return compress
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.compress),
-)
 
 
 @repeats_launches
@@ -131,7 +117,15 @@ def compress(
     _compress(params, backend)
 
 
-_compress = dispatched_op(OPERATION, CompressParams, mutates=("cache", "state_cache"))
+@register_op(OPERATION, mutates=("cache", "state_cache"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _compress(params: CompressParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.compress.portable import compress
+    else:
+        from flashlatte.ops.compress.reference import compress
+
+    compress(params)
 
 
 def _check_state(

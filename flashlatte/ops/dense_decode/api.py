@@ -9,11 +9,10 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class, formats_of_width, names_of, plain_format
-from flashlatte.ops.dense_decode import reference
 from flashlatte.ops.dense_decode.params import DenseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "dense_decode"
 # A whole row is one tile in shared memory.
@@ -50,26 +49,6 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
 
 def _hopper_reads(layout: type[CacheFormat]) -> bool:
     return layout.plain and layout.record_dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-
-
-def _load_hopper() -> dispatch.Function:
-    from flashlatte.ops.dense_decode.hopper import dense_decode
-
-    return dense_decode
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.dense_decode.portable import dense_decode
-
-    return dense_decode
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, _is_untried_on_hopper),
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.dense_decode),
-)
 
 
 @repeats_launches
@@ -202,7 +181,19 @@ def dense_decode(
     return out, lse
 
 
-_dense_decode = dispatched_op(OPERATION, DenseDecodeParams, mutates=("out", "lse"))
+@register_op(OPERATION, mutates=("out", "lse"))
+@dispatch.implemented(
+    OPERATION, hopper=_refuses_hopper, hopper_untried=_is_untried_on_hopper, portable=_refuses_portable
+)
+def _dense_decode(params: DenseDecodeParams, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.dense_decode.hopper import dense_decode
+    elif backend == "portable":
+        from flashlatte.ops.dense_decode.portable import dense_decode
+    else:
+        from flashlatte.ops.dense_decode.reference import dense_decode
+
+    dense_decode(params)
 
 
 def _check_format(k_cache: object, head_dim: int) -> None:

@@ -8,26 +8,12 @@ from typing import Literal, overload
 import torch
 
 from flashlatte.kv_cache.sharding import as_sharding
-from flashlatte.ops.index_convert import reference
 from flashlatte.ops.index_convert.params import IndexConvertParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_convert"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.index_convert.portable import index_convert
-
-    return index_convert
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.index_convert),
-)
 
 
 def to_cache_indices(
@@ -222,7 +208,15 @@ def index_convert(
     return slots if params.counts is None else (slots, params.counts)
 
 
-_index_convert = dispatched_op(OPERATION, IndexConvertParams, mutates=("slots", "counts"))
+@register_op(OPERATION, mutates=("slots", "counts"))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
+def _index_convert(params: IndexConvertParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_convert.portable import index_convert
+    else:
+        from flashlatte.ops.index_convert.reference import index_convert
+
+    index_convert(params)
 
 
 def _selection(indices: torch.Tensor | None, query_positions: torch.Tensor | None) -> tuple[int, int, torch.device]:

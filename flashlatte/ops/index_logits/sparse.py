@@ -5,27 +5,13 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE
-from flashlatte.ops.index_logits import reference
 from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_cache, check_heads, check_keys, output
 from flashlatte.ops.index_logits.params import SparseIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 SPARSE = "sparse_index_logits"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.index_logits.portable.sparse import sparse
-
-    return sparse
-
-
-dispatch.define(
-    SPARSE,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.sparse),
-)
 
 
 @repeats_launches
@@ -109,4 +95,12 @@ def sparse_index_logits(
     return out
 
 
-_sparse_index_logits = dispatched_op(SPARSE, SparseIndexLogitsParams, mutates=("logits",))
+@register_op(SPARSE, mutates=("logits",))
+@dispatch.implemented(SPARSE, portable=refusals.triton)
+def _sparse_index_logits(params: SparseIndexLogitsParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_logits.portable.sparse import sparse
+    else:
+        from flashlatte.ops.index_logits.reference import sparse
+
+    sparse(params)

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.index_workspace import reference
 from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_workspace"
 # A multiple of the tile sizes of sparse prefill.
 ALIGNMENT = 128
 MAX_ROWS = 2**31 - 1
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.index_workspace.portable import index_workspace
-
-    return index_workspace
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.index_workspace),
-)
 
 
 @repeats_launches
@@ -114,4 +100,12 @@ def index_workspace(
     return rows, counts
 
 
-_index_workspace = dispatched_op(OPERATION, IndexWorkspaceParams, mutates=("rows", "counts"))
+@register_op(OPERATION, mutates=("rows", "counts"))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
+def _index_workspace(params: IndexWorkspaceParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_workspace.portable import index_workspace
+    else:
+        from flashlatte.ops.index_workspace.reference import index_workspace
+
+    index_workspace(params)

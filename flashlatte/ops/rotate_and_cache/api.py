@@ -7,30 +7,16 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
-from flashlatte.ops.rotate_and_cache import reference
 from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "rotate_and_cache"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_rows(call)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.rotate_and_cache.portable import rotate_and_cache
-
-    return rotate_and_cache
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.rotate_and_cache),
-)
 
 
 @repeats_launches
@@ -110,4 +96,12 @@ def rotate_and_cache(
     return out
 
 
-_rotate_and_cache = dispatched_op(OPERATION, RotateAndCacheParams, mutates=("out", "cache"))
+@register_op(OPERATION, mutates=("out", "cache"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _rotate_and_cache(params: RotateAndCacheParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.rotate_and_cache.portable import rotate_and_cache
+    else:
+        from flashlatte.ops.rotate_and_cache.reference import rotate_and_cache
+
+    rotate_and_cache(params)

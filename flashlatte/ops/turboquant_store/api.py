@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
-from flashlatte.ops.turboquant_store import reference
 from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "turboquant_store"
 # A program holds the whole rotation matrix.
@@ -18,19 +17,6 @@ _PORTABLE_MAX_HEAD_DIM = 128
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.turboquant_store.portable import turboquant_store
-
-    return turboquant_store
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.turboquant_store),
-)
 
 
 @repeats_launches
@@ -87,4 +73,12 @@ def turboquant_store(
         _turboquant_store(params, backend)
 
 
-_turboquant_store = dispatched_op(OPERATION, TurboQuantStoreParams, mutates=("cache",))
+@register_op(OPERATION, mutates=("cache",))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _turboquant_store(params: TurboQuantStoreParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.turboquant_store.portable import turboquant_store
+    else:
+        from flashlatte.ops.turboquant_store.reference import turboquant_store
+
+    turboquant_store(params)
