@@ -96,7 +96,7 @@ class Implementation:
     Attributes:
         backend: its name: one of ``BACKENDS``, or another identifier.
         load: imports and returns the function, which takes what the operation's other implementations take: a record
-            of the checked arguments (``ops/<operation>/params.py``). Called once, when the implementation first runs.
+            of the checked arguments (``ops/<operation>/reference.py``). Called once, when it first runs.
         refuses: returns why the implementation cannot run a call, in words that follow "it ", or None if it can.
         untried: returns whether the kernel that would run a call has not run on a GPU yet. It then runs only calls that
             name the backend, with ``UNTRIED=1`` in the environment.

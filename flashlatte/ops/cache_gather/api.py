@@ -8,7 +8,7 @@ from flashlatte.kv_cache import gather_slots, scales
 from flashlatte.kv_cache.codec import as_cache, check_float_dtype, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
-from flashlatte.ops.cache_gather.params import CacheGatherParams
+from flashlatte.ops.cache_gather.reference import CacheGatherParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -9,7 +9,7 @@ from flashlatte.kv_cache.codec import as_cache, check_scale_rounding, format_for
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
 from flashlatte.kv_cache.slots import check_slots
-from flashlatte.ops.cache_write.params import CacheWriteParams
+from flashlatte.ops.cache_write.reference import CacheWriteParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

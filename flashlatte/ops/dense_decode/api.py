@@ -9,7 +9,7 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class, formats_of_width, names_of, plain_format
-from flashlatte.ops.dense_decode.params import DenseDecodeParams
+from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

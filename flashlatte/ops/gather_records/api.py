@@ -7,7 +7,7 @@ import torch
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.ops.gather_records.params import GatherRecordsParams
+from flashlatte.ops.gather_records.reference import GatherRecordsParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 
 from flashlatte.kv_cache.sharding import as_sharding
-from flashlatte.ops.index_convert.params import IndexConvertParams
+from flashlatte.ops.index_convert.reference import IndexConvertParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -12,7 +12,7 @@ from flashlatte.kv_cache.index_formats import (
     as_index_cache,
     check_head_dim,
 )
-from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams
+from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE
 from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_cache, check_heads, check_keys, output
-from flashlatte.ops.index_logits.params import SparseIndexLogitsParams
+from flashlatte.ops.index_logits.reference import SparseIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

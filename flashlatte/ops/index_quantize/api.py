@@ -8,7 +8,7 @@ from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import IndexFormat, as_index_cache, check_head_dim
 from flashlatte.kv_cache.slots import check_slots
-from flashlatte.ops.index_quantize.params import IndexGatherParams, IndexQuantizeParams
+from flashlatte.ops.index_quantize.reference import IndexGatherParams, IndexQuantizeParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

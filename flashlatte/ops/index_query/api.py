@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import check_head_dim
-from flashlatte.ops.index_query.params import IndexQueryParams
+from flashlatte.ops.index_query.reference import IndexQueryParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
+from flashlatte.ops.index_workspace.reference import IndexWorkspaceParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -8,7 +8,7 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.ops.merge_states import reference
-from flashlatte.ops.merge_states.params import MergeStatesParams
+from flashlatte.ops.merge_states.reference import MergeStatesParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.repeat import repeats_launches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.mhc.params import MhcPreParams
+from flashlatte.ops.mhc.reference import MhcPreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.norm_rope.params import LatentRowsParams
+from flashlatte.ops.norm_rope.reference import LatentRowsParams
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.torch_op import register_op

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.kv_cache import scales
-from flashlatte.ops.paged_attention.params import PagedAttentionParams
+from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 from flashlatte.runtime import checks, dispatch, gradients, ragged, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

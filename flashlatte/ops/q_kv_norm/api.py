@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.q_kv_norm.params import QKvNormParams
+from flashlatte.ops.q_kv_norm.reference import QKvNormParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -7,7 +7,7 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.one_byte import LARGEST
 from flashlatte.kv_cache.slots import check_slots
-from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
+from flashlatte.ops.reshape_and_cache.reference import ReshapeAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -9,7 +9,7 @@ from flashlatte.kv_cache.codec import as_cache, format_for_rows, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import refuses_format
 from flashlatte.kv_cache.slots import check_slots
-from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
+from flashlatte.ops.rope_cache_write.reference import RopeCacheWriteParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -7,7 +7,7 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
-from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
+from flashlatte.ops.rotate_and_cache.reference import RotateAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

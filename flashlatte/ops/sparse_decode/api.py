@@ -10,7 +10,7 @@ import torch
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.ops.sparse_decode.params import SparseDecodeParams
+from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.strides import strides_in_use

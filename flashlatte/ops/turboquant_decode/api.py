@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
-from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
+from flashlatte.ops.turboquant_decode.reference import TurboQuantDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

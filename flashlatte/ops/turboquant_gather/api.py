@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
-from flashlatte.ops.turboquant_gather.params import TurboQuantGatherParams
+from flashlatte.ops.turboquant_gather.reference import TurboQuantGatherParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
-from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
+from flashlatte.ops.turboquant_store.reference import TurboQuantStoreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op

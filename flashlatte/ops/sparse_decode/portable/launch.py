@@ -12,7 +12,6 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.ops.sparse_decode.params import SparseDecodeParams
 from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import (
     PortableSparseDecodeConfig,
@@ -20,6 +19,7 @@ from flashlatte.ops.sparse_decode.portable.kernel import (
     sparse_decode_kernel,
 )
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, TokenAddress
+from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, stride_in_use
 from flashlatte.split_kv import combine, plan

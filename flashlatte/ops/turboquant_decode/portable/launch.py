@@ -13,11 +13,11 @@ from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.packed import BlockTable
 from flashlatte.kernels.triton.turboquant import records_of
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
-from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
 from flashlatte.ops.turboquant_decode.portable.config import TABLE, TurboQuantConfig
 from flashlatte.ops.turboquant_decode.portable.kernel import RotatedQueries, TurboQuantStep, turboquant_decode_kernel
 from flashlatte.ops.turboquant_decode.portable.queries import TurboQuantQuery, rotate_queries_kernel
 from flashlatte.ops.turboquant_decode.portable.records import first_of
+from flashlatte.ops.turboquant_decode.reference import TurboQuantDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.split_kv import combine, plan
