@@ -7,7 +7,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,13 +18,12 @@ from flashlatte.runtime.repeat import repeats_launches
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST = ("cpu", "cuda", "xpu")
 
-_Args = ParamSpec("_Args")
 _Params = TypeVar("_Params", bound=tuple[Any, ...])
 
 
 def register_op(
     name: str, *, mutates: Sequence[str], record: type[tuple[Any, ...]] | None = None
-) -> Callable[[Callable[_Args, None]], Callable[_Args, None]]:
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function that returns nothing and writes to its arguments as ``torch.ops.flashlatte.<name>``.
 
     The schema is inferred from the function's annotations. If its first parameter is a named tuple, the registered
@@ -35,14 +34,14 @@ def register_op(
     costs 80 µs, more than a decode kernel takes.
     """
 
-    def register(function: Callable[_Args, None]) -> Callable[_Args, None]:
+    def register(function: Callable[..., None]) -> Callable[..., None]:
         first, *_ = inspect.signature(function, eval_str=True).parameters.values()
         fields = first.annotation if record is None and hasattr(first.annotation, "_fields") else record
         flat = function if fields is None else _with_fields(function, fields)
         registered = _define(name, flat, mutates, _mutating_fake(_positions(flat, mutates)))
         if fields is record:
             return registered
-        return lambda params, *others: registered(*params, *others)  # type: ignore[return-value]
+        return lambda params, *others: registered(*params, *others)
 
     return register
 

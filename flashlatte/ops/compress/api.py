@@ -121,7 +121,7 @@ def compress(
 @dispatch.implemented(OPERATION, portable=_refuses_portable)
 def _compress(params: CompressParams, backend: str) -> None:
     if backend == "portable":
-        from flashlatte.ops.compress.portable import compress
+        from flashlatte.ops.compress.portable.launch import compress
     else:
         from flashlatte.ops.compress.reference import compress
 

@@ -187,9 +187,9 @@ def dense_decode(
 )
 def _dense_decode(params: DenseDecodeParams, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.dense_decode.hopper import dense_decode
+        from flashlatte.ops.dense_decode.hopper.launch import dense_decode
     elif backend == "portable":
-        from flashlatte.ops.dense_decode.portable import dense_decode
+        from flashlatte.ops.dense_decode.portable.launch import dense_decode
     else:
         from flashlatte.ops.dense_decode.reference import dense_decode
 

@@ -112,7 +112,7 @@ def index_logits(
 @dispatch.implemented(RAGGED, hopper=_refuses_hopper, portable=refusals.triton)
 def _index_logits(params: IndexLogitsParams, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.index_logits.hopper import ragged
+        from flashlatte.ops.index_logits.hopper.launch import ragged
     elif backend == "portable":
         from flashlatte.ops.index_logits.portable.ragged import ragged
     else:
@@ -183,7 +183,7 @@ def paged_index_logits(
 @dispatch.implemented(PAGED, hopper=_refuses_hopper, portable=refusals.triton)
 def _paged_index_logits(params: PagedIndexLogitsParams, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.index_logits.hopper import paged
+        from flashlatte.ops.index_logits.hopper.launch import paged
     elif backend == "portable":
         from flashlatte.ops.index_logits.portable.paged import paged
     else:

@@ -208,7 +208,7 @@ def _paged_attention(params: PagedAttentionParams, backend: str) -> None:
     if backend == "hopper":
         from flashlatte.ops.paged_attention.by_length import paged_attention
     elif backend == "portable":
-        from flashlatte.ops.paged_attention.portable import paged_attention
+        from flashlatte.ops.paged_attention.portable.launch import attend as paged_attention
     else:
         from flashlatte.ops.paged_attention.reference import paged_attention
 

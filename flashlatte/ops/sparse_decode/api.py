@@ -213,9 +213,9 @@ def sparse_decode(
 )
 def _sparse_decode(params: SparseDecodeParams, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.sparse_decode.hopper import sparse_decode
+        from flashlatte.ops.sparse_decode.hopper.launch import sparse_decode
     elif backend == "portable":
-        from flashlatte.ops.sparse_decode.portable import sparse_decode
+        from flashlatte.ops.sparse_decode.portable.launch import sparse_decode
     else:
         from flashlatte.ops.sparse_decode.reference import sparse_decode
 

@@ -133,7 +133,7 @@ def _is_aligned(cache: torch.Tensor) -> bool:
 @dispatch.implemented(OPERATION, portable=_refuses_portable)
 def _turboquant_decode(params: TurboQuantDecodeParams, backend: str) -> None:
     if backend == "portable":
-        from flashlatte.ops.turboquant_decode.portable import turboquant_decode
+        from flashlatte.ops.turboquant_decode.portable.launch import turboquant_decode
     else:
         from flashlatte.ops.turboquant_decode.reference import turboquant_decode
 

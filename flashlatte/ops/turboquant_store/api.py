@@ -77,7 +77,7 @@ def turboquant_store(
 @dispatch.implemented(OPERATION, portable=_refuses_portable)
 def _turboquant_store(params: TurboQuantStoreParams, backend: str) -> None:
     if backend == "portable":
-        from flashlatte.ops.turboquant_store.portable import turboquant_store
+        from flashlatte.ops.turboquant_store.portable.launch import turboquant_store
     else:
         from flashlatte.ops.turboquant_store.reference import turboquant_store
 

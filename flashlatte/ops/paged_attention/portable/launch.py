@@ -77,10 +77,6 @@ class PagedAttentionLaunchPlan:
     by_token: bool
 
 
-def paged_attention(params: PagedAttentionParams) -> None:
-    attend(params)
-
-
 def attend(params: PagedAttentionParams, max_queries: int = 0) -> None:
     """Run all requests, or only those of at most ``max_queries`` (a few) queries. Tokens of no request get out 0 in
     the first case, and are not written in the second."""
