@@ -64,7 +64,7 @@ def cache_gather(
     gather_slots.check(block_table, cu_seqlens, seq_starts, device)
     if seq_ends is not None:
         shape = (block_table.shape[0],)
-        checks.tensor("seq_ends", seq_ends, shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("seq_ends", seq_ends, shape, device)
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     if out is None:
         check_float_dtype(dtype)
@@ -135,7 +135,7 @@ def gather_last(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    checks.tensor("seq_lens", seq_lens, ("b",), checks.INDEX_DTYPES, unit_last_stride=False)
+    checks.indices("seq_lens", seq_lens, ("b",))
     requests, device = seq_lens.shape[0], seq_lens.device
     checks.tensor("block_table", block_table, (requests, "max_pages"), checks.INDEX_DTYPES, device)
     checks.output("out", out, (requests, "rows", "head_dim"), checks.FLOAT_DTYPES, device)
@@ -149,7 +149,7 @@ def gather_last(
     lengths = seq_lens.long()
     starts = torch.zeros_like(lengths)
     if gather_lens is not None:
-        checks.tensor("gather_lens", gather_lens, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("gather_lens", gather_lens, (requests,), device)
         starts = (lengths - gather_lens.clamp_min(0)).clamp_min(0)
     cache_gather(
         cache,

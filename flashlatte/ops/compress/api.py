@@ -88,7 +88,7 @@ def compress(
         raise ValueError(f"kv must be {head_dim} wide like weight, or twice that with overlap, got {width}")
     rope.check_rotation(cos_sin, positions, tokens, head_dim, device)
     for name, value in (("request_ids", request_ids), ("slot_mapping", slot_mapping)):
-        checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices(name, value, (tokens,), device)
     cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     _check_state(state_cache, state_table, ape, width // head_dim, device)
     eps = checks.epsilon("eps", eps)

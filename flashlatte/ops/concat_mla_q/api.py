@@ -37,11 +37,7 @@ def concat_mla_q(
     tokens, heads, latent = ql_nope.shape
     checks.tensor("q_pe", q_pe, (tokens, heads, "rope"), (ql_nope.dtype,), ql_nope.device)
     shape = (tokens, heads, latent + q_pe.shape[2])
-    if out is None:
-        out = torch.empty(shape, dtype=ql_nope.dtype, device=ql_nope.device)
-    else:
-        checks.output("out", out, shape, (ql_nope.dtype,), ql_nope.device)
-        checks.no_overlap("out", out, ql_nope=ql_nope, q_pe=q_pe)
+    out = checks.output_or_new("out", out, shape, ql_nope.dtype, ql_nope.device, ql_nope=ql_nope, q_pe=q_pe)
     gradients.warn_if_dropped(OPERATION, ql_nope, q_pe)
     call = dispatch.CallSpec(OPERATION, ql_nope.device, ql_nope.dtype, head_dim=shape[2], h_q=heads)
     backend = dispatch.select(call, backend)

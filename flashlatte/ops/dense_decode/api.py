@@ -118,11 +118,8 @@ def dense_decode(
     h_kv = k_cache.shape[2]
     if h_q % h_kv:
         raise ValueError(f"k_cache must have a number of heads that divides q's {h_q}, got {h_kv}")
-    may_be_empty = 0 if batch else 2
-    checks.tensor(
-        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
-    )
-    checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.block_table(block_table, batch, device)
+    checks.indices("cache_seqlens", cache_seqlens, (batch,), device)
     value_checks.pages(block_table, cache_seqlens, *k_cache.shape[:2])
     if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
         raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")

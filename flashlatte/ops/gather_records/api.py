@@ -54,11 +54,7 @@ def gather_records(
     cache, layout = as_cache(cache, cache_format)
     gather_slots.check(block_table, cu_seqlens, seq_starts, cache.device)
     shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), layout.record_width)
-    if out is None:
-        out = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
-    else:
-        checks.output("out", out, shape, (cache.dtype,), cache.device)
-        checks.no_overlap("out", out, cache=cache)
+    out = checks.output_or_new("out", out, shape, cache.dtype, cache.device, zeros=True, cache=cache)
     call = dispatch.CallSpec(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
     gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)

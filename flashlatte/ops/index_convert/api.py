@@ -59,7 +59,7 @@ def to_cache_indices(
         )
     rows, device = positions.shape[0], positions.device
     if request_ids is not None:
-        checks.tensor("request_ids", request_ids, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("request_ids", request_ids, (rows,), device)
     if requests == 0 or max_pages == 0 or positions.numel() == 0:
         return torch.full_like(positions, -1, dtype=dtype)
     indices = positions.reshape(rows, -1).contiguous()
@@ -226,7 +226,7 @@ def _selection(indices: torch.Tensor | None, query_positions: torch.Tensor | Non
         raise ValueError("indices must be given if sinks and window are 0, got None")
     rows = known.shape[0] if isinstance(known, torch.Tensor) and known.dim() else 0
     if indices is None:
-        checks.tensor("query_positions", known, (rows,), checks.INDEX_DTYPES, unit_last_stride=False)
+        checks.indices("query_positions", known, (rows,))
         return rows, 0, known.device
     checks.tensor("indices", indices, (rows, "n"), checks.INDEX_DTYPES)
     return rows, indices.shape[1], known.device
@@ -249,11 +249,11 @@ def _check(params: IndexConvertParams) -> None:
     for name in ("request_ids", "query_positions", "workspace_ids"):
         value = getattr(params, name)
         if value is not None:
-            checks.tensor(name, value, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+            checks.indices(name, value, (rows,), device)
     if (params.workspace_ids is None) != (workspace_starts is None):
         raise ValueError("workspace_ids and workspace_starts must be given together, got only one")
     if workspace_starts is not None:
-        checks.tensor("workspace_starts", workspace_starts, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("workspace_starts", workspace_starts, ("n",), device)
     if request_ids is not None:
         value_checks.entries("request_ids", request_ids, requests)
     if params.workspace_ids is not None and workspace_starts is not None:

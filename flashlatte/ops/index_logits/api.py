@@ -87,7 +87,7 @@ def index_logits(
     num_keys = check_keys(q, k, k_scale)
     checks.tensor("weights", weights, (num_rows, heads), (torch.float32,), device)
     for name, value in (("key_start", key_start), ("key_end", key_end)):
-        checks.tensor(name, value, (num_rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices(name, value, (num_rows,), device)
     checks.flag("clean", clean)
     width = num_keys if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = output(out, num_rows, width, dtype, device)
@@ -207,11 +207,8 @@ def check_paged(
     checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), q.device)
     per_query = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() != 1
     lengths_shape = (batch, next_n) if per_query else (batch,)
-    checks.tensor("cache_seqlens", cache_seqlens, lengths_shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
-    may_be_empty = 0 if batch else 2
-    checks.tensor(
-        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, q.device, may_be_empty=may_be_empty
-    )
+    checks.indices("cache_seqlens", cache_seqlens, lengths_shape, q.device)
+    checks.block_table(block_table, batch, q.device)
     return cache, layout
 
 

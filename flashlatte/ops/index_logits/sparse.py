@@ -66,19 +66,9 @@ def sparse_index_logits(
         check_keys(q, k, k_scale)
         cache_format = FORMAT_BY_KEY_DTYPE.get(k.dtype)
     checks.tensor("weights", weights, (num_rows, heads), (torch.float32,), device)
-    checks.tensor(
-        "first_key", first_key, (num_rows, "S"), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
-    )
+    checks.indices("first_key", first_key, (num_rows, "S"), device, may_be_empty=1)
     num_blocks = first_key.shape[1]
-    checks.tensor(
-        "num_keys",
-        num_keys,
-        (num_rows, num_blocks),
-        checks.INDEX_DTYPES,
-        device,
-        unit_last_stride=False,
-        may_be_empty=1,
-    )
+    checks.indices("num_keys", num_keys, (num_rows, num_blocks), device, may_be_empty=1)
     block_size = checks.positive_int("block_size", block_size)
     out = output(out, num_rows, num_blocks * block_size, dtype, device)
     if value_checks.ENABLED:

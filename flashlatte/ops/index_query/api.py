@@ -146,7 +146,7 @@ def _check(
             raise ValueError(f"cos_sin must have an even width of at most {head_dim}, got {cos_sin.shape[1]}")
         if not cos_sin.is_contiguous():
             raise ValueError(f"cos_sin must be contiguous, got strides {cos_sin.stride()}")
-        checks.tensor("positions", positions, (num_tokens,), checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+        checks.indices("positions", positions, (num_tokens,), q.device)
 
 
 def _weight_scale(q: torch.Tensor, softmax_scale: float | None, head_scale: float | None) -> float:

@@ -60,11 +60,11 @@ def index_workspace(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     total_tokens = checks.positive_int("total_tokens", total_tokens, or_zero=True)
-    checks.tensor("seq_lens", seq_lens, ("b",), checks.INDEX_DTYPES, unit_last_stride=False)
+    checks.indices("seq_lens", seq_lens, ("b",))
     requests, device = seq_lens.shape[0], seq_lens.device
-    checks.tensor("cu_seqlens_q", cu_seqlens_q, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("cu_seqlens_q", cu_seqlens_q, (requests + 1,), device)
     if gather_lens is not None:
-        checks.tensor("gather_lens", gather_lens, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("gather_lens", gather_lens, (requests,), device)
     if (indices is None) == (topk is None):
         raise ValueError(f"exactly one of indices and topk must be given, got {'neither' if topk is None else 'both'}")
     if indices is not None:

@@ -105,10 +105,7 @@ def _merge_parts(
         out = torch.empty_like(first, dtype=out_dtype, memory_format=torch.contiguous_format)
     else:
         checks.output("out", out, tuple(first.shape), (out_dtype,), first.device, unit_last_stride=False)
-    if lse is None:
-        lse = torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
-    else:
-        checks.output("lse", lse, tuple(first.shape[:-1]), (torch.float32,), first.device, unit_last_stride=False)
+    lse = checks.output_or_new("lse", lse, first.shape[:-1], torch.float32, first.device, unit_last_stride=False)
     if lse.numel():
         params = MergeStatesParams(
             outs=outs,

@@ -70,7 +70,7 @@ def latent_rows(
     if cache is not None and slot_mapping is not None:
         shape = ("pages", "page_size", 1, latent_dim + rope_dim)
         checks.output("cache", cache, shape, checks.FLOAT_DTYPES, device)
-        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("slot_mapping", slot_mapping, (tokens,), device)
         value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     gradients.warn_if_dropped(LATENT_ROWS, kv_a, weight, q_a, q_weight)
     width = max(latent_dim, 0 if q_a is None else q_a.shape[1])
@@ -160,4 +160,4 @@ def _rotate(
 
 def _check_rotary(rotary: Rotary, tokens: int, device: torch.device) -> None:
     checks.tensor("rotary.table", rotary.table, ("positions", "rope"), (torch.float32,), device)
-    checks.tensor("rotary.positions", rotary.positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("rotary.positions", rotary.positions, (tokens,), device)

@@ -150,7 +150,7 @@ def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
 
 def _check_boundaries(cu_seqlens: torch.Tensor, device: torch.device) -> int:
     """The number of requests."""
-    checks.tensor("cu_seqlens", cu_seqlens, ("b + 1",), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("cu_seqlens", cu_seqlens, ("b + 1",), device)
     return cu_seqlens.shape[0] - 1
 
 

@@ -289,7 +289,7 @@ def _check_requests(
             f"block_table must have room for at most {_MAX_KEYS} keys of a request, got {block_table.shape[1]} pages "
             f"of {page_size}"
         )
-    checks.tensor("seqused_k", seqused_k, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("seqused_k", seqused_k, (batch,), device)
 
 
 def _check_new_keys(k: torch.Tensor | None, v: torch.Tensor | None, q: torch.Tensor, v_cache: torch.Tensor) -> None:

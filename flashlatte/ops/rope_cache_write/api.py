@@ -77,7 +77,7 @@ def rope_cache_write(
         )
     if q_rope is not None:
         checks.output("q_rope", q_rope, (tokens, "h", rope_dim), dtype, device)
-    checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("positions", positions, (tokens,), device)
     checks.tensor("cos_sin", cos_sin, ("positions", rope_dim), checks.FLOAT_DTYPES, device)
     check_slots(slot_mapping, cache, "latent", tokens)
     checks.flag("interleaved", interleaved)

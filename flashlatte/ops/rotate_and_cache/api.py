@@ -67,14 +67,11 @@ def rotate_and_cache(
     device = q.device
     checks.tensor("kv", kv, (tokens, head_dim), (q.dtype,), device)
     rope.check_rotation(cos_sin, positions, tokens, head_dim, device)
-    checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("slot_mapping", slot_mapping, (tokens,), device)
     cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     if q_eps is not None:
         q_eps = checks.epsilon("q_eps", q_eps)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    else:
-        checks.output("out", out, tuple(q.shape), (q.dtype,), device)
+    out = checks.output_or_new("out", out, q.shape, q.dtype, device)
     gradients.warn_if_dropped(OPERATION, q, kv)
     call = dispatch.CallSpec(OPERATION, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])

@@ -274,5 +274,5 @@ def _check_selection(
     if isinstance(length, torch.Tensor) and length.dim() not in (1, 2):
         raise ValueError(f"{length_name} must have shape [{batch}] or [{batch}, {s_q}], got {list(length.shape)}")
     shape = (batch, s_q) if isinstance(length, torch.Tensor) and length.dim() == 2 else (batch,)
-    checks.tensor(length_name, length, shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+    checks.indices(length_name, length, shape, q.device)
     value_checks.selections(name, indices, length_name, length, num_slots)

@@ -159,20 +159,14 @@ def _unsorted(
     if rows % next_n:
         raise ValueError(f"next_n must divide the {rows} rows of logits, got {next_n}")
     if start is not None:
-        checks.tensor("start", start, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("start", start, (rows,), device)
     if end is not None:
         per_row = isinstance(end, torch.Tensor) and end.shape == (rows,)
         ends = rows if per_row else rows // next_n
-        checks.tensor("end", end, (ends,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    if indices is None:
-        indices = torch.empty(rows, k, dtype=torch.int32, device=device)
-    else:
-        checks.output("indices", indices, (rows, k), (torch.int32,), device)
-    if values is not None:
-        checks.output("values", values, (rows, k), (torch.float32,), device)
-        checks.no_overlap("values", values, logits=logits)
-    elif with_values:
-        values = torch.empty(rows, k, dtype=torch.float32, device=device)
+        checks.indices("end", end, (ends,), device)
+    indices = checks.output_or_new("indices", indices, (rows, k), torch.int32, device)
+    if values is not None or with_values:
+        values = checks.output_or_new("values", values, (rows, k), torch.float32, device, logits=logits)
     backend = dispatch.select(
         dispatch.CallSpec(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend
     )

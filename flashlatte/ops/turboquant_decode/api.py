@@ -84,11 +84,8 @@ def turboquant_decode(
     h_kv = cache.shape[2]
     if h_q % h_kv:
         raise ValueError(f"cache must have a number of heads that divides q's {h_q}, got {h_kv}")
-    may_be_empty = 0 if batch else 2
-    checks.tensor(
-        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
-    )
-    checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.block_table(block_table, batch, device)
+    checks.indices("cache_seqlens", cache_seqlens, (batch,), device)
     value_checks.pages(block_table, cache_seqlens, *cache.shape[:2])
     scale = checks.softmax_scale(softmax_scale, head_dim)
     checks.flag("causal", causal)

@@ -65,13 +65,8 @@ def turboquant_gather(
     if dtype not in checks.FLOAT_DTYPES:
         raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
     shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), cache.shape[2], head_dim)
-    key, value = (
-        torch.zeros(shape, dtype=dtype, device=cache.device)
-        if rows is None
-        else checks.output(name, rows, shape, (dtype,), cache.device)
-        for name, rows in (("key", key), ("value", value))
-    )
-    checks.no_overlap("value", value, key=key)
+    key = checks.output_or_new("key", key, shape, dtype, cache.device, zeros=True)
+    value = checks.output_or_new("value", value, shape, dtype, cache.device, zeros=True, key=key)
     call = dispatch.CallSpec(
         OPERATION, cache.device, dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=cache.shape[2]
     )

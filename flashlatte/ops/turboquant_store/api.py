@@ -57,9 +57,7 @@ def turboquant_store(
     checks.tensor("value", value, (tokens, heads, head_dim), (key.dtype,), device)
     layout = as_turboquant_cache(cache, cache_format, head_dim, heads)
     checks.output("cache", cache, ("pages", "page_size", heads, layout.record_bytes), (torch.uint8,), device)
-    checks.tensor(
-        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
-    )
+    checks.indices("slot_mapping", slot_mapping, ("n",), device, may_be_empty=1)
     if slot_mapping.shape[0] > tokens:
         raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
     call = dispatch.CallSpec(OPERATION, device, key.dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=heads)
