@@ -9,8 +9,6 @@ from flashlatte.bench import problems
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.workloads import (
     cache,
-    cache_pages,
-    compress,
     dense_decode,
     dense_prefill,
     index_cache,
@@ -19,7 +17,6 @@ from flashlatte.bench.workloads import (
     indexer_loss,
     layer,
     paged_attention,
-    sequences,
     sparse_attention,
     sparse_decode,
     sparse_index_logits,
@@ -32,15 +29,15 @@ from flashlatte.bench.workloads.base import Workload, WrongResult
 __all__ = ["Workload", "WrongResult", "prepare"]
 
 _WORKLOADS = {
-    problems.CacheCopy: cache_pages.CacheCopyWorkload,
+    problems.CacheCopy: cache.CacheCopyWorkload,
     problems.CacheGather: cache.CacheGatherWorkload,
     problems.CacheWrite: cache.CacheWriteWorkload,
-    problems.Compress: compress.CompressWorkload,
+    problems.Compress: v4.CompressWorkload,
     problems.ConcatMlaQ: layer.ConcatMlaQWorkload,
     problems.DenseDecode: dense_decode.DenseDecodeWorkload,
     problems.DensePrefillBackward: dense_prefill.DensePrefillBackwardWorkload,
     problems.DensePrefill: dense_prefill.DensePrefillWorkload,
-    problems.GatherRecords: cache_pages.GatherRecordsWorkload,
+    problems.GatherRecords: cache.GatherRecordsWorkload,
     problems.IndexerLoss: indexer_loss.IndexerLossWorkload,
     problems.IndexConvert: index_cache.IndexConvertWorkload,
     problems.IndexGather: index_cache.IndexGatherWorkload,
@@ -52,16 +49,16 @@ _WORKLOADS = {
     problems.IndexWorkspace: index_cache.IndexWorkspaceWorkload,
     problems.InverseRopeQuantize: v4.InverseRopeQuantizeWorkload,
     problems.LatentRows: layer.LatentRowsWorkload,
-    problems.MergeStates: sequences.MergeStatesWorkload,
+    problems.MergeStates: layer.MergeStatesWorkload,
     problems.MhcPost: v4.MhcPostWorkload,
     problems.MhcPre: v4.MhcPreWorkload,
-    problems.PackSeq: sequences.PackSeqWorkload,
+    problems.PackSeq: layer.PackSeqWorkload,
     problems.PagedAttention: paged_attention.PagedAttentionWorkload,
     problems.PagedIndexLogits: indexer.PagedIndexLogitsWorkload,
     problems.SparseIndexLogits: sparse_index_logits.SparseIndexLogitsWorkload,
     problems.PagedIndexSelect: index_select.PagedIndexSelectWorkload,
     problems.QKVNorm: v4.QKVNormWorkload,
-    problems.ReshapeAndCache: cache_pages.ReshapeAndCacheWorkload,
+    problems.ReshapeAndCache: cache.ReshapeAndCacheWorkload,
     problems.RopeCacheWrite: layer.RopeCacheWriteWorkload,
     problems.RotateAndCache: v4.RotateAndCacheWorkload,
     problems.RotateHeads: layer.RotateHeadsWorkload,
@@ -72,7 +69,7 @@ _WORKLOADS = {
     problems.TurboQuantDecode: turboquant.TurboQuantDecodeWorkload,
     problems.TurboQuantGather: turboquant.TurboQuantGatherWorkload,
     problems.TurboQuantStore: turboquant.TurboQuantStoreWorkload,
-    problems.UnpackSeq: sequences.UnpackSeqWorkload,
+    problems.UnpackSeq: layer.UnpackSeqWorkload,
 }
 
 
