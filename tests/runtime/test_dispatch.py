@@ -166,6 +166,32 @@ def test_an_implementation_that_could_not_run_is_refused(implementation, message
         Implementation(*implementation)
 
 
+def test_a_function_runs_its_own_implementations_and_registered_ones(operation):
+    operation()
+    calls = []
+
+    @dispatch.implemented("toy", hopper=needs_hopper, portable=takes(BF16), hopper_untried=dispatch.every_call)
+    def run(x: int, backend: str) -> None:
+        calls.append((x, backend))
+
+    choices = dispatch.explain(CallSpec("toy", CPU, F32))
+    assert [choice.backend for choice in choices] == ["hopper", "portable", "reference"]
+    assert [choice.refusal is None for choice in choices] == [False, False, True]
+    assert dispatch.select(CallSpec("toy", CPU, BF16)) == "portable"
+    run(1, "portable")
+    dispatch.register("toy", Implementation("mine", lambda: lambda x: calls.append((x, "of another project"))))
+    run(2, "mine")
+    run(3, "reference")
+    assert calls == [(1, "portable"), (2, "of another project"), (3, "reference")]
+
+
+def test_an_operation_may_have_no_implementation_for_hopper(operation):
+    operation()
+    dispatch.implemented("toy", portable=takes(BF16))(lambda x, backend: None)
+    with pytest.raises(ValueError, match="it has no toy in this version"):
+        dispatch.select(CallSpec("toy", CPU, BF16), "hopper")
+
+
 def test_a_third_party_registers_a_backend_of_its_own(operation):
     operation(Implementation("portable", lambda: math.exp, takes(BF16)), Implementation("reference", lambda: math.sqrt))
     dispatch.register("toy", Implementation("mine", lambda: math.cos, refuse_large_heads))
