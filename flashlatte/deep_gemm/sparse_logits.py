@@ -127,7 +127,7 @@ def get_sparse_mqa_logits_metadata(
     )
     limits = []
     for name, value in (("cu_seq_len_k_start", cu_seq_len_k_start), ("cu_seq_len_k_end", cu_seq_len_k_end)):
-        checks.tensor(name, value, blocks.shape[:1], checks.INDEX_DTYPES, blocks.device, unit_last_stride=False)
+        checks.indices(name, value, blocks.shape[:1], blocks.device)
         limits.append(value.long().unsqueeze(1))
     start, end = limits
     size = checks.positive_int("sparse_block_kv", sparse_block_kv)
@@ -171,7 +171,7 @@ def get_paged_sparse_mqa_logits_metadata(
         "sparse_kv_block_indices", sparse_kv_block_indices, ("rows", "num_max_sparse_blocks"), checks.INDEX_DTYPES
     )
     rows, device = blocks.shape[0], blocks.device
-    checks.tensor("context_lens", context_lens, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("context_lens", context_lens, (rows,), device)
     checks.tensor("block_table", block_table, (rows, "max_pages"), checks.INDEX_DTYPES, device)
     page_kv = checks.positive_int("page_kv", page_kv)
     size = _check_block_size(sparse_block_kv, page_kv, "page_kv")

@@ -59,7 +59,7 @@ def plan_shard(
     """
     checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=1)
     batch, device = block_table.shape[0], block_table.device
-    checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("cache_seqlens", cache_seqlens, (batch,), device)
     checks.positive_int("queries", queries)
     checks.flag("causal", causal)
     page_size = page_tokens // sharding.size if page_size is None else page_size

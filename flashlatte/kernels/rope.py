@@ -44,4 +44,4 @@ def check_rotation(
             f"cos_sin must be contiguous and have an even width of at most {head_dim}, got shape "
             f"{list(cos_sin.shape)} with strides {cos_sin.stride()}"
         )
-    checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("positions", positions, (tokens,), device)

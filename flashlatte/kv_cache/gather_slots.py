@@ -18,9 +18,9 @@ def check(
     requests = block_table.shape[0]
     open_end = requests > 0 and isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape == (requests,)
     boundaries = requests if open_end else requests + 1
-    checks.tensor("cu_seqlens", cu_seqlens, (boundaries,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("cu_seqlens", cu_seqlens, (boundaries,), device)
     if seq_starts is not None:
-        checks.tensor("seq_starts", seq_starts, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("seq_starts", seq_starts, (requests,), device)
 
 
 def check_values(

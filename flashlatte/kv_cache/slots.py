@@ -36,7 +36,7 @@ def read(
     if not isinstance(slots, torch.Tensor):
         raise TypeError(f"slots must be a tensor, got {type(slots).__name__}")
     check_float_dtype(dtype)
-    checks.tensor("slots", slots, slots.shape, checks.INDEX_DTYPES, cache.device, unit_last_stride=False)
+    checks.indices("slots", slots, slots.shape, cache.device)
     return read_slots(cache, slots, layout, one_scale(layout, scale)).to(dtype)
 
 

@@ -346,7 +346,7 @@ class MLAMetadataBuilder:
         """Number of pages that the cache must have; 0 if the table is not on the CPU."""
         if not lengths:
             return 0
-        checks.tensor("block_table", block_table, (len(lengths), "pages"), checks.INDEX_DTYPES, unit_last_stride=False)
+        checks.indices("block_table", block_table, (len(lengths), "pages"))
         needed = [-(-length // self.page_size) for length in lengths]
         if max(needed) > block_table.shape[1]:
             request = needed.index(max(needed))
@@ -370,7 +370,7 @@ class MLAMetadataBuilder:
 
     def _check_slots(self, slot_mapping: torch.Tensor, tokens: int) -> int:
         """Number of pages that the cache must have; 0 if the slots are not on the CPU."""
-        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, unit_last_stride=False)
+        checks.indices("slot_mapping", slot_mapping, (tokens,))
         if slot_mapping.device.type != "cpu" or not tokens:
             return 0
         highest = int(slot_mapping.max())

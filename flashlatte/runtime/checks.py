@@ -61,6 +61,19 @@ def tensor(
     return value
 
 
+def indices(
+    name: str, value: object, shape: Sequence[int | str], device: torch.device | None = None, *, may_be_empty: int = 0
+) -> torch.Tensor:
+    """``tensor`` for indices, positions or lengths: int32 or int64, with any strides."""
+    return tensor(name, value, shape, INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=may_be_empty)
+
+
+def block_table(value: object, requests: int, device: torch.device) -> torch.Tensor:
+    """Check a block table [requests, max_pages]. Without requests it may have no pages either."""
+    may_be_empty = 0 if requests else 2
+    return tensor("block_table", value, (requests, "max_pages"), INDEX_DTYPES, device, may_be_empty=may_be_empty)
+
+
 def dtype(name: str, value: object, accepted: Sequence[torch.dtype]) -> None:
     """Check an argument that is itself a dtype."""
     if value not in accepted:
@@ -88,6 +101,28 @@ def output(
     """``tensor`` for a tensor that is written to: no two of its elements may share memory."""
     value = tensor(name, value, shape, dtypes, device, unit_last_stride=unit_last_stride, may_be_empty=may_be_empty)
     not_expanded(name, value)
+    return value
+
+
+def output_or_new(
+    name: str,
+    value: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    zeros: bool = False,
+    unit_last_stride: bool = True,
+    **inputs: torch.Tensor | None,
+) -> torch.Tensor:
+    """A given output, checked by ``output`` and to begin at the address of none of ``inputs``; a new one if None.
+
+    ``zeros``: fill a new one with zeros. Otherwise its values are undefined.
+    """
+    if value is None:
+        return (torch.zeros if zeros else torch.empty)(tuple(shape), dtype=dtype, device=device)
+    output(name, value, tuple(shape), (dtype,), device, unit_last_stride=unit_last_stride)
+    no_overlap(name, value, **inputs)
     return value
 
 

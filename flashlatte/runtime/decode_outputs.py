@@ -20,11 +20,8 @@ def prepare(
     transposed view of [b, s_q, h_q], as in FlashMLA.
     """
     batch, s_q, h_q, _ = q.shape
-    if out is None:
-        out = q.new_empty(batch, s_q, h_q, head_dim_v)
-    else:
-        checks.output("out", out, (batch, s_q, h_q, head_dim_v), (q.dtype,), q.device)
-        checks.no_overlap("out", out, q=q, **caches)
+    out = checks.output_or_new("out", out, (batch, s_q, h_q, head_dim_v), q.dtype, q.device)
+    checks.no_overlap("out", out, q=q, **caches)
     if lse is None:
         strides = (s_q * h_q, 1, h_q)
         lse = torch.empty_strided((batch, h_q, s_q), strides, dtype=torch.float32, device=q.device)

@@ -1,6 +1,6 @@
 """The choice of the implementation that runs a call, and the reasons why the others cannot.
 
-Each operation ``define``s its implementations, best first. ``select`` returns the first that accepts the call, or the
+Each operation defines its implementations (``implemented``). ``select`` returns the best that accepts the call, or the
 one that the caller named. ``explain`` returns the reason of each that does not accept it (``refusals`` has the common
 reasons). A kernel is imported when it first runs, so the references need neither Triton nor a GPU.
 
@@ -20,7 +20,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -31,6 +31,7 @@ BACKENDS = ("hopper", "portable", "reference")
 UNTRIED = "FLASHLATTE_UNTRIED_KERNELS"
 
 Function = Callable[..., Any]
+_Args = ParamSpec("_Args")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ def no_call(call: CallSpec) -> bool:
     return False
 
 
+# Why an implementation cannot run a call, in words that follow "it ", or None if it can.
+Refuses = Callable[[CallSpec], str | None]
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to run an operation.
@@ -86,7 +91,7 @@ class Implementation:
     Attributes:
         backend: its name: one of ``BACKENDS``, or another identifier.
         load: imports and returns the function, which takes what the operation's other implementations take: a record
-            of the checked arguments (``ops/<operation>/params.py``). Called once, when the implementation first runs.
+            of the checked arguments (``ops/<operation>/reference.py``). Called once, when it first runs.
         refuses: returns why the implementation cannot run a call, in words that follow "it ", or None if it can.
         untried: returns whether the kernel that would run a call has not run on a GPU yet. It then runs only calls that
             name the backend, with ``UNTRIED=1`` in the environment.
@@ -94,7 +99,7 @@ class Implementation:
 
     backend: str
     load: Callable[[], Function]
-    refuses: Callable[[CallSpec], str | None] = accepts_all
+    refuses: Refuses = accepts_all
     untried: Callable[[CallSpec], bool] = no_call
 
     def __post_init__(self) -> None:
@@ -119,6 +124,42 @@ def define(operation: str, *implementations: Implementation) -> None:
     """Define an operation by its implementations, best first."""
     _REGISTRY[operation] = {known.backend: known for known in implementations}
     _clear_caches()
+
+
+def implemented(
+    operation: str,
+    *,
+    portable: Refuses,
+    hopper: Refuses | None = None,
+    reference: Refuses = accepts_all,
+    hopper_untried: Callable[[CallSpec], bool] = no_call,
+) -> Callable[[Callable[_Args, None]], Callable[_Args, None]]:
+    """Decorate the function of an operation that takes a call's arguments and ``backend``, and runs the implementation.
+
+    The function imports the implementation of ``backend``, one of ``BACKENDS``, and calls it. The decorated function
+    also runs the backends that ``register`` added.
+
+    Args:
+        portable, hopper, reference: ``Implementation.refuses`` of each. None: the operation has no such implementation.
+        hopper_untried: ``Implementation.untried`` of "hopper".
+    """
+
+    def decorate(function: Callable[_Args, None]) -> Callable[_Args, None]:
+        def own(backend: str, refuses: Refuses, untried: Callable[[CallSpec], bool] = no_call) -> Implementation:
+            run: Function = function
+            return Implementation(backend, lambda: functools.partial(run, backend=backend), refuses, untried)
+
+        best = () if hopper is None else (own("hopper", hopper, hopper_untried),)
+        define(operation, *best, own("portable", portable), own("reference", reference))
+
+        @functools.wraps(function)
+        def run(*args: Any) -> None:
+            *arguments, backend = args
+            implementation(operation, backend)(*arguments)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
 
 
 def register(operation: str, *implementations: Implementation) -> None:

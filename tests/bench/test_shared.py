@@ -18,9 +18,8 @@ import torch
 
 from flashlatte import bench
 from flashlatte.bench.problems import CacheCopy, IndexLogits, IndexSelect, MhcPre, PagedIndexLogits, TopK
-from flashlatte.bench.problems.parse import parse
 from flashlatte.bench.shared import calls, command, processes, random_problems, worker
-from flashlatte.bench.shared.options import SharedGpuOptions
+from flashlatte.bench.shared.options import SharedGpuOptions, parse
 from flashlatte.bench.workloads import WrongResult, prepare
 
 CPU = torch.device("cpu")

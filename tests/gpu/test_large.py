@@ -125,7 +125,7 @@ def test_dense_prefill(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGED)
 def test_paged_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlatte.ops.paged_attention.implementations.HOPPER_MIN_ROWS", -(2**31))
+    monkeypatch.setattr("flashlatte.ops.paged_attention.api.HOPPER_MIN_ROWS", -(2**31))
     arguments = PAGED[name].inputs(DEVICE)
     check("paged_attention", arguments, compare.DENSE_PREFILL_OUT, compare.Tolerance(1e-4, 1e-5))
 

@@ -11,7 +11,7 @@ from gpu import harness
 from gpu.harness import DEVICE, Arguments
 
 import flashlatte
-from flashlatte.ops.paged_attention import implementations
+from flashlatte.ops.paged_attention import api
 from flashlatte.testing import compare
 from flashlatte.testing.paged_attention_case import PagedAttentionCase
 from flashlatte.testing.paged_attention_oracle import paged_attention as oracle
@@ -79,7 +79,7 @@ TYPICAL = PagedAttentionCase(4, 100, 500, 32, 8, varlen=True, decodes=8, unowned
 @pytest.fixture(autouse=True)
 def _small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Gluon kernel is for calls with more rows than these; it is right for all."""
-    monkeypatch.setattr(implementations, "HOPPER_MIN_ROWS", -(2**31))
+    monkeypatch.setattr(api, "HOPPER_MIN_ROWS", -(2**31))
 
 
 def attend(arguments: Arguments, backend: str, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:

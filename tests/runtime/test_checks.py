@@ -117,6 +117,31 @@ def test_choice():
         checks.choice("mode", "c", ("a", "b"))
 
 
+def test_an_output_is_given_or_new():
+    shape, x = (2, 3), torch.ones(2, 3)
+    given = torch.ones(3, 2).T
+    assert checks.output_or_new("out", given, shape, torch.float32, CPU, unit_last_stride=False, x=x) is given
+    new = checks.output_or_new("out", None, shape, torch.bfloat16, CPU, zeros=True, x=x)
+    assert new.equal(torch.zeros(2, 3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"^out must have last stride 1"):
+        checks.output_or_new("out", given, shape, torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"^out must share no memory with x"):
+        checks.output_or_new("out", x, shape, torch.float32, CPU, x=x)
+
+
+def test_indices_have_any_stride():
+    strided = torch.arange(6, dtype=torch.int32)[::2]
+    assert checks.indices("slots", strided, ("n",), CPU) is strided
+    with pytest.raises(TypeError, match=r"^slots must be int32 or int64, got float32"):
+        checks.indices("slots", torch.ones(3), ("n",))
+
+
+def test_a_block_table_without_requests_may_have_no_pages():
+    checks.block_table(torch.empty(0, 0, dtype=torch.int64), 0, CPU)
+    with pytest.raises(ValueError, match=r"^block_table must have shape \[2, max_pages\] with no empty axis"):
+        checks.block_table(torch.empty(2, 0, dtype=torch.int64), 2, CPU)
+
+
 def test_an_output_has_a_place_for_every_element():
     checks.output("out", torch.empty(2, 1, 3).expand(2, 1, 3), (2, 1, 3), (torch.float32,))
     with pytest.raises(ValueError, match=r"^out must not be an expanded tensor, got strides \(0, 1\)$"):

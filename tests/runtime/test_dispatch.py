@@ -1,7 +1,9 @@
+import ast
 import math
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,6 +166,32 @@ def test_an_implementation_that_could_not_run_is_refused(implementation, message
         Implementation(*implementation)
 
 
+def test_a_function_runs_its_own_implementations_and_registered_ones(operation):
+    operation()
+    calls = []
+
+    @dispatch.implemented("toy", hopper=needs_hopper, portable=takes(BF16), hopper_untried=dispatch.every_call)
+    def run(x: int, backend: str) -> None:
+        calls.append((x, backend))
+
+    choices = dispatch.explain(CallSpec("toy", CPU, F32))
+    assert [choice.backend for choice in choices] == ["hopper", "portable", "reference"]
+    assert [choice.refusal is None for choice in choices] == [False, False, True]
+    assert dispatch.select(CallSpec("toy", CPU, BF16)) == "portable"
+    run(1, "portable")
+    dispatch.register("toy", Implementation("mine", lambda: lambda x: calls.append((x, "of another project"))))
+    run(2, "mine")
+    run(3, "reference")
+    assert calls == [(1, "portable"), (2, "of another project"), (3, "reference")]
+
+
+def test_an_operation_may_have_no_implementation_for_hopper(operation):
+    operation()
+    dispatch.implemented("toy", portable=takes(BF16))(lambda x, backend: None)
+    with pytest.raises(ValueError, match="it has no toy in this version"):
+        dispatch.select(CallSpec("toy", CPU, BF16), "hopper")
+
+
 def test_a_third_party_registers_a_backend_of_its_own(operation):
     operation(Implementation("portable", lambda: math.exp, takes(BF16)), Implementation("reference", lambda: math.sqrt))
     dispatch.register("toy", Implementation("mine", lambda: math.cos, refuse_large_heads))
@@ -257,6 +285,14 @@ def test_every_operation_has_a_reference_for_float32_on_the_cpu():
     for name in dispatch.operations():
         assert dispatch.explain(CallSpec(name, CPU, F32, h_q=1, head_dim=576, page_size=64))[-1].refusal is None
         assert dispatch.implementation(name, "reference")
+
+
+def test_every_implementation_exists():
+    """The functions of operations import an implementation when they run it."""
+    for path in Path(ops.__path__[0]).glob("*/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(ops.__name__):
+                exec(ast.unparse(node))
 
 
 @pytest.mark.parametrize(("value", "expected"), [("on", True), ("YES", True), ("0", False)])

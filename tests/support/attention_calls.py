@@ -11,12 +11,12 @@ from support.recording import Recorded, Recording
 from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
-from flashlatte.ops.dense_decode.params import DenseDecodeParams
+from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.ops.dense_prefill.params import DensePrefillParams
 from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
-from flashlatte.ops.paged_attention.params import PagedAttentionParams
+from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
-from flashlatte.ops.sparse_decode.params import SparseDecodeParams
+from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 
 BF16 = torch.bfloat16

@@ -20,19 +20,19 @@ from support.recording import Recorded, Recording
 from support.turboquant_calls import turboquant_decode, turboquant_gather, turboquant_store
 
 from flashlatte import kv_cache
-from flashlatte.ops.cache_gather.params import CacheGatherParams
-from flashlatte.ops.cache_write.params import CacheWriteParams
-from flashlatte.ops.compress.params import CompressParams
-from flashlatte.ops.gather_records.params import GatherRecordsParams
-from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
-from flashlatte.ops.merge_states.params import MergeStatesParams
-from flashlatte.ops.mhc.params import MhcPreParams
-from flashlatte.ops.norm_rope.params import LatentRowsParams
-from flashlatte.ops.q_kv_norm.params import QKvNormParams
-from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
-from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
-from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
-from flashlatte.ops.topk.params import TopkParams
+from flashlatte.ops.cache_gather.reference import CacheGatherParams
+from flashlatte.ops.cache_write.reference import CacheWriteParams
+from flashlatte.ops.compress.reference import CompressParams
+from flashlatte.ops.gather_records.reference import GatherRecordsParams
+from flashlatte.ops.index_workspace.reference import IndexWorkspaceParams
+from flashlatte.ops.merge_states.reference import MergeStatesParams
+from flashlatte.ops.mhc.reference import MhcPreParams
+from flashlatte.ops.norm_rope.reference import LatentRowsParams
+from flashlatte.ops.q_kv_norm.reference import QKvNormParams
+from flashlatte.ops.reshape_and_cache.reference import ReshapeAndCacheParams
+from flashlatte.ops.rope_cache_write.reference import RopeCacheWriteParams
+from flashlatte.ops.rotate_and_cache.reference import RotateAndCacheParams
+from flashlatte.ops.topk.reference import TopkParams
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 

@@ -11,7 +11,7 @@ from support.attention_calls import Recorded
 from support.compile import Launch, Recorder
 
 from flashlatte.ops.sparse_decode.hopper import launch
-from flashlatte.ops.sparse_decode.params import SparseDecodeParams
+from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.split_kv import combine, fp24_combine
 

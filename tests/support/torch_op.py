@@ -15,7 +15,7 @@ def opcheck(module: ModuleType, name: str, call: Callable[[], object], op_name: 
     with mock.patch.object(module, f"_{name}") as operation:
         call()
     params, *others = operation.call_args.args
-    # ``dispatched_op`` takes a record; the registered operation takes its fields.
+    # The function may take a record; the registered operation takes its fields.
     arguments = (*params, *others) if hasattr(params, "_fields") else (params, *others)
     torch.library.opcheck(getattr(torch.ops.flashlatte, op_name or name).default, arguments)
 

@@ -8,9 +8,9 @@ import torch
 from support.recording import Recorded, Recording
 
 from flashlatte.kv_cache import turboquant
-from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
-from flashlatte.ops.turboquant_gather.params import TurboQuantGatherParams
-from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
+from flashlatte.ops.turboquant_decode.reference import TurboQuantDecodeParams
+from flashlatte.ops.turboquant_gather.reference import TurboQuantGatherParams
+from flashlatte.ops.turboquant_store.reference import TurboQuantStoreParams
 
 BF16 = torch.bfloat16
 

@@ -12,8 +12,19 @@ from flashlatte.bench.problems.attention import (
     SparsePrefill,
 )
 from flashlatte.bench.problems.base import Problem
-from flashlatte.bench.problems.caches import CacheCopy, CacheGather, CacheWrite, GatherRecords, ReshapeAndCache
-from flashlatte.bench.problems.index_cache import IndexConvert, IndexGather, IndexQuantize
+from flashlatte.bench.problems.caches import (
+    CacheCopy,
+    CacheGather,
+    CacheWrite,
+    GatherRecords,
+    IndexConvert,
+    IndexGather,
+    IndexQuantize,
+    ReshapeAndCache,
+    TurboQuantDecode,
+    TurboQuantGather,
+    TurboQuantStore,
+)
 from flashlatte.bench.problems.indexer import (
     IndexerLoss,
     IndexLogits,
@@ -24,25 +35,22 @@ from flashlatte.bench.problems.indexer import (
     TopK,
 )
 from flashlatte.bench.problems.layer import (
-    ConcatMlaQ,
-    LatentRows,
-    MergeStates,
-    PackSeq,
-    RopeCacheWrite,
-    RotateHeads,
-    UnpackSeq,
-)
-from flashlatte.bench.problems.turboquant import TurboQuantDecode, TurboQuantGather, TurboQuantStore
-from flashlatte.bench.problems.v4 import (
     Compress,
+    ConcatMlaQ,
     IndexQuery,
     IndexWeights,
     IndexWorkspace,
     InverseRopeQuantize,
+    LatentRows,
+    MergeStates,
     MhcPost,
     MhcPre,
+    PackSeq,
     QKVNorm,
+    RopeCacheWrite,
     RotateAndCache,
+    RotateHeads,
+    UnpackSeq,
 )
 
 __all__ = [

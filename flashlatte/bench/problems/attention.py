@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from flashlatte import kv_cache
 from flashlatte.bench.problems.base import Problem
 
 
 @dataclass(frozen=True)
-class DenseDecode(Problem):
+class DenseDecode(Problem, operation="dense_decode"):
     """Attributes: ``keys`` of every request, or their mean if ``varlen``, or of the longest if ``uneven`` names
     those of the others; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8"; ``precision``
     as in ``dense_decode``.
@@ -28,7 +27,6 @@ class DenseDecode(Problem):
     cache_format: str | None = None
     uneven: tuple[int, ...] = ()
     precision: str | None = None
-    operation: ClassVar[str] = "dense_decode"
 
     @property
     def name(self) -> str:
@@ -46,7 +44,7 @@ class DenseDecode(Problem):
 
 
 @dataclass(frozen=True)
-class SparseDecode(Problem):
+class SparseDecode(Problem, operation="sparse_decode"):
     """Attributes: ``tokens`` of every request in the cache; each query selects ``topk`` of them; ``extra_*`` the
     same for the second cache (none if ``extra_topk`` is 0), with a valid length for each selection if ``extra_varlen``.
     """
@@ -62,7 +60,6 @@ class SparseDecode(Problem):
     extra_tokens: int = 0
     extra_page_size: int = 64
     extra_varlen: bool = False
-    operation: ClassVar[str] = "sparse_decode"
 
     @property
     def name(self) -> str:
@@ -78,7 +75,7 @@ class SparseDecode(Problem):
 
 
 @dataclass(frozen=True)
-class SparsePrefill(Problem):
+class SparsePrefill(Problem, operation="sparse_prefill"):
     """Attributes: ``overlap``, the share of a query's tokens that the one before it has too, if above 0."""
 
     head_dim: int
@@ -87,7 +84,6 @@ class SparsePrefill(Problem):
     s_kv: int
     s_q: int = 4096
     overlap: float = 0.0
-    operation: ClassVar[str] = "sparse_prefill"
 
     @property
     def name(self) -> str:
@@ -96,9 +92,8 @@ class SparsePrefill(Problem):
 
 
 @dataclass(frozen=True)
-class SparseAttentionBackward(SparsePrefill):
+class SparseAttentionBackward(SparsePrefill, operation="sparse_attention_backward"):
     deterministic: bool = False
-    operation: ClassVar[str] = "sparse_attention_backward"
 
     @property
     def name(self) -> str:
@@ -106,7 +101,7 @@ class SparseAttentionBackward(SparsePrefill):
 
 
 @dataclass(frozen=True)
-class DensePrefill(Problem):
+class DensePrefill(Problem, operation="dense_prefill"):
     """Attributes: ``head_dim`` of q and k; ``tokens`` (queries and keys) a request, or their mean if ``varlen``."""
 
     head_dim: int
@@ -115,7 +110,6 @@ class DensePrefill(Problem):
     tokens: int
     causal: bool = False
     varlen: bool = False
-    operation: ClassVar[str] = "dense_prefill"
 
     @property
     def name(self) -> str:
@@ -124,9 +118,8 @@ class DensePrefill(Problem):
 
 
 @dataclass(frozen=True)
-class DensePrefillBackward(DensePrefill):
+class DensePrefillBackward(DensePrefill, operation="dense_prefill_backward"):
     deterministic: bool = False
-    operation: ClassVar[str] = "dense_prefill_backward"
 
     @property
     def name(self) -> str:
@@ -134,7 +127,7 @@ class DensePrefillBackward(DensePrefill):
 
 
 @dataclass(frozen=True)
-class PagedAttention(Problem):
+class PagedAttention(Problem, operation="paged_attention"):
     """Grouped queries, causal, heads of dimension 128: ``batch`` requests of one query and one of ``queries`` queries
     (none if 0), all of ``keys`` keys.
 
@@ -148,7 +141,6 @@ class PagedAttention(Problem):
     page_size: int = 64
     h_q: int = 32
     h_kv: int = 8
-    operation: ClassVar[str] = "paged_attention"
 
     @property
     def name(self) -> str:

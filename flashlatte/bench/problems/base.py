@@ -16,17 +16,19 @@ P = TypeVar("P", bound="Problem")
 
 @dataclass(frozen=True)
 class Problem:
-    """A call's sizes.
-
-    ``name_pattern``: its name, with fields in braces, if it has no ``name`` of its own.
+    """A call's sizes. A class states its operation, and the pattern of its name, with fields in braces, unless it has a
+    ``name`` of its own.
     """
 
     operation: ClassVar[str]
-    name_pattern: ClassVar[str]
+    _pattern: ClassVar[str]
+
+    def __init_subclass__(cls, operation: str, pattern: str = "") -> None:
+        cls.operation, cls._pattern = operation, pattern
 
     @property
     def name(self) -> str:
-        return self.name_pattern.format_map(vars(self))
+        return self._pattern.format_map(vars(self))
 
     def scaled_down(self: P) -> P:
         """The same problem with each size at most that of ``LARGEST``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flashlatte.bench.problems.base import Problem
 
@@ -11,7 +10,7 @@ ROW_VALUES = ("normal", "equal", "mostly-zero", "concentrated", "sorted", "subno
 
 
 @dataclass(frozen=True)
-class IndexLogits(Problem):
+class IndexLogits(Problem, operation="index_logits"):
     """Index logits of e4m3 keys: the last ``rows`` queries of ``keys`` tokens, each over the keys up to its own.
 
     Attributes: ``ranges``, a range of keys at random for each query instead; ``clean``, -inf where a query has no key;
@@ -25,7 +24,6 @@ class IndexLogits(Problem):
     ranges: bool = False
     clean: bool = False
     dtype: str = "fp32"
-    operation: ClassVar[str] = "index_logits"
 
     @property
     def name(self) -> str:
@@ -33,7 +31,7 @@ class IndexLogits(Problem):
 
 
 @dataclass(frozen=True)
-class IndexerLoss(Problem):
+class IndexerLoss(Problem, operation="indexer_loss"):
     """The indexer's loss and its gradients: ``topk`` keys for each of ``s_q`` queries, or all keys up to its own if 0.
 
     Attributes: ``h_q`` and ``head_dim`` of the attention, ``heads`` and ``index_dim`` of the indexer.
@@ -47,7 +45,6 @@ class IndexerLoss(Problem):
     head_dim: int = 576
     index_dim: int = 128
     deterministic: bool = False
-    operation: ClassVar[str] = "indexer_loss"
 
     @property
     def name(self) -> str:
@@ -57,7 +54,7 @@ class IndexerLoss(Problem):
 
 
 @dataclass(frozen=True)
-class PagedIndexLogits(Problem):
+class PagedIndexLogits(Problem, operation="paged_index_logits"):
     """The same over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens.
 
     Attributes: ``varlen``, lengths of up to ``keys`` at random; ``clean`` and ``dtype`` as of ``IndexLogits``.
@@ -72,7 +69,6 @@ class PagedIndexLogits(Problem):
     varlen: bool = False
     clean: bool = False
     dtype: str = "fp32"
-    operation: ClassVar[str] = "paged_index_logits"
 
     @property
     def name(self) -> str:
@@ -82,7 +78,7 @@ class PagedIndexLogits(Problem):
 
 
 @dataclass(frozen=True)
-class SparseIndexLogits(Problem):
+class SparseIndexLogits(Problem, operation="sparse_index_logits"):
     """Index logits of ``blocks`` candidate blocks of ``block_size`` keys, at random for each of ``rows`` queries, over
     a cache of ``keys`` tokens in mxfp4.
 
@@ -97,7 +93,6 @@ class SparseIndexLogits(Problem):
     page_size: int = 64
     head_dim: int = 128
     dtype: str = "bf16"
-    operation: ClassVar[str] = "sparse_index_logits"
 
     @property
     def name(self) -> str:
@@ -109,13 +104,12 @@ class SparseIndexLogits(Problem):
 
 
 @dataclass(frozen=True)
-class IndexSelect(Problem):
+class IndexSelect(Problem, operation="index_select"):
     """The ``k`` keys with the largest of these logits, with a workspace of ``workspace_mib`` MiB for logits."""
 
     logits: IndexLogits
     k: int = 2048
     workspace_mib: int = 512
-    operation: ClassVar[str] = "index_select"
 
     @property
     def name(self) -> str:
@@ -124,12 +118,11 @@ class IndexSelect(Problem):
 
 
 @dataclass(frozen=True)
-class PagedIndexSelect(Problem):
+class PagedIndexSelect(Problem, operation="paged_index_select"):
     """The same over a cache, as slots of the cache."""
 
     logits: PagedIndexLogits
     k: int = 2048
-    operation: ClassVar[str] = "paged_index_select"
 
     @property
     def name(self) -> str:
@@ -137,7 +130,7 @@ class PagedIndexSelect(Problem):
 
 
 @dataclass(frozen=True)
-class TopK(Problem):
+class TopK(Problem, operation="topk"):
     """The ``k`` largest values of each of ``rows`` rows of ``width``.
 
     Attributes: ``values`` of a row, one of ``ROW_VALUES``; all but normal random numbers are hard to select from.
@@ -147,7 +140,6 @@ class TopK(Problem):
     width: int
     k: int = 2048
     values: str = "normal"
-    operation: ClassVar[str] = "topk"
 
     @property
     def name(self) -> str:

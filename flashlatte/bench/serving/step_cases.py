@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import time
 from typing import Any
 
 from flashlatte.bench.alternate import add_json_option
@@ -83,3 +84,13 @@ def lengths_of(prefill: str) -> list[int]:
 def generated_tokens(options: argparse.Namespace) -> int:
     """Tokens that a request generates while its case is measured, at most."""
     return (options.rounds + 1) * options.steps + 2 * COMPARED_TOKENS
+
+
+def request_names(count: int, kind: str = "") -> list[str]:
+    """New names for vLLM's requests, which begin with ``kind``: empty, or ``PREFILLED``."""
+    return [f"{kind}{number}.{time.monotonic_ns()}" for number in range(count)]
+
+
+def request_number(name: str) -> int:
+    """The number in the name of a request with a random context. vLLM may append to names."""
+    return int(name.split(".")[0])

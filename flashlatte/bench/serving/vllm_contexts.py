@@ -14,8 +14,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from flashlatte.bench.serving.random_model import fill_weights
-from flashlatte.bench.serving.step_cases import PREFILLED
-from flashlatte.bench.serving.vllm_requests import request_number
+from flashlatte.bench.serving.step_cases import PREFILLED, request_number
 
 
 class RandomContexts(DecodeBenchConnector):

@@ -19,8 +19,8 @@ from flashlatte.bench.serving.step_cases import (
     generated_tokens,
     lengths_of,
     parsed,
+    request_names,
 )
-from flashlatte.bench.serving.vllm_requests import request_names
 
 CONTEXTS = "flashlatte.bench.serving.vllm_contexts"
 RANDOM_CONTEXTS = {"kv_connector": "RandomContexts", "kv_role": "kv_both", "kv_connector_module_path": CONTEXTS}

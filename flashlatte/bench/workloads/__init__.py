@@ -7,92 +7,69 @@ import torch
 from flashlatte import ops
 from flashlatte.bench import problems
 from flashlatte.bench.problems import Problem
+from flashlatte.bench.workloads import (
+    cache,
+    dense_decode,
+    dense_prefill,
+    index_cache,
+    index_select,
+    indexer,
+    indexer_loss,
+    layer,
+    paged_attention,
+    sparse_attention,
+    sparse_decode,
+    sparse_index_logits,
+    sparse_prefill,
+    turboquant,
+    v4,
+)
 from flashlatte.bench.workloads.base import Workload, WrongResult
-from flashlatte.bench.workloads.cache import CacheGatherWorkload, CacheWriteWorkload
-from flashlatte.bench.workloads.cache_pages import CacheCopyWorkload, GatherRecordsWorkload, ReshapeAndCacheWorkload
-from flashlatte.bench.workloads.compress import CompressWorkload
-from flashlatte.bench.workloads.dense_decode import DenseDecodeWorkload
-from flashlatte.bench.workloads.dense_prefill import DensePrefillBackwardWorkload, DensePrefillWorkload
-from flashlatte.bench.workloads.index_cache import (
-    IndexConvertWorkload,
-    IndexGatherWorkload,
-    IndexQuantizeWorkload,
-    IndexWorkspaceWorkload,
-)
-from flashlatte.bench.workloads.index_select import IndexSelectWorkload, PagedIndexSelectWorkload
-from flashlatte.bench.workloads.indexer import IndexLogitsWorkload, PagedIndexLogitsWorkload, TopKWorkload
-from flashlatte.bench.workloads.indexer_loss import IndexerLossWorkload
-from flashlatte.bench.workloads.layer import (
-    ConcatMlaQWorkload,
-    IndexWeightsWorkload,
-    LatentRowsWorkload,
-    RopeCacheWriteWorkload,
-    RotateHeadsWorkload,
-)
-from flashlatte.bench.workloads.paged_attention import PagedAttentionWorkload
-from flashlatte.bench.workloads.sequences import MergeStatesWorkload, PackSeqWorkload, UnpackSeqWorkload
-from flashlatte.bench.workloads.sparse_attention import SparseAttentionBackwardWorkload
-from flashlatte.bench.workloads.sparse_decode import SparseDecodeWorkload
-from flashlatte.bench.workloads.sparse_index_logits import SparseIndexLogitsWorkload
-from flashlatte.bench.workloads.sparse_prefill import SparsePrefillWorkload
-from flashlatte.bench.workloads.turboquant import (
-    TurboQuantDecodeWorkload,
-    TurboQuantGatherWorkload,
-    TurboQuantStoreWorkload,
-)
-from flashlatte.bench.workloads.v4 import (
-    IndexQueryWorkload,
-    InverseRopeQuantizeWorkload,
-    MhcPostWorkload,
-    MhcPreWorkload,
-    QKVNormWorkload,
-    RotateAndCacheWorkload,
-)
 
 __all__ = ["Workload", "WrongResult", "prepare"]
 
 _WORKLOADS = {
-    problems.CacheCopy: CacheCopyWorkload,
-    problems.CacheGather: CacheGatherWorkload,
-    problems.CacheWrite: CacheWriteWorkload,
-    problems.Compress: CompressWorkload,
-    problems.ConcatMlaQ: ConcatMlaQWorkload,
-    problems.DenseDecode: DenseDecodeWorkload,
-    problems.DensePrefillBackward: DensePrefillBackwardWorkload,
-    problems.DensePrefill: DensePrefillWorkload,
-    problems.GatherRecords: GatherRecordsWorkload,
-    problems.IndexerLoss: IndexerLossWorkload,
-    problems.IndexConvert: IndexConvertWorkload,
-    problems.IndexGather: IndexGatherWorkload,
-    problems.IndexLogits: IndexLogitsWorkload,
-    problems.IndexQuantize: IndexQuantizeWorkload,
-    problems.IndexQuery: IndexQueryWorkload,
-    problems.IndexSelect: IndexSelectWorkload,
-    problems.IndexWeights: IndexWeightsWorkload,
-    problems.IndexWorkspace: IndexWorkspaceWorkload,
-    problems.InverseRopeQuantize: InverseRopeQuantizeWorkload,
-    problems.LatentRows: LatentRowsWorkload,
-    problems.MergeStates: MergeStatesWorkload,
-    problems.MhcPost: MhcPostWorkload,
-    problems.MhcPre: MhcPreWorkload,
-    problems.PackSeq: PackSeqWorkload,
-    problems.PagedAttention: PagedAttentionWorkload,
-    problems.PagedIndexLogits: PagedIndexLogitsWorkload,
-    problems.SparseIndexLogits: SparseIndexLogitsWorkload,
-    problems.PagedIndexSelect: PagedIndexSelectWorkload,
-    problems.QKVNorm: QKVNormWorkload,
-    problems.ReshapeAndCache: ReshapeAndCacheWorkload,
-    problems.RopeCacheWrite: RopeCacheWriteWorkload,
-    problems.RotateAndCache: RotateAndCacheWorkload,
-    problems.RotateHeads: RotateHeadsWorkload,
-    problems.SparseAttentionBackward: SparseAttentionBackwardWorkload,
-    problems.SparseDecode: SparseDecodeWorkload,
-    problems.SparsePrefill: SparsePrefillWorkload,
-    problems.TopK: TopKWorkload,
-    problems.TurboQuantDecode: TurboQuantDecodeWorkload,
-    problems.TurboQuantGather: TurboQuantGatherWorkload,
-    problems.TurboQuantStore: TurboQuantStoreWorkload,
-    problems.UnpackSeq: UnpackSeqWorkload,
+    problems.CacheCopy: cache.CacheCopyWorkload,
+    problems.CacheGather: cache.CacheGatherWorkload,
+    problems.CacheWrite: cache.CacheWriteWorkload,
+    problems.Compress: v4.CompressWorkload,
+    problems.ConcatMlaQ: layer.ConcatMlaQWorkload,
+    problems.DenseDecode: dense_decode.DenseDecodeWorkload,
+    problems.DensePrefillBackward: dense_prefill.DensePrefillBackwardWorkload,
+    problems.DensePrefill: dense_prefill.DensePrefillWorkload,
+    problems.GatherRecords: cache.GatherRecordsWorkload,
+    problems.IndexerLoss: indexer_loss.IndexerLossWorkload,
+    problems.IndexConvert: index_cache.IndexConvertWorkload,
+    problems.IndexGather: index_cache.IndexGatherWorkload,
+    problems.IndexLogits: indexer.IndexLogitsWorkload,
+    problems.IndexQuantize: index_cache.IndexQuantizeWorkload,
+    problems.IndexQuery: v4.IndexQueryWorkload,
+    problems.IndexSelect: index_select.IndexSelectWorkload,
+    problems.IndexWeights: layer.IndexWeightsWorkload,
+    problems.IndexWorkspace: index_cache.IndexWorkspaceWorkload,
+    problems.InverseRopeQuantize: v4.InverseRopeQuantizeWorkload,
+    problems.LatentRows: layer.LatentRowsWorkload,
+    problems.MergeStates: layer.MergeStatesWorkload,
+    problems.MhcPost: v4.MhcPostWorkload,
+    problems.MhcPre: v4.MhcPreWorkload,
+    problems.PackSeq: layer.PackSeqWorkload,
+    problems.PagedAttention: paged_attention.PagedAttentionWorkload,
+    problems.PagedIndexLogits: indexer.PagedIndexLogitsWorkload,
+    problems.SparseIndexLogits: sparse_index_logits.SparseIndexLogitsWorkload,
+    problems.PagedIndexSelect: index_select.PagedIndexSelectWorkload,
+    problems.QKVNorm: v4.QKVNormWorkload,
+    problems.ReshapeAndCache: cache.ReshapeAndCacheWorkload,
+    problems.RopeCacheWrite: layer.RopeCacheWriteWorkload,
+    problems.RotateAndCache: v4.RotateAndCacheWorkload,
+    problems.RotateHeads: layer.RotateHeadsWorkload,
+    problems.SparseAttentionBackward: sparse_attention.SparseAttentionBackwardWorkload,
+    problems.SparseDecode: sparse_decode.SparseDecodeWorkload,
+    problems.SparsePrefill: sparse_prefill.SparsePrefillWorkload,
+    problems.TopK: indexer.TopKWorkload,
+    problems.TurboQuantDecode: turboquant.TurboQuantDecodeWorkload,
+    problems.TurboQuantGather: turboquant.TurboQuantGatherWorkload,
+    problems.TurboQuantStore: turboquant.TurboQuantStoreWorkload,
+    problems.UnpackSeq: layer.UnpackSeqWorkload,
 }
 
 

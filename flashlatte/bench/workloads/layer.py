@@ -1,4 +1,4 @@
-"""What a layer of DeepSeek-V3 does between its products and attention."""
+"""Operations of a DeepSeek-V3 layer around its products and attention, and requests packed into rows and back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import torch
 
 import flashlatte
 from flashlatte import kv_cache
-from flashlatte.bench.problems import ConcatMlaQ, IndexWeights, LatentRows, RopeCacheWrite, RotateHeads
+from flashlatte.bench.problems import (
+    ConcatMlaQ,
+    IndexWeights,
+    LatentRows,
+    MergeStates,
+    PackSeq,
+    RopeCacheWrite,
+    RotateHeads,
+    UnpackSeq,
+)
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, nan_like
+from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like
 from flashlatte.bench.workloads.tokens import (
     EQUAL,
     ONE_BYTE,
@@ -23,9 +32,10 @@ from flashlatte.bench.workloads.tokens import (
 from flashlatte.ops.index_weights import index_weights
 from flashlatte.ops.norm_rope import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary
-from flashlatte.testing.compare import Tolerance
+from flashlatte.runtime import dispatch
+from flashlatte.testing.compare import FLOAT32, Tolerance
 
-BF16, LATENT, PAGE_SIZE = torch.bfloat16, 512, 64
+BF16, LATENT, PAGE_SIZE, HEAD_DIM_V, HEAD_DIM = torch.bfloat16, 512, 64, 128, 576
 # Sums of a few thousand products in float32, in another order.
 SUMS = Tolerance(1e-4, 1e-4, 1e-8)
 
@@ -182,3 +192,58 @@ class IndexWeightsWorkload(TokensWorkload):
 
     def compute(self, tokens: Tokens, backend: str) -> Results:
         return {"weights": index_weights(self.hidden[tokens], self.weight, backend=backend)}
+
+
+class MergeStatesWorkload(TokensWorkload):
+    def __init__(self, problem: MergeStates, device: torch.device) -> None:
+        rng, shape = draw.generator(device), (problem.parts, problem.tokens, problem.heads)
+        super().__init__(problem, device, BF16, problem.tokens, head_dim_v=HEAD_DIM_V)
+        self.outs = draw.normal((*shape, HEAD_DIM_V), BF16, rng) * 10
+        self.lses = draw.normal(shape, torch.float32, rng) * 10 + 5
+        self.bytes_moved = nbytes(self.outs, self.lses) * (problem.parts + 1) // problem.parts
+        self.tolerances = {"out": ROUNDED, "lse": FLOAT32}
+
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        out, lse = flashlatte.merge_states(self.outs, self.lses, **(outputs or {}), backend=backend)
+        return {"out": out, "lse": lse}
+
+    def poisoned_outputs(self) -> Outputs:
+        return {"out": nan_like(self.outs[0]), "lse": nan_like(self.lses[0])}
+
+    def compute(self, tokens: Tokens, backend: str) -> Results:
+        out, lse = flashlatte.merge_states(self.outs[:, tokens], self.lses[:, tokens], backend=backend)
+        return {"out": out, "lse": lse}
+
+
+class PackSeqWorkload(Workload):
+    def __init__(self, problem: PackSeq, device: torch.device) -> None:
+        rng, batch, self.longest = draw.generator(device), problem.batch, problem.tokens
+        lengths = draw.integers(0, problem.tokens + 1, batch, rng)
+        self.cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        self.total = int(lengths.sum())
+        self.rows = draw.normal((self.total, problem.heads, HEAD_DIM), BF16, rng)
+        self.packed_shape = (batch, problem.tokens, problem.heads, HEAD_DIM)
+        self.bytes_moved = nbytes(self.rows) + 2 * batch * problem.tokens * problem.heads * HEAD_DIM
+        self.tolerances = {"out": EQUAL}
+        self.call = dispatch.CallSpec(problem.operation, device, BF16)
+
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        options = {"pad_value": 0.0, "backend": backend, **(outputs or {})}
+        return {"out": flashlatte.pack_seq(self.rows, self.cu_seqlens, self.longest, **options)}
+
+    def poisoned_outputs(self) -> Outputs:
+        return {"out": torch.full(self.packed_shape, torch.nan, dtype=BF16, device=self.call.device)}
+
+
+class UnpackSeqWorkload(PackSeqWorkload):
+    def __init__(self, problem: UnpackSeq, device: torch.device) -> None:
+        super().__init__(problem, device)
+        self.packed = super().run("reference")["out"]
+        self.bytes_moved = 2 * nbytes(self.rows)
+
+    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+        options = {"backend": backend, **(outputs or {})}
+        return {"out": flashlatte.unpack_seq(self.packed, self.cu_seqlens, self.total, **options)}
+
+    def poisoned_outputs(self) -> Outputs:
+        return {"out": nan_like(self.rows)}

@@ -71,6 +71,7 @@ class StepConfig(NamedTuple):
 
 # By GPU class: the first configuration that fits all query rows is used, or the last one.
 Table = dict[str, tuple[AttentionConfig, ...]]
+INTERPRETED = (AttentionConfig(16, 16, num_warps=1), AttentionConfig(32, 32, num_warps=1))
 
 # For rows in q's dtype, found by indices.
 SELECTED_ROWS: Table = {
@@ -96,10 +97,7 @@ SELECTED_ROWS: Table = {
         AttentionConfig(16, 32, num_warps=4),
         AttentionConfig(32, 32, num_warps=4),
     ),
-    "interpreter": (
-        AttentionConfig(16, 16, num_warps=1),
-        AttentionConfig(32, 32, num_warps=1),
-    ),
+    "interpreter": INTERPRETED,
 }
 
 

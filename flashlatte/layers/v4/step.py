@@ -237,9 +237,9 @@ class V4Step:
             TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other. On
                 the CPU also positions beyond the tables' capacity; on a GPU the keys of such tokens are not stored.
         """
-        checks.tensor("request_ids", request_ids, ("T",), checks.INDEX_DTYPES, unit_last_stride=False)
+        checks.indices("request_ids", request_ids, ("T",))
         tokens, device = request_ids.shape[0], request_ids.device
-        checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("positions", positions, (tokens,), device)
         checks.tensor("window_table", window_table, ("b", "columns"), checks.INDEX_DTYPES, device)
         requests = window_table.shape[0]
         window = checks.positive_int("window", window)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from flashlatte.ops.cache_copy import reference
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.torch_op import register_op
 
@@ -20,19 +19,6 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if call.pages_reachable:
         return None
     return "takes caches on one GPU or in pinned host memory, with contiguous pages"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.cache_copy.portable import copy_pages
-
-    return copy_pages
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.copy_pages),
-)
 
 
 def copy_blocks(
@@ -122,7 +108,8 @@ def swap_blocks(
         _copy_pages(src_cache, dst_cache, *on_device, True, backend)
 
 
-@register_op("cache_copy", mutates=("dst_cache",))
+@register_op(OPERATION, mutates=("dst_cache",))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
 def _copy_pages(
     src_cache: torch.Tensor | None,
     dst_cache: torch.Tensor,
@@ -132,7 +119,12 @@ def _copy_pages(
     backend: str,
 ) -> None:
     """``src_cache``: None if it is ``dst_cache``. ``disjoint``: no page is both read and written."""
-    dispatch.implementation(OPERATION, backend)(src_cache, dst_cache, src_pages, dst_pages, disjoint)
+    if backend == "portable":
+        from flashlatte.ops.cache_copy.portable import copy_pages
+    else:
+        from flashlatte.ops.cache_copy.reference import copy_pages
+
+    copy_pages(src_cache, dst_cache, src_pages, dst_pages, disjoint)
 
 
 def _call(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> dispatch.CallSpec:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flashlatte.kv_cache import gather_slots, scales
 from flashlatte.kv_cache.codec import as_cache, check_float_dtype, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
-from flashlatte.ops.cache_gather import reference
-from flashlatte.ops.cache_gather.params import CacheGatherParams
+from flashlatte.ops.cache_gather.reference import CacheGatherParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -21,19 +18,6 @@ OPERATION = "cache_gather"
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_format(call, is_plain_or_scaled)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.cache_gather.portable import cache_gather
-
-    return cache_gather
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.cache_gather),
-)
 
 
 @repeats_launches
@@ -80,7 +64,7 @@ def cache_gather(
     gather_slots.check(block_table, cu_seqlens, seq_starts, device)
     if seq_ends is not None:
         shape = (block_table.shape[0],)
-        checks.tensor("seq_ends", seq_ends, shape, checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("seq_ends", seq_ends, shape, device)
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     if out is None:
         check_float_dtype(dtype)
@@ -119,7 +103,7 @@ def cache_gather(
         scale_value=scale_value,
         out=out,
     )
-    _cache_gather(*params, backend)
+    _cache_gather(params, backend)
     return out
 
 
@@ -151,7 +135,7 @@ def gather_last(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    checks.tensor("seq_lens", seq_lens, ("b",), checks.INDEX_DTYPES, unit_last_stride=False)
+    checks.indices("seq_lens", seq_lens, ("b",))
     requests, device = seq_lens.shape[0], seq_lens.device
     checks.tensor("block_table", block_table, (requests, "max_pages"), checks.INDEX_DTYPES, device)
     checks.output("out", out, (requests, "rows", "head_dim"), checks.FLOAT_DTYPES, device)
@@ -165,7 +149,7 @@ def gather_last(
     lengths = seq_lens.long()
     starts = torch.zeros_like(lengths)
     if gather_lens is not None:
-        checks.tensor("gather_lens", gather_lens, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("gather_lens", gather_lens, (requests,), device)
         starts = (lengths - gather_lens.clamp_min(0)).clamp_min(0)
     cache_gather(
         cache,
@@ -181,8 +165,18 @@ def gather_last(
     return out
 
 
-@register_op(OPERATION, mutates=("out",), record=CacheGatherParams)
-def _cache_gather(params: Any, backend: str) -> None:
+@register_op(OPERATION, mutates=("out",))
+def _cache_gather(params: CacheGatherParams, backend: str) -> None:
     # Not checked by the caller: in a compiled program the number of rows may be unknown.
     if params.out.shape[0] and params.block_table.shape[0]:
-        dispatch.implementation(OPERATION, backend)(params)
+        _gather_rows(params, backend)
+
+
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _gather_rows(params: CacheGatherParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.cache_gather.portable import cache_gather
+    else:
+        from flashlatte.ops.cache_gather.reference import cache_gather
+
+    cache_gather(params)

@@ -31,7 +31,7 @@ from flashlatte.kernels.triton.rows import (
     token_row,
     token_rows,
 )
-from flashlatte.ops.cache_gather.params import CacheGatherParams
+from flashlatte.ops.cache_gather.reference import CacheGatherParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -9,30 +9,16 @@ from flashlatte.kv_cache.codec import as_cache, check_scale_rounding, format_for
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import is_plain_or_scaled, refuses_format
 from flashlatte.kv_cache.slots import check_slots
-from flashlatte.ops.cache_write import reference
-from flashlatte.ops.cache_write.params import CacheWriteParams
+from flashlatte.ops.cache_write.reference import CacheWriteParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "cache_write"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_format(call, is_plain_or_scaled)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.cache_write.portable import cache_write
-
-    return cache_write
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.cache_write),
-)
 
 
 @repeats_launches
@@ -96,4 +82,12 @@ def cache_write(
     _cache_write(params, backend)
 
 
-_cache_write = dispatched_op(OPERATION, CacheWriteParams, mutates=("cache",))
+@register_op(OPERATION, mutates=("cache",))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _cache_write(params: CacheWriteParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.cache_write.portable import cache_write
+    else:
+        from flashlatte.ops.cache_write.reference import cache_write
+
+    cache_write(params)

@@ -29,7 +29,7 @@ from flashlatte.kernels.triton.rows import (
     token_row,
     token_rows,
 )
-from flashlatte.ops.cache_write.params import CacheWriteParams
+from flashlatte.ops.cache_write.reference import CacheWriteParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -7,30 +7,16 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
-from flashlatte.ops.compress import reference
-from flashlatte.ops.compress.params import CompressParams
+from flashlatte.ops.compress.reference import CompressParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "compress"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_rows(call)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.compress.portable import compress
-
-    return compress
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.compress),
-)
 
 
 @repeats_launches
@@ -102,7 +88,7 @@ def compress(
         raise ValueError(f"kv must be {head_dim} wide like weight, or twice that with overlap, got {width}")
     rope.check_rotation(cos_sin, positions, tokens, head_dim, device)
     for name, value in (("request_ids", request_ids), ("slot_mapping", slot_mapping)):
-        checks.tensor(name, value, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices(name, value, (tokens,), device)
     cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     _check_state(state_cache, state_table, ape, width // head_dim, device)
     eps = checks.epsilon("eps", eps)
@@ -131,7 +117,15 @@ def compress(
     _compress(params, backend)
 
 
-_compress = dispatched_op(OPERATION, CompressParams, mutates=("cache", "state_cache"))
+@register_op(OPERATION, mutates=("cache", "state_cache"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _compress(params: CompressParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.compress.portable.launch import compress
+    else:
+        from flashlatte.ops.compress.reference import compress
+
+    compress(params)
 
 
 def _check_state(

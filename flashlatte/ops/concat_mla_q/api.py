@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.concat_mla_q import reference
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "concat_mla_q"
 DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.concat_mla_q.portable import concat_mla_q
-
-    return concat_mla_q
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.concat_mla_q),
-)
 
 
 @repeats_launches
@@ -51,11 +37,7 @@ def concat_mla_q(
     tokens, heads, latent = ql_nope.shape
     checks.tensor("q_pe", q_pe, (tokens, heads, "rope"), (ql_nope.dtype,), ql_nope.device)
     shape = (tokens, heads, latent + q_pe.shape[2])
-    if out is None:
-        out = torch.empty(shape, dtype=ql_nope.dtype, device=ql_nope.device)
-    else:
-        checks.output("out", out, shape, (ql_nope.dtype,), ql_nope.device)
-        checks.no_overlap("out", out, ql_nope=ql_nope, q_pe=q_pe)
+    out = checks.output_or_new("out", out, shape, ql_nope.dtype, ql_nope.device, ql_nope=ql_nope, q_pe=q_pe)
     gradients.warn_if_dropped(OPERATION, ql_nope, q_pe)
     call = dispatch.CallSpec(OPERATION, ql_nope.device, ql_nope.dtype, head_dim=shape[2], h_q=heads)
     backend = dispatch.select(call, backend)
@@ -65,5 +47,11 @@ def concat_mla_q(
 
 
 @register_op(OPERATION, mutates=("out",))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
 def _concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor, backend: str) -> None:
-    dispatch.implementation(OPERATION, backend)(ql_nope, q_pe, out)
+    if backend == "portable":
+        from flashlatte.ops.concat_mla_q.portable import concat_mla_q
+    else:
+        from flashlatte.ops.concat_mla_q.reference import concat_mla_q
+
+    concat_mla_q(ql_nope, q_pe, out)

@@ -9,11 +9,10 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class, formats_of_width, names_of, plain_format
-from flashlatte.ops.dense_decode import reference
-from flashlatte.ops.dense_decode.params import DenseDecodeParams
+from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "dense_decode"
 # A whole row is one tile in shared memory.
@@ -46,26 +45,6 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
 
 def _hopper_reads(layout: type[CacheFormat]) -> bool:
     return layout.plain and layout.record_dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-
-
-def _load_hopper() -> dispatch.Function:
-    from flashlatte.ops.dense_decode.hopper import dense_decode
-
-    return dense_decode
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.dense_decode.portable import dense_decode
-
-    return dense_decode
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.dense_decode),
-)
 
 
 @repeats_launches
@@ -134,11 +113,8 @@ def dense_decode(
     h_kv = k_cache.shape[2]
     if h_q % h_kv:
         raise ValueError(f"k_cache must have a number of heads that divides q's {h_q}, got {h_kv}")
-    may_be_empty = 0 if batch else 2
-    checks.tensor(
-        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
-    )
-    checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.block_table(block_table, batch, device)
+    checks.indices("cache_seqlens", cache_seqlens, (batch,), device)
     value_checks.pages(block_table, cache_seqlens, *k_cache.shape[:2])
     if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
         raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")
@@ -197,7 +173,17 @@ def dense_decode(
     return out, lse
 
 
-_dense_decode = dispatched_op(OPERATION, DenseDecodeParams, mutates=("out", "lse"))
+@register_op(OPERATION, mutates=("out", "lse"))
+@dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
+def _dense_decode(params: DenseDecodeParams, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.dense_decode.hopper.launch import dense_decode
+    elif backend == "portable":
+        from flashlatte.ops.dense_decode.portable.launch import dense_decode
+    else:
+        from flashlatte.ops.dense_decode.reference import dense_decode
+
+    dense_decode(params)
 
 
 def _check_format(k_cache: object, head_dim: int) -> None:

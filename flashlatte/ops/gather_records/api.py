@@ -7,26 +7,12 @@ import torch
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.ops.gather_records import reference
-from flashlatte.ops.gather_records.params import GatherRecordsParams
+from flashlatte.ops.gather_records.reference import GatherRecordsParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "gather_records"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.gather_records.portable import gather_records
-
-    return gather_records
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.gather_records),
-)
 
 
 @repeats_launches
@@ -68,11 +54,7 @@ def gather_records(
     cache, layout = as_cache(cache, cache_format)
     gather_slots.check(block_table, cu_seqlens, seq_starts, cache.device)
     shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), layout.record_width)
-    if out is None:
-        out = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
-    else:
-        checks.output("out", out, shape, (cache.dtype,), cache.device)
-        checks.no_overlap("out", out, cache=cache)
+    out = checks.output_or_new("out", out, shape, cache.dtype, cache.device, zeros=True, cache=cache)
     call = dispatch.CallSpec(OPERATION, cache.device, cache.dtype, layout.name, cache.shape[1], layout.head_dim)
     backend = dispatch.select(call, backend)
     gather_slots.check_values(cache, block_table, cu_seqlens, seq_starts, total_tokens)
@@ -90,4 +72,12 @@ def gather_records(
     return out
 
 
-_gather_records = dispatched_op(OPERATION, GatherRecordsParams, mutates=("out",))
+@register_op(OPERATION, mutates=("out",))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
+def _gather_records(params: GatherRecordsParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.gather_records.portable import gather_records
+    else:
+        from flashlatte.ops.gather_records.reference import gather_records
+
+    gather_records(params)

@@ -19,7 +19,7 @@ from flashlatte.kernels.triton.cache_address import (
 from flashlatte.kernels.triton.cache_layout import as_bytes
 from flashlatte.kernels.triton.row_copy import NUM_WARPS, row_copy, strides_in_units, tile_of_words, words_at
 from flashlatte.kernels.triton.rows import CacheRows, TokenRows
-from flashlatte.ops.gather_records.params import GatherRecordsParams
+from flashlatte.ops.gather_records.reference import GatherRecordsParams
 from flashlatte.runtime.triton_kernel import kernel
 
 ROWS = 32

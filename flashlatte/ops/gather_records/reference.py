@@ -1,12 +1,31 @@
-"""``gather_records`` in plain PyTorch: the specification."""
+"""``gather_records``: the arguments, and the specification in plain PyTorch."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from flashlatte.kv_cache import gather_slots
+from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.fp8 import as_bytes, raw_view
-from flashlatte.ops.gather_records.params import GatherRecordsParams
+from flashlatte.kv_cache.registry import as_format
+
+
+class GatherRecordsParams(NamedTuple):
+    """The checked arguments of ``api.gather_records``."""
+
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens: torch.Tensor
+    seq_starts: torch.Tensor | None
+    cache_format: str
+    head_dim: int
+    out: torch.Tensor
+
+    @property
+    def layout(self) -> CacheFormat:
+        return as_format(self.cache_format, self.head_dim)
 
 
 def gather_records(params: GatherRecordsParams) -> None:

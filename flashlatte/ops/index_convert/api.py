@@ -8,26 +8,12 @@ from typing import Literal, overload
 import torch
 
 from flashlatte.kv_cache.sharding import as_sharding
-from flashlatte.ops.index_convert import reference
-from flashlatte.ops.index_convert.params import IndexConvertParams
+from flashlatte.ops.index_convert.reference import IndexConvertParams
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_convert"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.index_convert.portable import index_convert
-
-    return index_convert
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.index_convert),
-)
 
 
 def to_cache_indices(
@@ -73,7 +59,7 @@ def to_cache_indices(
         )
     rows, device = positions.shape[0], positions.device
     if request_ids is not None:
-        checks.tensor("request_ids", request_ids, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("request_ids", request_ids, (rows,), device)
     if requests == 0 or max_pages == 0 or positions.numel() == 0:
         return torch.full_like(positions, -1, dtype=dtype)
     indices = positions.reshape(rows, -1).contiguous()
@@ -222,7 +208,15 @@ def index_convert(
     return slots if params.counts is None else (slots, params.counts)
 
 
-_index_convert = dispatched_op(OPERATION, IndexConvertParams, mutates=("slots", "counts"))
+@register_op(OPERATION, mutates=("slots", "counts"))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
+def _index_convert(params: IndexConvertParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_convert.portable import index_convert
+    else:
+        from flashlatte.ops.index_convert.reference import index_convert
+
+    index_convert(params)
 
 
 def _selection(indices: torch.Tensor | None, query_positions: torch.Tensor | None) -> tuple[int, int, torch.device]:
@@ -232,7 +226,7 @@ def _selection(indices: torch.Tensor | None, query_positions: torch.Tensor | Non
         raise ValueError("indices must be given if sinks and window are 0, got None")
     rows = known.shape[0] if isinstance(known, torch.Tensor) and known.dim() else 0
     if indices is None:
-        checks.tensor("query_positions", known, (rows,), checks.INDEX_DTYPES, unit_last_stride=False)
+        checks.indices("query_positions", known, (rows,))
         return rows, 0, known.device
     checks.tensor("indices", indices, (rows, "n"), checks.INDEX_DTYPES)
     return rows, indices.shape[1], known.device
@@ -255,11 +249,11 @@ def _check(params: IndexConvertParams) -> None:
     for name in ("request_ids", "query_positions", "workspace_ids"):
         value = getattr(params, name)
         if value is not None:
-            checks.tensor(name, value, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+            checks.indices(name, value, (rows,), device)
     if (params.workspace_ids is None) != (workspace_starts is None):
         raise ValueError("workspace_ids and workspace_starts must be given together, got only one")
     if workspace_starts is not None:
-        checks.tensor("workspace_starts", workspace_starts, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("workspace_starts", workspace_starts, ("n",), device)
     if request_ids is not None:
         value_checks.entries("request_ids", request_ids, requests)
     if params.workspace_ids is not None and workspace_starts is not None:

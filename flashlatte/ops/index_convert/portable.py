@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.dependent_launch import gdc_wait, launch_options, launches_overlap
 from flashlatte.kv_cache.sharding import Sharding
-from flashlatte.ops.index_convert.params import IndexConvertParams
+from flashlatte.ops.index_convert.reference import IndexConvertParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel

@@ -12,11 +12,10 @@ from flashlatte.kv_cache.index_formats import (
     as_index_cache,
     check_head_dim,
 )
-from flashlatte.ops.index_logits import reference
-from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams
+from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 RAGGED, PAGED = "index_logits", "paged_index_logits"
 QUERY_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -37,45 +36,6 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     if heads < _MIN_HOPPER_HEADS or heads & (heads - 1):
         return f"takes 8, 16, 32, 64 or 128 heads, not {heads}"
     return refusals.page_size(call, _HOPPER_PAGES) or refusals.unaligned(call, _HOPPER_ALIGNMENT)
-
-
-def _load_hopper_ragged() -> dispatch.Function:
-    from flashlatte.ops.index_logits.hopper import ragged
-
-    return ragged
-
-
-def _load_portable_ragged() -> dispatch.Function:
-    from flashlatte.ops.index_logits.portable.ragged import ragged
-
-    return ragged
-
-
-def _load_hopper_paged() -> dispatch.Function:
-    from flashlatte.ops.index_logits.hopper import paged
-
-    return paged
-
-
-def _load_portable_paged() -> dispatch.Function:
-    from flashlatte.ops.index_logits.portable.paged import paged
-
-    return paged
-
-
-dispatch.define(
-    RAGGED,
-    dispatch.Implementation("hopper", _load_hopper_ragged, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable_ragged, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.ragged),
-)
-
-dispatch.define(
-    PAGED,
-    dispatch.Implementation("hopper", _load_hopper_paged, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable_paged, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.paged),
-)
 
 
 @repeats_launches
@@ -127,7 +87,7 @@ def index_logits(
     num_keys = check_keys(q, k, k_scale)
     checks.tensor("weights", weights, (num_rows, heads), (torch.float32,), device)
     for name, value in (("key_start", key_start), ("key_end", key_end)):
-        checks.tensor(name, value, (num_rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices(name, value, (num_rows,), device)
     checks.flag("clean", clean)
     width = num_keys if max_keys is None else checks.positive_int("max_keys", max_keys)
     out = output(out, num_rows, width, dtype, device)
@@ -148,7 +108,17 @@ def index_logits(
     return out
 
 
-_index_logits = dispatched_op(RAGGED, IndexLogitsParams, mutates=("logits",))
+@register_op(RAGGED, mutates=("logits",))
+@dispatch.implemented(RAGGED, hopper=_refuses_hopper, portable=refusals.triton)
+def _index_logits(params: IndexLogitsParams, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.index_logits.hopper.launch import ragged
+    elif backend == "portable":
+        from flashlatte.ops.index_logits.portable.ragged import ragged
+    else:
+        from flashlatte.ops.index_logits.reference import ragged
+
+    ragged(params)
 
 
 @repeats_launches
@@ -209,7 +179,17 @@ def paged_index_logits(
     return out
 
 
-_paged_index_logits = dispatched_op(PAGED, PagedIndexLogitsParams, mutates=("logits",))
+@register_op(PAGED, mutates=("logits",))
+@dispatch.implemented(PAGED, hopper=_refuses_hopper, portable=refusals.triton)
+def _paged_index_logits(params: PagedIndexLogitsParams, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.index_logits.hopper.launch import paged
+    elif backend == "portable":
+        from flashlatte.ops.index_logits.portable.paged import paged
+    else:
+        from flashlatte.ops.index_logits.reference import paged
+
+    paged(params)
 
 
 def check_paged(
@@ -227,11 +207,8 @@ def check_paged(
     checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), q.device)
     per_query = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() != 1
     lengths_shape = (batch, next_n) if per_query else (batch,)
-    checks.tensor("cache_seqlens", cache_seqlens, lengths_shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
-    may_be_empty = 0 if batch else 2
-    checks.tensor(
-        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, q.device, may_be_empty=may_be_empty
-    )
+    checks.indices("cache_seqlens", cache_seqlens, lengths_shape, q.device)
+    checks.block_table(block_table, batch, q.device)
     return cache, layout
 
 

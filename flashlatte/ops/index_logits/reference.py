@@ -1,18 +1,58 @@
-"""Index logits in plain PyTorch: the specification.
+"""Index logits: the arguments, and the specification in plain PyTorch.
 
 logits[i, j] = k_scale[j] · Σ_h weights[i, h] · relu(q[i, h] · k[j])
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.index_formats import as_index_cache
-from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams, SparseIndexLogitsParams
 
 # Rows per step, since [rows, H, N] products are held in memory.
 PRODUCTS = 2**26
+
+
+class IndexLogitsParams(NamedTuple):
+    """The checked arguments of ``api.index_logits``; ``compressed``: column 0 of a row is its first key."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    k_scale: torch.Tensor | None
+    weights: torch.Tensor
+    key_start: torch.Tensor
+    key_end: torch.Tensor
+    logits: torch.Tensor
+    clean: bool
+    compressed: bool
+
+
+class PagedIndexLogitsParams(NamedTuple):
+    """The checked arguments of ``api.paged_index_logits``."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    weights: torch.Tensor
+    cache_seqlens: torch.Tensor
+    block_table: torch.Tensor
+    logits: torch.Tensor
+    clean: bool
+
+
+class SparseIndexLogitsParams(NamedTuple):
+    """The checked arguments of ``sparse.sparse_index_logits``; ``k`` is contiguous, or a cache of four axes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    k_scale: torch.Tensor | None
+    weights: torch.Tensor
+    first_key: torch.Tensor
+    num_keys: torch.Tensor
+    block_size: int
+    logits: torch.Tensor
 
 
 def ragged(params: IndexLogitsParams) -> None:

@@ -5,27 +5,13 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.index_formats import FORMAT_BY_KEY_DTYPE
-from flashlatte.ops.index_logits import reference
 from flashlatte.ops.index_logits.api import QUERY_DTYPES, check_cache, check_heads, check_keys, output
-from flashlatte.ops.index_logits.params import SparseIndexLogitsParams
+from flashlatte.ops.index_logits.reference import SparseIndexLogitsParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 SPARSE = "sparse_index_logits"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.index_logits.portable.sparse import sparse
-
-    return sparse
-
-
-dispatch.define(
-    SPARSE,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.sparse),
-)
 
 
 @repeats_launches
@@ -80,19 +66,9 @@ def sparse_index_logits(
         check_keys(q, k, k_scale)
         cache_format = FORMAT_BY_KEY_DTYPE.get(k.dtype)
     checks.tensor("weights", weights, (num_rows, heads), (torch.float32,), device)
-    checks.tensor(
-        "first_key", first_key, (num_rows, "S"), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
-    )
+    checks.indices("first_key", first_key, (num_rows, "S"), device, may_be_empty=1)
     num_blocks = first_key.shape[1]
-    checks.tensor(
-        "num_keys",
-        num_keys,
-        (num_rows, num_blocks),
-        checks.INDEX_DTYPES,
-        device,
-        unit_last_stride=False,
-        may_be_empty=1,
-    )
+    checks.indices("num_keys", num_keys, (num_rows, num_blocks), device, may_be_empty=1)
     block_size = checks.positive_int("block_size", block_size)
     out = output(out, num_rows, num_blocks * block_size, dtype, device)
     if value_checks.ENABLED:
@@ -109,4 +85,12 @@ def sparse_index_logits(
     return out
 
 
-_sparse_index_logits = dispatched_op(SPARSE, SparseIndexLogitsParams, mutates=("logits",))
+@register_op(SPARSE, mutates=("logits",))
+@dispatch.implemented(SPARSE, portable=refusals.triton)
+def _sparse_index_logits(params: SparseIndexLogitsParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_logits.portable.sparse import sparse
+    else:
+        from flashlatte.ops.index_logits.reference import sparse
+
+    sparse(params)

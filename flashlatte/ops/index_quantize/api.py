@@ -8,38 +8,12 @@ from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import IndexFormat, as_index_cache, check_head_dim
 from flashlatte.kv_cache.slots import check_slots
-from flashlatte.ops.index_quantize import reference
-from flashlatte.ops.index_quantize.params import IndexGatherParams, IndexQuantizeParams
+from flashlatte.ops.index_quantize.reference import IndexGatherParams, IndexQuantizeParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 QUANTIZE, GATHER = "index_quantize", "index_gather"
-
-
-def _load_portable_quantize() -> dispatch.Function:
-    from flashlatte.ops.index_quantize.portable import index_quantize
-
-    return index_quantize
-
-
-def _load_portable_gather() -> dispatch.Function:
-    from flashlatte.ops.index_quantize.portable import index_gather
-
-    return index_gather
-
-
-dispatch.define(
-    QUANTIZE,
-    dispatch.Implementation("portable", _load_portable_quantize, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.index_quantize),
-)
-
-dispatch.define(
-    GATHER,
-    dispatch.Implementation("portable", _load_portable_gather, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.index_gather),
-)
 
 
 @repeats_launches
@@ -81,7 +55,15 @@ def index_quantize(
         _index_quantize(params, backend)
 
 
-_index_quantize = dispatched_op(QUANTIZE, IndexQuantizeParams, mutates=("cache",))
+@register_op(QUANTIZE, mutates=("cache",))
+@dispatch.implemented(QUANTIZE, portable=refusals.triton)
+def _index_quantize(params: IndexQuantizeParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_quantize.portable import index_quantize
+    else:
+        from flashlatte.ops.index_quantize.reference import index_quantize
+
+    index_quantize(params)
 
 
 def index_gather(
@@ -139,7 +121,15 @@ def index_gather(
     return values, scales
 
 
-_index_gather = dispatched_op(GATHER, IndexGatherParams, mutates=("stored", "scales"))
+@register_op(GATHER, mutates=("stored", "scales"))
+@dispatch.implemented(GATHER, portable=refusals.triton)
+def _index_gather(params: IndexGatherParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_quantize.portable import index_gather
+    else:
+        from flashlatte.ops.index_quantize.reference import index_gather
+
+    index_gather(params)
 
 
 def gathered_like(layout: IndexFormat, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -25,7 +25,7 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_flo
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.rows import CacheRows, TokenRows, cache_rows, page_pointers, token_row, token_rows
 from flashlatte.kv_cache.index_formats import as_index_cache
-from flashlatte.ops.index_quantize.params import IndexGatherParams, IndexQuantizeParams
+from flashlatte.ops.index_quantize.reference import IndexGatherParams, IndexQuantizeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -1,6 +1,8 @@
-"""``index_quantize`` and ``index_gather`` in plain PyTorch: the specification."""
+"""``index_quantize`` and ``index_gather``: the arguments, and the specification in plain PyTorch."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -8,7 +10,27 @@ from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.fp8 import as_bytes
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.kv_cache.slots import stored_tokens, write_slots
-from flashlatte.ops.index_quantize.params import IndexGatherParams, IndexQuantizeParams
+
+
+class IndexQuantizeParams(NamedTuple):
+    """The checked arguments of ``api.index_quantize``; ``k`` has as many tokens as ``slot_mapping``."""
+
+    cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    k: torch.Tensor
+    scale_rounding: str
+
+
+class IndexGatherParams(NamedTuple):
+    """The checked arguments of ``api.index_gather``; one-byte ``stored`` keys are uint8."""
+
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens: torch.Tensor
+    seq_starts: torch.Tensor | None
+    stored: torch.Tensor
+    scales: torch.Tensor | None
+    head_dim: int
 
 
 def index_quantize(params: IndexQuantizeParams) -> None:

@@ -6,26 +6,12 @@ import torch
 
 from flashlatte.kv_cache.fp8 import SCALE_ROUNDINGS
 from flashlatte.kv_cache.index_formats import check_head_dim
-from flashlatte.ops.index_query import reference
-from flashlatte.ops.index_query.params import IndexQueryParams
+from flashlatte.ops.index_query.reference import IndexQueryParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_query"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.index_query.portable import index_query
-
-    return index_query
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.index_query),
-)
 
 
 @repeats_launches
@@ -160,7 +146,7 @@ def _check(
             raise ValueError(f"cos_sin must have an even width of at most {head_dim}, got {cos_sin.shape[1]}")
         if not cos_sin.is_contiguous():
             raise ValueError(f"cos_sin must be contiguous, got strides {cos_sin.stride()}")
-        checks.tensor("positions", positions, (num_tokens,), checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+        checks.indices("positions", positions, (num_tokens,), q.device)
 
 
 def _weight_scale(q: torch.Tensor, softmax_scale: float | None, head_scale: float | None) -> float:
@@ -179,4 +165,12 @@ def _run(params: IndexQueryParams, backend: str | None) -> None:
         _index_query(params, backend)
 
 
-_index_query = dispatched_op(OPERATION, IndexQueryParams, mutates=("values", "scales", "folded"))
+@register_op(OPERATION, mutates=("values", "scales", "folded"))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
+def _index_query(params: IndexQueryParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_query.portable import index_query
+    else:
+        from flashlatte.ops.index_query.reference import index_query
+
+    index_query(params)

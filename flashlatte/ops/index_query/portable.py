@@ -16,7 +16,7 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_flo
 from flashlatte.kernels.triton.rotate import angles
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_row, head_rows, token_row, token_rows
-from flashlatte.ops.index_query.params import IndexQueryParams
+from flashlatte.ops.index_query.reference import IndexQueryParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import ElementPointer, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use

@@ -146,9 +146,7 @@ def paged_index_select(
 
 def _indices(indices: torch.Tensor | None, rows: int, num_selected: int, q: torch.Tensor) -> torch.Tensor:
     num_selected = checks.positive_int("num_selected", num_selected)
-    if indices is None:
-        return torch.empty(rows, num_selected, dtype=torch.int32, device=q.device)
-    return checks.output("indices", indices, (rows, num_selected), (torch.int32,), q.device)
+    return checks.output_or_new("indices", indices, (rows, num_selected), torch.int32, q.device)
 
 
 def _shared(backend: str | None) -> str | None:

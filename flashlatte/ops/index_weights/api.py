@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.index_weights import reference
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -12,19 +11,6 @@ from flashlatte.runtime.torch_op import register_op
 OPERATION = "index_weights"
 # With this many rows it takes 10 µs, PyTorch 19 (H200); the advantage shrinks with each row.
 MAX_ROWS = 128
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.index_weights.portable import index_weights
-
-    return index_weights
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.index_weights),
-)
 
 
 @repeats_launches
@@ -58,5 +44,11 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, *, backend: str | 
 
 
 @register_op(OPERATION, mutates=("out",))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
 def _index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, backend: str) -> None:
-    dispatch.implementation(OPERATION, backend)(hidden, weight, out)
+    if backend == "portable":
+        from flashlatte.ops.index_weights.portable import index_weights
+    else:
+        from flashlatte.ops.index_weights.reference import index_weights
+
+    index_weights(hidden, weight, out)

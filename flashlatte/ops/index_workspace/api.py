@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.index_workspace import reference
-from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
+from flashlatte.ops.index_workspace.reference import IndexWorkspaceParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "index_workspace"
 # A multiple of the tile sizes of sparse prefill.
 ALIGNMENT = 128
 MAX_ROWS = 2**31 - 1
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.index_workspace.portable import index_workspace
-
-    return index_workspace
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.index_workspace),
-)
 
 
 @repeats_launches
@@ -74,11 +60,11 @@ def index_workspace(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     total_tokens = checks.positive_int("total_tokens", total_tokens, or_zero=True)
-    checks.tensor("seq_lens", seq_lens, ("b",), checks.INDEX_DTYPES, unit_last_stride=False)
+    checks.indices("seq_lens", seq_lens, ("b",))
     requests, device = seq_lens.shape[0], seq_lens.device
-    checks.tensor("cu_seqlens_q", cu_seqlens_q, (requests + 1,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("cu_seqlens_q", cu_seqlens_q, (requests + 1,), device)
     if gather_lens is not None:
-        checks.tensor("gather_lens", gather_lens, (requests,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("gather_lens", gather_lens, (requests,), device)
     if (indices is None) == (topk is None):
         raise ValueError(f"exactly one of indices and topk must be given, got {'neither' if topk is None else 'both'}")
     if indices is not None:
@@ -114,4 +100,12 @@ def index_workspace(
     return rows, counts
 
 
-_index_workspace = dispatched_op(OPERATION, IndexWorkspaceParams, mutates=("rows", "counts"))
+@register_op(OPERATION, mutates=("rows", "counts"))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
+def _index_workspace(params: IndexWorkspaceParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.index_workspace.portable import index_workspace
+    else:
+        from flashlatte.ops.index_workspace.reference import index_workspace
+
+    index_workspace(params)

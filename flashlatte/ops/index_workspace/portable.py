@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Requests, request_of_row, requests_of
 from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
-from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
+from flashlatte.ops.index_workspace.reference import IndexWorkspaceParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int64
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -1,10 +1,26 @@
-"""``index_workspace`` in plain PyTorch: the specification."""
+"""``index_workspace``: the arguments, and the specification in plain PyTorch."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from flashlatte.ops.index_workspace.params import IndexWorkspaceParams
+
+class IndexWorkspaceParams(NamedTuple):
+    """The checked arguments of ``api.index_workspace``."""
+
+    indices: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    gather_lens: torch.Tensor | None
+    topk: int
+    window: int
+    ratio: int
+    workspace_rows: int
+    window_row: int
+    rows: torch.Tensor
+    counts: torch.Tensor
 
 
 def index_workspace(params: IndexWorkspaceParams) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kernels import rope
-from flashlatte.ops.inverse_rope_quantize import reference
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -21,19 +20,6 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if width is not None and width & (width - 1):
         return f"takes heads of a power of two, not {width}"
     return refusals.triton(call) or refusals.head_dim_above(call, 2048)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.inverse_rope_quantize.portable import inverse_rope_quantize
-
-    return inverse_rope_quantize
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.inverse_rope_quantize),
-)
 
 
 @repeats_launches
@@ -94,6 +80,7 @@ def inverse_rope_quantize(
 
 
 @register_op(OPERATION, mutates=("values", "scales"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
 def _inverse_rope_quantize(
     o: torch.Tensor,
     cos_sin: torch.Tensor,
@@ -102,4 +89,9 @@ def _inverse_rope_quantize(
     scales: torch.Tensor,
     backend: str,
 ) -> None:
-    dispatch.implementation(OPERATION, backend)(o, cos_sin, positions, values, scales)
+    if backend == "portable":
+        from flashlatte.ops.inverse_rope_quantize.portable import inverse_rope_quantize
+    else:
+        from flashlatte.ops.inverse_rope_quantize.reference import inverse_rope_quantize
+
+    inverse_rope_quantize(o, cos_sin, positions, values, scales)

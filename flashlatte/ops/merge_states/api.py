@@ -8,26 +8,13 @@ import torch
 
 from flashlatte.kv_cache import scales
 from flashlatte.ops.merge_states import reference
-from flashlatte.ops.merge_states.params import MergeStatesParams
+from flashlatte.ops.merge_states.reference import MergeStatesParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op, records_gradient
+from flashlatte.runtime.torch_op import records_gradient, register_op
 
 OPERATION = "merge_states"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.merge_states.portable import merge_states_into
-
-    return merge_states_into
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.merge_states_into),
-)
 
 
 def merge_states(
@@ -118,10 +105,7 @@ def _merge_parts(
         out = torch.empty_like(first, dtype=out_dtype, memory_format=torch.contiguous_format)
     else:
         checks.output("out", out, tuple(first.shape), (out_dtype,), first.device, unit_last_stride=False)
-    if lse is None:
-        lse = torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
-    else:
-        checks.output("lse", lse, tuple(first.shape[:-1]), (torch.float32,), first.device, unit_last_stride=False)
+    lse = checks.output_or_new("lse", lse, first.shape[:-1], torch.float32, first.device, unit_last_stride=False)
     if lse.numel():
         params = MergeStatesParams(
             outs=outs,
@@ -184,7 +168,15 @@ def merge_attn_states(
         )
 
 
-_merge_states = dispatched_op(OPERATION, MergeStatesParams, mutates=("out", "lse"))
+@register_op(OPERATION, mutates=("out", "lse"))
+@dispatch.implemented(OPERATION, portable=refusals.triton)
+def _merge_states(params: MergeStatesParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.merge_states.portable import merge_states_into
+    else:
+        from flashlatte.ops.merge_states.reference import merge_states_into
+
+    merge_states_into(params)
 
 
 def _check_context(value: int | torch.Tensor | None, first: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import as_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
-from flashlatte.ops.merge_states.params import MergeStatesParams
+from flashlatte.ops.merge_states.reference import MergeStatesParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel

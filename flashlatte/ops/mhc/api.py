@@ -4,40 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.mhc import reference
-from flashlatte.ops.mhc.params import MhcPreParams
+from flashlatte.ops.mhc.reference import MhcPreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op, register_op
+from flashlatte.runtime.torch_op import register_op
 
 PRE, POST = "mhc_pre", "mhc_post"
 # A program holds the whole mixing matrix of a token's streams. DeepSeek-V4 has 4 streams.
 MAX_STREAMS = 16
-
-
-def _load_portable_pre() -> dispatch.Function:
-    from flashlatte.ops.mhc.portable import mhc_pre
-
-    return mhc_pre
-
-
-def _load_portable_post() -> dispatch.Function:
-    from flashlatte.ops.mhc.portable import mhc_post
-
-    return mhc_post
-
-
-dispatch.define(
-    PRE,
-    dispatch.Implementation("portable", _load_portable_pre, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.mhc_pre),
-)
-
-dispatch.define(
-    POST,
-    dispatch.Implementation("portable", _load_portable_post, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.mhc_post),
-)
 
 
 @repeats_launches
@@ -105,7 +79,15 @@ def mhc_pre(
     return shares, mixture, seen
 
 
-_mhc_pre = dispatched_op(PRE, MhcPreParams, mutates=("shares", "mixture", "seen"))
+@register_op(PRE, mutates=("shares", "mixture", "seen"))
+@dispatch.implemented(PRE, portable=refusals.triton)
+def _mhc_pre(params: MhcPreParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.mhc.portable import mhc_pre
+    else:
+        from flashlatte.ops.mhc.reference import mhc_pre
+
+    mhc_pre(params)
 
 
 @repeats_launches
@@ -157,6 +139,7 @@ def _check_streams(streams: torch.Tensor) -> torch.Size:
 
 
 @register_op(POST, mutates=("out",))
+@dispatch.implemented(POST, portable=refusals.triton)
 def _mhc_post(
     result: torch.Tensor,
     streams: torch.Tensor,
@@ -165,4 +148,9 @@ def _mhc_post(
     out: torch.Tensor,
     backend: str,
 ) -> None:
-    dispatch.implementation(POST, backend)(result, streams, shares, mixture, out)
+    if backend == "portable":
+        from flashlatte.ops.mhc.portable import mhc_post
+    else:
+        from flashlatte.ops.mhc.reference import mhc_post
+
+    mhc_post(result, streams, shares, mixture, out)

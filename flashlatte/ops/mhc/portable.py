@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
-from flashlatte.ops.mhc.params import MhcPreParams
+from flashlatte.ops.mhc.reference import MhcPreParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import Pointer
 from flashlatte.runtime.triton_kernel import kernel

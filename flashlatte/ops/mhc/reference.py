@@ -1,10 +1,25 @@
-"""``mhc_pre`` and ``mhc_post`` in plain PyTorch: the specification."""
+"""``mhc_pre`` and ``mhc_post``: the arguments, and the specification in plain PyTorch."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from flashlatte.ops.mhc.params import MhcPreParams
+
+class MhcPreParams(NamedTuple):
+    """The checked arguments of ``api.mhc_pre``, and its results."""
+
+    streams: torch.Tensor
+    projected: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
+    rms_eps: float
+    eps: float
+    iterations: int
+    shares: torch.Tensor
+    mixture: torch.Tensor
+    seen: torch.Tensor
 
 
 def mhc_pre(params: MhcPreParams) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.norm_rope import reference
-from flashlatte.ops.norm_rope.params import LatentRowsParams
+from flashlatte.ops.norm_rope.reference import LatentRowsParams
 from flashlatte.ops.norm_rope.rotary import Rotary
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
-from flashlatte.runtime.torch_op import dispatched_op, register_op
+from flashlatte.runtime.torch_op import register_op
 
 LATENT_ROWS, ROTATE_HEADS = "latent_rows", "rotate_heads"
 # Maximum width of a row, which a program holds in registers.
@@ -17,31 +16,6 @@ PORTABLE_MAX_WIDTH = 8192
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refusals.head_dim_above(call, PORTABLE_MAX_WIDTH)
-
-
-def _load_portable_latent_rows() -> dispatch.Function:
-    from flashlatte.ops.norm_rope.portable import latent_rows
-
-    return latent_rows
-
-
-def _load_portable_rotate_heads() -> dispatch.Function:
-    from flashlatte.ops.norm_rope.portable import rotate_heads
-
-    return rotate_heads
-
-
-dispatch.define(
-    LATENT_ROWS,
-    dispatch.Implementation("portable", _load_portable_latent_rows, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.latent_rows),
-)
-
-dispatch.define(
-    ROTATE_HEADS,
-    dispatch.Implementation("portable", _load_portable_rotate_heads, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.rotate_heads),
-)
 
 
 def latent_rows(
@@ -96,7 +70,7 @@ def latent_rows(
     if cache is not None and slot_mapping is not None:
         shape = ("pages", "page_size", 1, latent_dim + rope_dim)
         checks.output("cache", cache, shape, checks.FLOAT_DTYPES, device)
-        checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("slot_mapping", slot_mapping, (tokens,), device)
         value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
     gradients.warn_if_dropped(LATENT_ROWS, kv_a, weight, q_a, q_weight)
     width = max(latent_dim, 0 if q_a is None else q_a.shape[1])
@@ -124,7 +98,15 @@ def latent_rows(
     return rows, q_out
 
 
-_latent_rows = dispatched_op(LATENT_ROWS, LatentRowsParams, mutates=("rows", "q_out", "cache"))
+@register_op(LATENT_ROWS, mutates=("rows", "q_out", "cache"))
+@dispatch.implemented(LATENT_ROWS, portable=_refuses_portable)
+def _latent_rows(params: LatentRowsParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.norm_rope.portable import latent_rows
+    else:
+        from flashlatte.ops.norm_rope.reference import latent_rows
+
+    latent_rows(params)
 
 
 def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend: str | None = None) -> None:
@@ -161,10 +143,21 @@ def _rotate_heads(
     out: torch.Tensor,
     backend: str,
 ) -> None:
-    run = dispatch.implementation(ROTATE_HEADS, backend)
-    run(out if x is None else x, table, positions, interleaved, out)
+    _rotate(out if x is None else x, table, positions, interleaved, out, backend)
+
+
+@dispatch.implemented(ROTATE_HEADS, portable=_refuses_portable)
+def _rotate(
+    x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool, out: torch.Tensor, backend: str
+) -> None:
+    if backend == "portable":
+        from flashlatte.ops.norm_rope.portable import rotate_heads
+    else:
+        from flashlatte.ops.norm_rope.reference import rotate_heads
+
+    rotate_heads(x, table, positions, interleaved, out)
 
 
 def _check_rotary(rotary: Rotary, tokens: int, device: torch.device) -> None:
     checks.tensor("rotary.table", rotary.table, ("positions", "rope"), (torch.float32,), device)
-    checks.tensor("rotary.positions", rotary.positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("rotary.positions", rotary.positions, (tokens,), device)

@@ -22,7 +22,7 @@ from flashlatte.kernels.triton.rotate import (
 )
 from flashlatte.kernels.triton.row_norm import RowNorm, row_norm, store_norm
 from flashlatte.kernels.triton.rows import CacheRows, HeadRows, cache_rows, head_row, head_rows, slot_row, token_row
-from flashlatte.ops.norm_rope.params import LatentRowsParams
+from flashlatte.ops.norm_rope.reference import LatentRowsParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

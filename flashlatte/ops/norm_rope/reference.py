@@ -1,12 +1,31 @@
-"""Norms and rotation in plain PyTorch."""
+"""``latent_rows`` and ``rotate_heads``: the arguments, and the specification in plain PyTorch."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from flashlatte.kernels.rope import rotate
 from flashlatte.kv_cache.slots import stored_tokens
-from flashlatte.ops.norm_rope.params import LatentRowsParams
+
+
+class LatentRowsParams(NamedTuple):
+    """The checked arguments of ``api.latent_rows``, and its results."""
+
+    kv_a: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    table: torch.Tensor
+    positions: torch.Tensor
+    interleaved: bool
+    q_a: torch.Tensor | None
+    q_weight: torch.Tensor | None
+    q_eps: float
+    slot_mapping: torch.Tensor | None
+    rows: torch.Tensor
+    q_out: torch.Tensor | None
+    cache: torch.Tensor | None
 
 
 def latent_rows(params: LatentRowsParams) -> None:

@@ -7,7 +7,6 @@ import math
 
 import torch
 
-from flashlatte.ops.pack_seq import reference
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
@@ -16,31 +15,6 @@ PACK, UNPACK = "pack_seq", "unpack_seq"
 DTYPES = (
     *checks.FLOAT_DTYPES,
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int32),
-)
-
-
-def _load_portable_pack() -> dispatch.Function:
-    from flashlatte.ops.pack_seq.portable import pack_seq
-
-    return pack_seq
-
-
-def _load_portable_unpack() -> dispatch.Function:
-    from flashlatte.ops.pack_seq.portable import unpack_seq
-
-    return unpack_seq
-
-
-dispatch.define(
-    PACK,
-    dispatch.Implementation("portable", _load_portable_pack, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.pack_seq),
-)
-
-dispatch.define(
-    UNPACK,
-    dispatch.Implementation("portable", _load_portable_unpack, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.unpack_seq),
 )
 
 
@@ -93,8 +67,14 @@ def pack_seq(
 
 
 @register_op(PACK, mutates=("out",))
+@dispatch.implemented(PACK, portable=refusals.triton)
 def _pack_seq(x: torch.Tensor, cu_seqlens: torch.Tensor, pad: int, out: torch.Tensor, backend: str) -> None:
-    dispatch.implementation(PACK, backend)(x, cu_seqlens, pad, out)
+    if backend == "portable":
+        from flashlatte.ops.pack_seq.portable import pack_seq
+    else:
+        from flashlatte.ops.pack_seq.reference import pack_seq
+
+    pack_seq(x, cu_seqlens, pad, out)
 
 
 @repeats_launches
@@ -141,8 +121,14 @@ def unpack_seq(
 
 
 @register_op(UNPACK, mutates=("out",))
+@dispatch.implemented(UNPACK, portable=refusals.triton)
 def _unpack_seq(packed: torch.Tensor, cu_seqlens: torch.Tensor, out: torch.Tensor, backend: str) -> None:
-    dispatch.implementation(UNPACK, backend)(packed, cu_seqlens, out)
+    if backend == "portable":
+        from flashlatte.ops.pack_seq.portable import unpack_seq
+    else:
+        from flashlatte.ops.pack_seq.reference import unpack_seq
+
+    unpack_seq(packed, cu_seqlens, out)
 
 
 def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
@@ -164,7 +150,7 @@ def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
 
 def _check_boundaries(cu_seqlens: torch.Tensor, device: torch.device) -> int:
     """The number of requests."""
-    checks.tensor("cu_seqlens", cu_seqlens, ("b + 1",), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("cu_seqlens", cu_seqlens, ("b + 1",), device)
     return cu_seqlens.shape[0] - 1
 
 

@@ -6,8 +6,8 @@ Each kernel selects its requests on the device, so the launches do not depend on
 from __future__ import annotations
 
 from flashlatte.ops.paged_attention.hopper.launch import attend_long
-from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.ops.paged_attention.portable.launch import attend
+from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 
 # Maximum query rows of a short request (its tokens times the query heads per key head): two decode tiles of the
 # portable kernel, a quarter of a tile of the Gluon kernel.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashlatte.ops.paged_attention.params import PagedAttentionParams
+from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.q_kv_norm import reference
-from flashlatte.ops.q_kv_norm.params import QKvNormParams
+from flashlatte.ops.q_kv_norm.reference import QKvNormParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "q_kv_norm"
 # Maximum width of a row, which a program holds in registers.
@@ -17,19 +16,6 @@ _PORTABLE_MAX_WIDTH = 8192
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_WIDTH)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.q_kv_norm.portable import q_kv_norm
-
-    return q_kv_norm
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.q_kv_norm),
-)
 
 
 @repeats_launches
@@ -74,4 +60,12 @@ def q_kv_norm(
     return q_out, kv_out
 
 
-_q_kv_norm = dispatched_op(OPERATION, QKvNormParams, mutates=("q_out", "kv_out"))
+@register_op(OPERATION, mutates=("q_out", "kv_out"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _q_kv_norm(params: QKvNormParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.q_kv_norm.portable import q_kv_norm
+    else:
+        from flashlatte.ops.q_kv_norm.reference import q_kv_norm
+
+    q_kv_norm(params)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flashlatte.kernels.triton.row_norm import RowNorm, row_norm, store_norm
-from flashlatte.ops.q_kv_norm.params import QKvNormParams
+from flashlatte.ops.q_kv_norm.reference import QKvNormParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -1,10 +1,22 @@
-"""``q_kv_norm`` in plain PyTorch: the specification."""
+"""``q_kv_norm``: the arguments, and the specification in plain PyTorch."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from flashlatte.ops.q_kv_norm.params import QKvNormParams
+
+class QKvNormParams(NamedTuple):
+    """The checked arguments of ``api.q_kv_norm``, and its results."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    q_weight: torch.Tensor
+    kv_weight: torch.Tensor
+    eps: float
+    q_out: torch.Tensor
+    kv_out: torch.Tensor
 
 
 def q_kv_norm(params: QKvNormParams) -> None:

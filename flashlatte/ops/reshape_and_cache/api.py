@@ -7,11 +7,10 @@ import torch
 from flashlatte.kv_cache import scales
 from flashlatte.kv_cache.one_byte import LARGEST
 from flashlatte.kv_cache.slots import check_slots
-from flashlatte.ops.reshape_and_cache import reference
-from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
+from flashlatte.ops.reshape_and_cache.reference import ReshapeAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "reshape_and_cache"
 # Maximum width of a head, which a program holds in registers.
@@ -20,19 +19,6 @@ PORTABLE_MAX_WIDTH = 1024
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refusals.head_dim_above(call, PORTABLE_MAX_WIDTH)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.reshape_and_cache.portable import reshape_and_cache
-
-    return reshape_and_cache
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.reshape_and_cache),
-)
 
 
 @repeats_launches
@@ -108,9 +94,15 @@ def reshape_and_cache(
         _reshape_and_cache(params, backend)
 
 
-_reshape_and_cache = dispatched_op(
-    OPERATION, ReshapeAndCacheParams, mutates=("k_cache", "v_cache", "k_scale", "v_scale")
-)
+@register_op(OPERATION, mutates=("k_cache", "v_cache", "k_scale", "v_scale"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _reshape_and_cache(params: ReshapeAndCacheParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.reshape_and_cache.portable import reshape_and_cache
+    else:
+        from flashlatte.ops.reshape_and_cache.reference import reshape_and_cache
+
+    reshape_and_cache(params)
 
 
 def _check_cache(

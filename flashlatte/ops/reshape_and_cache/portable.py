@@ -17,7 +17,7 @@ from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, float_to_e5m2, float_to_int8, to_float32
 from flashlatte.kernels.triton.rows import HeadRows, head_row, head_rows
 from flashlatte.kv_cache.one_byte import LARGEST, SMALLEST_SCALE
-from flashlatte.ops.reshape_and_cache.params import ReshapeAndCacheParams
+from flashlatte.ops.reshape_and_cache.reference import ReshapeAndCacheParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import Constant, Float32, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use

@@ -9,30 +9,16 @@ from flashlatte.kv_cache.codec import as_cache, format_for_rows, one_scale
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import refuses_format
 from flashlatte.kv_cache.slots import check_slots
-from flashlatte.ops.rope_cache_write import reference
-from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
+from flashlatte.ops.rope_cache_write.reference import RopeCacheWriteParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "rope_cache_write"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_format(call, lambda layout: layout.plain)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.rope_cache_write.portable import rope_cache_write
-
-    return rope_cache_write
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.rope_cache_write),
-)
 
 
 @repeats_launches
@@ -91,7 +77,7 @@ def rope_cache_write(
         )
     if q_rope is not None:
         checks.output("q_rope", q_rope, (tokens, "h", rope_dim), dtype, device)
-    checks.tensor("positions", positions, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("positions", positions, (tokens,), device)
     checks.tensor("cos_sin", cos_sin, ("positions", rope_dim), checks.FLOAT_DTYPES, device)
     check_slots(slot_mapping, cache, "latent", tokens)
     checks.flag("interleaved", interleaved)
@@ -118,4 +104,12 @@ def rope_cache_write(
         _rope_cache_write(params, backend)
 
 
-_rope_cache_write = dispatched_op(OPERATION, RopeCacheWriteParams, mutates=("cache", "k_rope", "q_rope"))
+@register_op(OPERATION, mutates=("cache", "k_rope", "q_rope"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _rope_cache_write(params: RopeCacheWriteParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.rope_cache_write.portable import rope_cache_write
+    else:
+        from flashlatte.ops.rope_cache_write.reference import rope_cache_write
+
+    rope_cache_write(params)

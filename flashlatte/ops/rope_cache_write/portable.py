@@ -35,7 +35,7 @@ from flashlatte.kernels.triton.rows import (
     token_row,
     token_rows,
 )
-from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
+from flashlatte.ops.rope_cache_write.reference import RopeCacheWriteParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -1,10 +1,36 @@
-"""``rope_cache_write`` in plain PyTorch: the specification."""
+"""``rope_cache_write``: the arguments, and the specification in plain PyTorch."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
 from flashlatte.kernels.rope import rotate
+from flashlatte.kv_cache.formats import CacheFormat
+from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.slots import stored_tokens, write_slots
-from flashlatte.ops.rope_cache_write.params import RopeCacheWriteParams
+
+
+class RopeCacheWriteParams(NamedTuple):
+    """The checked arguments of ``api.rope_cache_write``; the scale is ``scale_value`` if ``scale_tensor`` is None."""
+
+    cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    latent: torch.Tensor
+    k_rope: torch.Tensor
+    q_rope: torch.Tensor | None
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    interleaved: bool
+    cache_format: str
+    head_dim: int
+    scale_tensor: torch.Tensor | None
+    scale_value: float
+
+    @property
+    def layout(self) -> CacheFormat:
+        return as_format(self.cache_format, self.head_dim)
 
 
 def rope_cache_write(params: RopeCacheWriteParams) -> None:

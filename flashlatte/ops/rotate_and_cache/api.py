@@ -7,30 +7,16 @@ import torch
 from flashlatte.kernels import rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.row_caches import as_row_cache, refuses_rows
-from flashlatte.ops.rotate_and_cache import reference
-from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
+from flashlatte.ops.rotate_and_cache.reference import RotateAndCacheParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "rotate_and_cache"
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refuses_rows(call)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.rotate_and_cache.portable import rotate_and_cache
-
-    return rotate_and_cache
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.rotate_and_cache),
-)
 
 
 @repeats_launches
@@ -81,14 +67,11 @@ def rotate_and_cache(
     device = q.device
     checks.tensor("kv", kv, (tokens, head_dim), (q.dtype,), device)
     rope.check_rotation(cos_sin, positions, tokens, head_dim, device)
-    checks.tensor("slot_mapping", slot_mapping, (tokens,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.indices("slot_mapping", slot_mapping, (tokens,), device)
     cache, layout = as_row_cache(cache, cache_format, head_dim, scale_rounding, device)
     if q_eps is not None:
         q_eps = checks.epsilon("q_eps", q_eps)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    else:
-        checks.output("out", out, tuple(q.shape), (q.dtype,), device)
+    out = checks.output_or_new("out", out, q.shape, q.dtype, device)
     gradients.warn_if_dropped(OPERATION, q, kv)
     call = dispatch.CallSpec(OPERATION, device, q.dtype, layout.name, cache.shape[1], head_dim, h_q=heads)
     value_checks.entries("slot_mapping", slot_mapping, cache.shape[0] * cache.shape[1])
@@ -110,4 +93,12 @@ def rotate_and_cache(
     return out
 
 
-_rotate_and_cache = dispatched_op(OPERATION, RotateAndCacheParams, mutates=("out", "cache"))
+@register_op(OPERATION, mutates=("out", "cache"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _rotate_and_cache(params: RotateAndCacheParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.rotate_and_cache.portable import rotate_and_cache
+    else:
+        from flashlatte.ops.rotate_and_cache.reference import rotate_and_cache
+
+    rotate_and_cache(params)

@@ -25,7 +25,7 @@ from flashlatte.kernels.triton.rows import (
     token_row,
     token_rows,
 )
-from flashlatte.ops.rotate_and_cache.params import RotateAndCacheParams
+from flashlatte.ops.rotate_and_cache.reference import RotateAndCacheParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -10,12 +10,11 @@ import torch
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
-from flashlatte.ops.sparse_decode import reference
-from flashlatte.ops.sparse_decode.params import SparseDecodeParams
+from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.strides import strides_in_use
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "sparse_decode"
 # A whole row is one tile in shared memory.
@@ -81,26 +80,6 @@ def _portable_reads(layout: type[CacheFormat]) -> bool:
 
 def _reference_reads(layout: type[CacheFormat]) -> bool:
     return not layout.takes_scale
-
-
-def _load_hopper() -> dispatch.Function:
-    from flashlatte.ops.sparse_decode.hopper import sparse_decode
-
-    return sparse_decode
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.sparse_decode.portable import sparse_decode
-
-    return sparse_decode
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.sparse_decode),
-)
 
 
 @repeats_launches
@@ -222,7 +201,17 @@ def sparse_decode(
     return out, lse
 
 
-_sparse_decode = dispatched_op(OPERATION, SparseDecodeParams, mutates=("out", "lse"))
+@register_op(OPERATION, mutates=("out", "lse"))
+@dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
+def _sparse_decode(params: SparseDecodeParams, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.sparse_decode.hopper.launch import sparse_decode
+    elif backend == "portable":
+        from flashlatte.ops.sparse_decode.portable.launch import sparse_decode
+    else:
+        from flashlatte.ops.sparse_decode.reference import sparse_decode
+
+    sparse_decode(params)
 
 
 def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.Tensor) -> None:
@@ -277,5 +266,5 @@ def _check_selection(
     if isinstance(length, torch.Tensor) and length.dim() not in (1, 2):
         raise ValueError(f"{length_name} must have shape [{batch}] or [{batch}, {s_q}], got {list(length.shape)}")
     shape = (batch, s_q) if isinstance(length, torch.Tensor) and length.dim() == 2 else (batch,)
-    checks.tensor(length_name, length, shape, checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+    checks.indices(length_name, length, shape, q.device)
     value_checks.selections(name, indices, length_name, length, num_slots)

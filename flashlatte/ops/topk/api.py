@@ -6,11 +6,10 @@ from typing import Literal, overload
 
 import torch
 
-from flashlatte.ops.topk import reference
-from flashlatte.ops.topk.params import TopkParams
+from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "topk"
 LOGIT_DTYPES = (torch.float32, torch.bfloat16)
@@ -35,26 +34,6 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
             f"(portable is faster with more), not {call.columns} of {call.rows}"
         )
     return None
-
-
-def _load_hopper() -> dispatch.Function:
-    from flashlatte.ops.topk.hopper.launch import topk
-
-    return topk
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.topk.portable.launch import topk
-
-    return topk
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable, refusals.triton),
-    dispatch.Implementation("reference", lambda: reference.topk),
-)
 
 
 @overload
@@ -180,20 +159,14 @@ def _unsorted(
     if rows % next_n:
         raise ValueError(f"next_n must divide the {rows} rows of logits, got {next_n}")
     if start is not None:
-        checks.tensor("start", start, (rows,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+        checks.indices("start", start, (rows,), device)
     if end is not None:
         per_row = isinstance(end, torch.Tensor) and end.shape == (rows,)
         ends = rows if per_row else rows // next_n
-        checks.tensor("end", end, (ends,), checks.INDEX_DTYPES, device, unit_last_stride=False)
-    if indices is None:
-        indices = torch.empty(rows, k, dtype=torch.int32, device=device)
-    else:
-        checks.output("indices", indices, (rows, k), (torch.int32,), device)
-    if values is not None:
-        checks.output("values", values, (rows, k), (torch.float32,), device)
-        checks.no_overlap("values", values, logits=logits)
-    elif with_values:
-        values = torch.empty(rows, k, dtype=torch.float32, device=device)
+        checks.indices("end", end, (ends,), device)
+    indices = checks.output_or_new("indices", indices, (rows, k), torch.int32, device)
+    if values is not None or with_values:
+        values = checks.output_or_new("values", values, (rows, k), torch.float32, device, logits=logits)
     backend = dispatch.select(
         dispatch.CallSpec(OPERATION, device, logits.dtype, rows=rows, columns=width, k=k), backend
     )
@@ -206,7 +179,17 @@ def _unsorted(
     return (indices,) if values is None else (indices, values)
 
 
-_topk = dispatched_op(OPERATION, TopkParams, mutates=("indices", "values"))
+@register_op(OPERATION, mutates=("indices", "values"))
+@dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=refusals.triton)
+def _topk(params: TopkParams, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.topk.hopper.launch import topk
+    elif backend == "portable":
+        from flashlatte.ops.topk.portable.launch import topk
+    else:
+        from flashlatte.ops.topk.reference import topk
+
+    topk(params)
 
 
 def _sort(indices: torch.Tensor, values: torch.Tensor) -> None:

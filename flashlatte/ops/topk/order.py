@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
-from flashlatte.ops.topk.params import TopkParams
+from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 

@@ -6,14 +6,30 @@ index.
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
 
-from flashlatte.ops.topk.params import TopkParams
+import torch
 
 # Entries that are sorted together.
 ENTRIES = 2**25
 # Below every ordered value: no entry of the row.
 OUTSIDE = torch.iinfo(torch.int32).min
+
+
+class TopkParams(NamedTuple):
+    """The checked arguments of ``api.topk``; k is the width of ``indices``."""
+
+    logits: torch.Tensor
+    start: torch.Tensor | None
+    end: torch.Tensor | None
+    next_n: int
+    indices: torch.Tensor
+    values: torch.Tensor | None
+
+    @property
+    def per_request(self) -> bool:
+        """Whether ``end`` has an entry for each request, rather than for each row."""
+        return self.end is not None and self.end.shape[0] != self.logits.shape[0]
 
 
 def topk(params: TopkParams) -> None:

@@ -7,11 +7,10 @@ import math
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
-from flashlatte.ops.turboquant_decode import reference
-from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
+from flashlatte.ops.turboquant_decode.reference import TurboQuantDecodeParams
 from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "turboquant_decode"
 # A program holds the whole rotation matrix.
@@ -28,19 +27,6 @@ def _unaligned(call: dispatch.CallSpec) -> str | None:
     if call.rows_aligned:
         return None
     return "takes caches that begin at multiples of 4 bytes, with records at multiples of 2"
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.turboquant_decode.portable import turboquant_decode
-
-    return turboquant_decode
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.turboquant_decode),
-)
 
 
 @repeats_launches
@@ -98,11 +84,8 @@ def turboquant_decode(
     h_kv = cache.shape[2]
     if h_q % h_kv:
         raise ValueError(f"cache must have a number of heads that divides q's {h_q}, got {h_kv}")
-    may_be_empty = 0 if batch else 2
-    checks.tensor(
-        "block_table", block_table, (batch, "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
-    )
-    checks.tensor("cache_seqlens", cache_seqlens, (batch,), checks.INDEX_DTYPES, device, unit_last_stride=False)
+    checks.block_table(block_table, batch, device)
+    checks.indices("cache_seqlens", cache_seqlens, (batch,), device)
     value_checks.pages(block_table, cache_seqlens, *cache.shape[:2])
     scale = checks.softmax_scale(softmax_scale, head_dim)
     checks.flag("causal", causal)
@@ -143,4 +126,12 @@ def _is_aligned(cache: torch.Tensor) -> bool:
     return checks.begins_at_multiple(cache, _WORD_BYTES) and checks.rows_aligned(cache, _RECORD_ALIGNMENT)
 
 
-_turboquant_decode = dispatched_op(OPERATION, TurboQuantDecodeParams, mutates=("out", "lse"))
+@register_op(OPERATION, mutates=("out", "lse"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _turboquant_decode(params: TurboQuantDecodeParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.turboquant_decode.portable.launch import turboquant_decode
+    else:
+        from flashlatte.ops.turboquant_decode.reference import turboquant_decode
+
+    turboquant_decode(params)

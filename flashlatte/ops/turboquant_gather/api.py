@@ -6,11 +6,10 @@ import torch
 
 from flashlatte.kv_cache import gather_slots
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
-from flashlatte.ops.turboquant_gather import reference
-from flashlatte.ops.turboquant_gather.params import TurboQuantGatherParams
+from flashlatte.ops.turboquant_gather.reference import TurboQuantGatherParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "turboquant_gather"
 # A program holds the whole rotation matrix.
@@ -19,19 +18,6 @@ _PORTABLE_MAX_HEAD_DIM = 128
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.turboquant_gather.portable import turboquant_gather
-
-    return turboquant_gather
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.turboquant_gather),
-)
 
 
 @repeats_launches
@@ -79,13 +65,8 @@ def turboquant_gather(
     if dtype not in checks.FLOAT_DTYPES:
         raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
     shape = (checks.positive_int("total_tokens", total_tokens, or_zero=True), cache.shape[2], head_dim)
-    key, value = (
-        torch.zeros(shape, dtype=dtype, device=cache.device)
-        if rows is None
-        else checks.output(name, rows, shape, (dtype,), cache.device)
-        for name, rows in (("key", key), ("value", value))
-    )
-    checks.no_overlap("value", value, key=key)
+    key = checks.output_or_new("key", key, shape, dtype, cache.device, zeros=True)
+    value = checks.output_or_new("value", value, shape, dtype, cache.device, zeros=True, key=key)
     call = dispatch.CallSpec(
         OPERATION, cache.device, dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=cache.shape[2]
     )
@@ -105,4 +86,12 @@ def turboquant_gather(
     return key, value
 
 
-_turboquant_gather = dispatched_op(OPERATION, TurboQuantGatherParams, mutates=("key", "value"))
+@register_op(OPERATION, mutates=("key", "value"))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _turboquant_gather(params: TurboQuantGatherParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.turboquant_gather.portable import turboquant_gather
+    else:
+        from flashlatte.ops.turboquant_gather.reference import turboquant_gather
+
+    turboquant_gather(params)

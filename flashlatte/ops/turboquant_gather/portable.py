@@ -24,7 +24,7 @@ from flashlatte.kernels.triton.turboquant import (
     load_half,
     records_of,
 )
-from flashlatte.ops.turboquant_gather.params import TurboQuantGatherParams
+from flashlatte.ops.turboquant_gather.reference import TurboQuantGatherParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from flashlatte.kv_cache.turboquant import as_turboquant_cache
-from flashlatte.ops.turboquant_store import reference
-from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
+from flashlatte.ops.turboquant_store.reference import TurboQuantStoreParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "turboquant_store"
 # A program holds the whole rotation matrix.
@@ -18,19 +17,6 @@ _PORTABLE_MAX_HEAD_DIM = 128
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton(call) or refusals.head_dim_above(call, _PORTABLE_MAX_HEAD_DIM)
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.turboquant_store.portable import turboquant_store
-
-    return turboquant_store
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.turboquant_store),
-)
 
 
 @repeats_launches
@@ -71,9 +57,7 @@ def turboquant_store(
     checks.tensor("value", value, (tokens, heads, head_dim), (key.dtype,), device)
     layout = as_turboquant_cache(cache, cache_format, head_dim, heads)
     checks.output("cache", cache, ("pages", "page_size", heads, layout.record_bytes), (torch.uint8,), device)
-    checks.tensor(
-        "slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=1
-    )
+    checks.indices("slot_mapping", slot_mapping, ("n",), device, may_be_empty=1)
     if slot_mapping.shape[0] > tokens:
         raise ValueError(f"slot_mapping must not be longer than key ({tokens} tokens), got {slot_mapping.shape[0]}")
     call = dispatch.CallSpec(OPERATION, device, key.dtype, layout.name, cache.shape[1], head_dim, head_dim, h_kv=heads)
@@ -87,4 +71,12 @@ def turboquant_store(
         _turboquant_store(params, backend)
 
 
-_turboquant_store = dispatched_op(OPERATION, TurboQuantStoreParams, mutates=("cache",))
+@register_op(OPERATION, mutates=("cache",))
+@dispatch.implemented(OPERATION, portable=_refuses_portable)
+def _turboquant_store(params: TurboQuantStoreParams, backend: str) -> None:
+    if backend == "portable":
+        from flashlatte.ops.turboquant_store.portable.launch import turboquant_store
+    else:
+        from flashlatte.ops.turboquant_store.reference import turboquant_store
+
+    turboquant_store(params)

@@ -3,8 +3,8 @@
 import pytest
 
 from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
-from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
-from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
+from flashlatte.ops.dense_decode.portable.launch import FP8_TABLE, TABLE
+from flashlatte.ops.sparse_decode.portable.launch import PACKED_TOKENS, STAGED_TOKENS
 
 TABLES = {
     "dense": TABLE,

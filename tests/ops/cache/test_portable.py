@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte import kv_cache
-from flashlatte.ops.cache_write.params import CacheWriteParams
 from flashlatte.ops.cache_write.portable import cache_write
+from flashlatte.ops.cache_write.reference import CacheWriteParams
 from flashlatte.testing.draws import BEYOND_INT32, INT32_LIMITS, UNREACHED_PAGE
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

@@ -9,7 +9,7 @@ from support.torch_op import opcheck
 
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.ops.index_convert import api, index_convert, portable
-from flashlatte.ops.index_convert.params import IndexConvertParams
+from flashlatte.ops.index_convert.reference import IndexConvertParams
 from flashlatte.runtime import machine
 
 BACKENDS = ["reference", pytest.param("portable", marks=pytest.mark.interpreter)]

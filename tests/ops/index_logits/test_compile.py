@@ -7,8 +7,8 @@ import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch, loop_spills, variant_key
 
 from flashlatte import kv_cache
-from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams, SparseIndexLogitsParams
 from flashlatte.ops.index_logits.portable import config, score
+from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams, SparseIndexLogitsParams
 from flashlatte.runtime import machine
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")

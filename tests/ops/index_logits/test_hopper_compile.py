@@ -21,7 +21,7 @@ from support import compile as support  # noqa: E402
 
 from flashlatte.ops.index_logits import api  # noqa: E402
 from flashlatte.ops.index_logits.hopper import launch  # noqa: E402
-from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams  # noqa: E402
+from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte.ops.merge_states import merge_states, portable
-from flashlatte.ops.merge_states.params import MergeStatesParams
+from flashlatte.ops.merge_states.reference import MergeStatesParams
 
 pytestmark = pytest.mark.interpreter
 

@@ -9,7 +9,7 @@ import torch
 
 from flashlatte import paged_attention
 from flashlatte.ops.paged_attention import by_length
-from flashlatte.ops.paged_attention.params import PagedAttentionParams
+from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 from flashlatte.testing import compare
 from flashlatte.testing.paged_attention_case import PagedAttentionCase
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch, variant_key
 
-from flashlatte.ops.topk.params import TopkParams
 from flashlatte.ops.topk.portable import launch
+from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime import machine
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")

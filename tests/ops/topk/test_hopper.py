@@ -11,7 +11,7 @@ from support.topk_rows import rows_of
 
 from flashlatte.ops.topk import api
 from flashlatte.ops.topk.hopper import kernel, launch, shared_layout
-from flashlatte.ops.topk.params import TopkParams
+from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime import dispatch, machine
 
 

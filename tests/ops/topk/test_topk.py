@@ -9,7 +9,7 @@ from support.topk_rows import KINDS, rows_of
 from support.torch_op import opcheck
 
 from flashlatte.ops.topk import api, topk
-from flashlatte.ops.topk.params import TopkParams
+from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime import dispatch
 
 BACKENDS = ["reference", *(pytest.param(name, marks=pytest.mark.interpreter) for name in ("portable", "hopper"))]

@@ -31,5 +31,5 @@ def request_rows(block_table: object, cu_seq_lens: object) -> torch.Tensor:
     Without this slice, FlashLatte's operations would read b + 1 boundaries for b + 1 rows as open-ended: the last
     request would extend to the end of the output.
     """
-    boundaries = checks.tensor("cu_seq_lens", cu_seq_lens, ("b + 1",), checks.INDEX_DTYPES, unit_last_stride=False)
+    boundaries = checks.indices("cu_seq_lens", cu_seq_lens, ("b + 1",))
     return first_rows("block_table", block_table, "cu_seq_lens", boundaries.shape[0] - 1)

@@ -34,7 +34,7 @@ def indexer_k_quant_and_cache(
         raise ValueError("kv_cache_dtype must be 'ue8m0' or an fp8 name with float32 scales, got 'mxfp8'")
     rounding = "power_of_two" if kv_cache_dtype == "ue8m0" else "exact"
     with checks.naming(cache="kv_cache"):
-        checks.tensor("slot_mapping", slot_mapping, ("n",), checks.INDEX_DTYPES, unit_last_stride=False, may_be_empty=1)
+        checks.indices("slot_mapping", slot_mapping, ("n",), may_be_empty=1)
         index_quantize(kv_cache, slot_mapping[: k.shape[0]], k, scale_rounding=rounding)
 
 

@@ -44,5 +44,5 @@ def unpack_seq_triton(
 
 
 def _boundaries(lengths: torch.Tensor) -> torch.Tensor:
-    checks.tensor("lengths", lengths, ("b",), checks.INDEX_DTYPES, unit_last_stride=False, may_be_empty=1)
+    checks.indices("lengths", lengths, ("b",), may_be_empty=1)
     return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))

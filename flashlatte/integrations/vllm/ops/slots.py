@@ -162,8 +162,8 @@ def _sharding(rank: int, size: int, interleave: int) -> tuple[int, int, int]:
 
 def _mapped(req_id: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
     """block_table's row of each query; -1 for a request that idx_mapping does not have."""
-    checks.tensor("req_id", req_id, ("T",), checks.INDEX_DTYPES, unit_last_stride=False, may_be_empty=1)
-    checks.tensor("idx_mapping", idx_mapping, ("n",), checks.INDEX_DTYPES, req_id.device, unit_last_stride=False)
+    checks.indices("req_id", req_id, ("T",), may_be_empty=1)
+    checks.indices("idx_mapping", idx_mapping, ("n",), req_id.device)
     known = (req_id >= 0) & (req_id < idx_mapping.shape[0])
     return torch.where(known, idx_mapping.clamp(min=0)[torch.where(known, req_id, 0)], -1)
 
@@ -188,7 +188,7 @@ def _over_ranks(
 ) -> torch.Tensor:
     """Positions in a workspace that concatenates all ranks' tokens, for the queries that have a workspace."""
     ids, shape = "prefill_workspace_request_ids", token_indices.shape[:1]
-    checks.tensor(ids, workspace, tuple(shape), checks.INDEX_DTYPES, token_indices.device, unit_last_stride=False)
+    checks.indices(ids, workspace, tuple(shape), token_indices.device)
     rank_stride = checks.positive_int("prefill_workspace_rank_stride", rank_stride, or_zero=True)
     _, size, interleave = sharding
     if size == 1:

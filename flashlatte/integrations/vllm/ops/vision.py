@@ -74,7 +74,7 @@ def vit_torch_sdpa_wrapper(
         raise ValueError(f"k must have q's {q.shape[2]} heads without enable_gqa, got {k.shape[2]}")
     rows, patches = q.shape[:2]
     if cu_seqlens is not None and rows > 1:
-        checks.tensor("cu_seqlens", cu_seqlens, ("images + 1",), checks.INDEX_DTYPES, q.device, unit_last_stride=False)
+        checks.indices("cu_seqlens", cu_seqlens, ("images + 1",), q.device)
         # An image without patches separates two rows.
         begins = torch.arange(rows, dtype=cu_seqlens.dtype, device=q.device) * patches
         cu_seqlens = (begins.unsqueeze(1) + cu_seqlens).flatten()

@@ -1,5 +1,1 @@
 """``compress`` in Triton."""
-
-from flashlatte.ops.compress.portable.launch import compress
-
-__all__ = ["compress"]

@@ -14,10 +14,10 @@ from flashlatte.kernels.triton.dependent_launch import launch_options, launches_
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.rows import cache_rows, token_rows
-from flashlatte.ops.compress.params import CompressParams
 from flashlatte.ops.compress.portable.finish import compress_finish_kernel
 from flashlatte.ops.compress.portable.operands import CompressConstants, RowTarget, States, Tokens
 from flashlatte.ops.compress.portable.sums import compress_sum_kernel
+from flashlatte.ops.compress.reference import CompressParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 

@@ -19,7 +19,7 @@ from flashlatte.ops.dense_decode.hopper.one_byte_producer import OneByteKeys
 from flashlatte.ops.dense_decode.hopper.producer import DenseDecodeQuery, KeyDescriptors
 from flashlatte.ops.dense_decode.hopper.schedule import DecodeBlockTable
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
-from flashlatte.ops.dense_decode.params import DenseDecodeParams
+from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe

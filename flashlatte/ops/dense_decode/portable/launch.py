@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
+from flashlatte.kernels.triton.config import INTERPRETED, AttentionConfig, StepConfig, Table, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
-from flashlatte.ops.dense_decode.params import DenseDecodeParams
-from flashlatte.ops.dense_decode.portable.config import FP8_TABLE, TABLE
 from flashlatte.ops.dense_decode.portable.kernel import (
     DenseCache,
     PortableDenseDecodeConfig,
     dense_decode_kernel,
 )
+from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.split_kv import combine, plan
@@ -26,6 +25,47 @@ from flashlatte.split_kv.device import key_lengths
 from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape
 from flashlatte.split_kv.work import DecodeLaunchPlan, split_config
+
+# Tile sizes for each class of GPUs, chosen by measurement.
+TABLE: Table = {
+    "hopper": (
+        AttentionConfig(16, 64, num_warps=8, num_stages=3),
+        AttentionConfig(32, 64, num_warps=8, num_stages=3),
+        AttentionConfig(64, 64, num_warps=8, num_stages=3, warpgroups=True, boxes=True),
+    ),
+    # MMAs of 64 rows would use tensor memory, which has no room for [64, 512] in addition to the scores.
+    "blackwell": (
+        AttentionConfig(16, 64, num_warps=8, num_stages=3),
+        AttentionConfig(32, 64, num_warps=8, num_stages=3),
+    ),
+    "ampere": (
+        AttentionConfig(16, 32, num_warps=8, num_stages=4),
+        AttentionConfig(32, 32, num_warps=8, num_stages=3),
+        AttentionConfig(64, 32, num_warps=8, num_stages=3),
+    ),
+    "small": (
+        AttentionConfig(16, 32, num_warps=8, num_stages=3),
+        AttentionConfig(32, 16, num_warps=8, num_stages=3),
+    ),
+    "other": (
+        AttentionConfig(16, 32, num_warps=4),
+        AttentionConfig(32, 32, num_warps=4),
+    ),
+    "interpreter": INTERPRETED,
+}
+
+# float8_e4m3fn keys are converted in registers, which leaves fewer registers for query rows.
+FP8_TABLE: Table = {
+    "hopper": (
+        AttentionConfig(16, 64, num_warps=8, num_stages=3),
+        AttentionConfig(64, 64, num_warps=8, num_stages=3, warpgroups=True),
+    ),
+    "blackwell": TABLE["blackwell"],
+    "ampere": (AttentionConfig(16, 32, num_warps=8, num_stages=4),),
+    "small": (AttentionConfig(16, 32, num_warps=8, num_stages=3),),
+    "other": (AttentionConfig(16, 16, num_warps=4),),
+    "interpreter": INTERPRETED,
+}
 
 # With batch_invariant: keys per split times the groups of a request's query rows, whose splits run in parallel; and the
 # maximum number of splits of a request, over all groups.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.ops.index_logits.hopper.scores import LogitsOutput
-from flashlatte.ops.index_logits.params import KeyRanges, QueryLengths
+from flashlatte.ops.index_logits.key_ranges import KeyRanges, QueryLengths
 from flashlatte.runtime.triton_kernel import kernel
 
 # Columns that a program writes at a time.

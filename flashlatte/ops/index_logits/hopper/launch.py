@@ -27,7 +27,8 @@ from flashlatte.ops.index_logits.hopper.ragged_kernel import (
 )
 from flashlatte.ops.index_logits.hopper.scores import LogitsOutput
 from flashlatte.ops.index_logits.hopper.tiles import KEYS, MAX_COLUMNS, scalars_layout, vectors_layout
-from flashlatte.ops.index_logits.params import IndexLogitsParams, PagedIndexLogitsParams, key_ranges, query_lengths
+from flashlatte.ops.index_logits.key_ranges import key_ranges, query_lengths
+from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime.machine import num_sms
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.tma_descriptors import Address

@@ -25,7 +25,7 @@ from flashlatte.ops.index_logits.hopper.tiles import (
     wait_empty,
     wait_full,
 )
-from flashlatte.ops.index_logits.params import LogitRows, QueryLengths
+from flashlatte.ops.index_logits.key_ranges import LogitRows, QueryLengths
 from flashlatte.runtime.gluon_compat import tma_load
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel

@@ -23,7 +23,7 @@ from flashlatte.ops.index_logits.hopper.tiles import (
     wait_empty,
     wait_full,
 )
-from flashlatte.ops.index_logits.params import KeyRanges, LogitRows
+from flashlatte.ops.index_logits.key_ranges import KeyRanges, LogitRows
 from flashlatte.runtime.gluon_compat import tma_load
 from flashlatte.runtime.kernel_records import Int32, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
-from flashlatte.ops.index_logits.params import LogitRows, PagedIndexLogitsParams, QueryLengths, query_lengths
+from flashlatte.ops.index_logits.key_ranges import LogitRows, QueryLengths, query_lengths
 from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
@@ -25,6 +25,7 @@ from flashlatte.ops.index_logits.portable.score import (
     store_logits,
     tile_of_page,
 )
+from flashlatte.ops.index_logits.reference import PagedIndexLogitsParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
-from flashlatte.ops.index_logits.params import IndexLogitsParams, KeyRanges, LogitRows, key_ranges
+from flashlatte.ops.index_logits.key_ranges import KeyRanges, LogitRows, key_ranges
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
@@ -22,6 +22,7 @@ from flashlatte.ops.index_logits.portable.score import (
     store_logits,
     tile_of_page,
 )
+from flashlatte.ops.index_logits.reference import IndexLogitsParams
 from flashlatte.runtime.triton_kernel import kernel
 
 

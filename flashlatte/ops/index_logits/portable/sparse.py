@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
-from flashlatte.ops.index_logits.params import LogitRows, SparseIndexLogitsParams
+from flashlatte.ops.index_logits.key_ranges import LogitRows
 from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
@@ -24,6 +24,7 @@ from flashlatte.ops.index_logits.portable.score import (
     store_logits,
     tile_of_page,
 )
+from flashlatte.ops.index_logits.reference import SparseIndexLogitsParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 from flashlatte.runtime.triton_kernel import kernel
 

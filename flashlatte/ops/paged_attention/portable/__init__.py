@@ -1,5 +1,1 @@
 """Paged attention in Triton."""
-
-from flashlatte.ops.paged_attention.portable.launch import paged_attention
-
-__all__ = ["paged_attention"]

@@ -12,7 +12,6 @@ from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.packed import BlockTable, Window, packed_rows
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
-from flashlatte.ops.paged_attention.params import PagedAttentionParams
 from flashlatte.ops.paged_attention.portable.attend import PagedInputs, PagedStep
 from flashlatte.ops.paged_attention.portable.config import PagedConfig, choose, choose_in_words
 from flashlatte.ops.paged_attention.portable.kernel import paged_attention_kernel
@@ -28,6 +27,7 @@ from flashlatte.ops.paged_attention.portable.keys import (
 )
 from flashlatte.ops.paged_attention.portable.scores import ScoreTerms
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, TileLengths, VisibleRanges, find_tiles_kernel
+from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 from flashlatte.ops.paged_attention.requests import paged_requests
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align
@@ -75,10 +75,6 @@ class PagedAttentionLaunchPlan:
     slots: int
     tiles_each: int
     by_token: bool
-
-
-def paged_attention(params: PagedAttentionParams) -> None:
-    attend(params)
 
 
 def attend(params: PagedAttentionParams, max_queries: int = 0) -> None:

@@ -15,7 +15,7 @@ from flashlatte.ops.sparse_decode.hopper.consumers import SparseDecodeQuery
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
 from flashlatte.ops.sparse_decode.hopper.rows import CacheSelection
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, V41_FP4, producer_warps
-from flashlatte.ops.sparse_decode.params import SparseDecodeParams
+from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill

@@ -7,19 +7,18 @@ import functools
 import torch
 
 from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
-from flashlatte.kernels.triton.config import SELECTED_ROWS, choose
+from flashlatte.kernels.triton.config import INTERPRETED, SELECTED_ROWS, AttentionConfig, Table, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.ops.sparse_decode.params import SparseDecodeParams
-from flashlatte.ops.sparse_decode.portable.config import PACKED_TOKENS, STAGED_TOKENS
 from flashlatte.ops.sparse_decode.portable.kernel import (
     PortableSparseDecodeConfig,
     SelectedKeys,
     sparse_decode_kernel,
 )
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, TokenAddress
+from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, stride_in_use
 from flashlatte.split_kv import combine, plan
@@ -28,12 +27,42 @@ from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape
 from flashlatte.split_kv.work import DecodeLaunchPlan, split_config
 
-# Columns of the latent part of the formats with scales.
-_PACKED_LATENT = 512
+# Tile sizes for caches with scales, whose tokens are dequantised in registers.
+PACKED_TOKENS: Table = {
+    "hopper": (
+        AttentionConfig(16, 64, num_warps=8),
+        AttentionConfig(32, 64, num_warps=8),
+        AttentionConfig(64, 64, num_warps=8, warpgroups=True, column_sums=False),
+    ),
+    "blackwell": (
+        AttentionConfig(16, 64, num_warps=8),
+        AttentionConfig(32, 64, num_warps=8),
+    ),
+    "ampere": (
+        AttentionConfig(16, 64, num_warps=8),
+        AttentionConfig(32, 32, num_warps=8),
+        AttentionConfig(64, 32, num_warps=8),
+    ),
+    "small": (
+        AttentionConfig(16, 32, num_warps=8),
+        AttentionConfig(32, 32, num_warps=8),
+    ),
+    "other": (
+        AttentionConfig(16, 16, num_warps=4),
+        AttentionConfig(32, 16, num_warps=4),
+    ),
+    "interpreter": INTERPRETED,
+}
 
+# For e4m3 formats: if shared memory has room (``num_stages`` above 1), tiles are prefetched to it in packed form.
+STAGED_TOKENS: Table = PACKED_TOKENS | {
+    "hopper": (*PACKED_TOKENS["hopper"][:-1], AttentionConfig(64, 64, num_warps=8, num_stages=5, warpgroups=True)),
+}
 
 # Configurations by the formats of a call's caches.
 _TABLES = {"rows": SELECTED_ROWS, "packed": PACKED_TOKENS, "staged": STAGED_TOKENS}
+# Columns of the latent part of the formats with scales.
+_PACKED_LATENT = 512
 
 
 def sparse_decode(params: SparseDecodeParams) -> None:

@@ -11,7 +11,7 @@ from flashlatte.kernels.triton.dependent_launch import launch_options
 from flashlatte.ops.topk.hopper.kernel import TopkConfig, kernel_1_cta, kernel_2_ctas, kernel_8_ctas
 from flashlatte.ops.topk.hopper.shared_layout import num_words
 from flashlatte.ops.topk.order import records_of
-from flashlatte.ops.topk.params import TopkParams
+from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime import machine
 
 # By number of CTAs per row.

@@ -8,9 +8,9 @@ import torch
 
 from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.ops.topk.order import records_of
-from flashlatte.ops.topk.params import TopkParams
 from flashlatte.ops.topk.portable.filter import TopkCandidates, filter_kernel
 from flashlatte.ops.topk.portable.finish import finish_kernel
+from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime import machine
 
 SCRATCH_BYTES = 64 * 2**20

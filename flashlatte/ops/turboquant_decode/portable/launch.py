@@ -13,11 +13,10 @@ from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.packed import BlockTable
 from flashlatte.kernels.triton.turboquant import records_of
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
-from flashlatte.ops.turboquant_decode.params import TurboQuantDecodeParams
-from flashlatte.ops.turboquant_decode.portable.config import TABLE, TurboQuantConfig
 from flashlatte.ops.turboquant_decode.portable.kernel import RotatedQueries, TurboQuantStep, turboquant_decode_kernel
 from flashlatte.ops.turboquant_decode.portable.queries import TurboQuantQuery, rotate_queries_kernel
 from flashlatte.ops.turboquant_decode.portable.records import first_of
+from flashlatte.ops.turboquant_decode.reference import TurboQuantDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.split_kv import combine, plan
@@ -33,6 +32,34 @@ _MIN_ROWS = 8
 _ROTATED_ROWS, _ROTATING_WARPS = 16, 4
 # The minimum head dim whose words fill a thread's elements of an operand.
 _SMALLEST_PACKED = 64
+
+
+class TurboQuantConfig(NamedTuple):
+    """Tile sizes of a program.
+
+    Attributes:
+        block_m: query rows, if there are more than 8.
+        block_n: keys of a step.
+        num_warps: warps per program. One warp keeps a step's scores and P in its registers.
+        num_stages: of the loop over keys: number of prefetched blocks, plus one.
+        programs: programs resident on an SM.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+TABLE: dict[str, TurboQuantConfig] = {
+    "hopper": TurboQuantConfig(16, 32, 1, 2, 8),
+    "blackwell": TurboQuantConfig(16, 32, 1, 3, 8),
+    "ampere": TurboQuantConfig(16, 32, 1, 3, 7),
+    "small": TurboQuantConfig(16, 32, 1, 2, 6),
+    "other": TurboQuantConfig(16, 32, 4, 1, 1),
+    "interpreter": TurboQuantConfig(16, 16, 1, 1, 1),
+}
 
 
 class TurboQuantLaunchPlan(NamedTuple):

@@ -11,8 +11,8 @@ from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.packed import packed_rows
 from flashlatte.kernels.triton.turboquant import records_of
 from flashlatte.kv_cache.lloyd_max import midpoints
-from flashlatte.ops.turboquant_store.params import TurboQuantStoreParams
 from flashlatte.ops.turboquant_store.portable.kernel import StoreStep, StoreTiles, turboquant_store_kernel
+from flashlatte.ops.turboquant_store.reference import TurboQuantStoreParams
 from flashlatte.runtime import machine
 
 BLOCK_R = 64

@@ -1,51 +1,11 @@
-"""The arguments of implementations, and what their kernels share."""
+"""The records of queries and their keys that the kernels share."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
+from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime.kernel_records import Constant, ElementPointer, Int32, Int64
-
-
-class IndexLogitsParams(NamedTuple):
-    """The checked arguments of ``api.index_logits``; ``compressed``: column 0 of a row is its first key."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    k_scale: torch.Tensor | None
-    weights: torch.Tensor
-    key_start: torch.Tensor
-    key_end: torch.Tensor
-    logits: torch.Tensor
-    clean: bool
-    compressed: bool
-
-
-class PagedIndexLogitsParams(NamedTuple):
-    """The checked arguments of ``api.paged_index_logits``."""
-
-    q: torch.Tensor
-    cache: torch.Tensor
-    weights: torch.Tensor
-    cache_seqlens: torch.Tensor
-    block_table: torch.Tensor
-    logits: torch.Tensor
-    clean: bool
-
-
-class SparseIndexLogitsParams(NamedTuple):
-    """The checked arguments of ``sparse.sparse_index_logits``; ``k`` is contiguous, or a cache of four axes."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    k_scale: torch.Tensor | None
-    weights: torch.Tensor
-    first_key: torch.Tensor
-    num_keys: torch.Tensor
-    block_size: int
-    logits: torch.Tensor
 
 
 class KeyRanges(NamedTuple):
