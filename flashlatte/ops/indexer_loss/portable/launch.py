@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -19,7 +19,7 @@ from flashlatte.ops.indexer_loss.portable.gradient_kernels import (
     selected_keys_kernel,
 )
 from flashlatte.ops.indexer_loss.portable.loss_kernels import logits_kernel, loss_kernel, lse_kernel, target_kernel
-from flashlatte.ops.indexer_loss.portable.seen_keys import AttentionRows, IndexerRows, SlotRanges
+from flashlatte.ops.indexer_loss.seen_keys import AttentionRows, IndexerRows, SlotRanges
 from flashlatte.runtime.process_groups import sum_over_ranks
 from flashlatte.runtime.strides import row_align
 
@@ -30,19 +30,25 @@ CONTRIBUTION_BYTES = 256 * 2**20
 # Tokens whose contributions to the gradient of a tile of index keys one program sums.
 _GROUP = 128
 # Slots for which one program sums probabilities or index scores of all heads, a multiple of every block_n.
-_SPLIT = 2048
+SPLIT = 2048
 _LOSS_BLOCK = 1024
+# Launches the target kernel: (params, slots, lse, first token, tokens, target).
+SumProbabilities = Callable[[IndexerLossParams, SlotRanges, torch.Tensor, int, int, torch.Tensor], None]
 
 
-def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -> None:
+def loss_and_gradients(
+    params: IndexerLossParams, results: IndexerLossResults, sum_probabilities: SumProbabilities | None = None
+) -> None:
+    """``sum_probabilities`` launches the target kernel; the portable one if None."""
+    sum_probabilities = sum_probabilities or _sum_probabilities
     q, kv, index_q = params.q, params.kv, params.index_q
     lse, indices, d_index_k = params.lse, params.indices, results.d_index_k
-    s_q, h_q, head_dim = q.shape
+    s_q, h_q = q.shape[:2]
     h_i, index_dim = index_q.shape[1:]
     s_kv = kv.shape[0]
     width = s_kv if indices is None else indices.shape[2]
     device = q.device
-    tiles = _tiles(gpu_class(device), h_q, head_dim, h_i, index_dim, indices is not None)
+    tiles = _tiles_of(params)
     indices_stride = 0 if indices is None else indices.stride(0)
     slots = SlotRanges(_slot_ranges(params, width), indices, indices_stride, s_q, s_kv, width)
     attention, indexer = _attention_rows(params), _indexer_rows(params)
@@ -67,26 +73,14 @@ def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -
             rows = min(CONTRIBUTION_BYTES // (4 * index_dim), tokens_at_once * width)
             key_scratch = d_index_k.new_empty(rows, index_dim)
     for first_token, tokens in _chunks(s_q, tokens_at_once):
-        tile, step = tiles["attention"]
-        target_kernel[(tokens * -(-width // _SPLIT),)](
-            slots,
-            attention,
-            first_token=first_token,
-            lse=lse,
-            lse_stride_token=lse.stride(0),
-            lse_stride_head=lse.stride(1),
-            target=target,
-            SPLIT=_SPLIT,
-            STEP=step,
-            num_warps=tile.num_warps,
-        )
+        sum_probabilities(params, slots, lse, first_token, tokens, target)
         if params.group is not None:
             # Slots that do not count hold anything, on every rank.
             sum_over_ranks(target[:tokens], params.group)
         tile, step = tiles["index_queries"]
-        grid = (tokens * -(-width // _SPLIT),)
+        grid = (tokens * -(-width // SPLIT),)
         logits_kernel[grid](
-            slots, indexer, first_token=first_token, logits=logits, SPLIT=_SPLIT, STEP=step, num_warps=tile.num_warps
+            slots, indexer, first_token=first_token, logits=logits, SPLIT=SPLIT, STEP=step, num_warps=tile.num_warps
         )
         loss_kernel[(tokens,)](
             slots,
@@ -134,6 +128,24 @@ def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -
             )
     torch.sum(losses, dim=0, out=results.loss)
     torch.sum(sees_keys, dim=0, out=results.num_rows)
+
+
+def _sum_probabilities(
+    params: IndexerLossParams, slots: SlotRanges, lse: torch.Tensor, first_token: int, tokens: int, target: torch.Tensor
+) -> None:
+    tile, step = _tiles_of(params)["attention"]
+    target_kernel[(tokens * -(-slots.width // SPLIT),)](
+        slots,
+        _attention_rows(params),
+        first_token=first_token,
+        lse=lse,
+        lse_stride_token=lse.stride(0),
+        lse_stride_head=lse.stride(1),
+        target=target,
+        SPLIT=SPLIT,
+        STEP=step,
+        num_warps=tile.num_warps,
+    )
 
 
 def _add_gradient_of_ranges(
@@ -240,6 +252,12 @@ def _chunks(tokens: int, at_once: int) -> Iterator[tuple[int, int]]:
     """(first token, tokens) of each chunk."""
     for first in range(0, tokens, at_once):
         yield first, min(at_once, tokens - first)
+
+
+def _tiles_of(params: IndexerLossParams) -> dict[str, tuple[AttentionConfig, StepConfig]]:
+    h_q, head_dim = params.q.shape[1:]
+    h_i, index_dim = params.index_q.shape[1:]
+    return _tiles(gpu_class(params.q.device), h_q, head_dim, h_i, index_dim, params.indices is not None)
 
 
 @functools.lru_cache(maxsize=64)
