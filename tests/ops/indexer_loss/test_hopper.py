@@ -11,8 +11,7 @@ from support.indexer_loss_calls import NAMES, arguments, with_gradients
 from support.marks import mostly_full
 
 from flashlatte import indexer_loss
-from flashlatte.ops.indexer_loss import api
-from flashlatte.runtime import dispatch, machine
+from flashlatte.runtime import machine
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import SparsePrefillCase
 

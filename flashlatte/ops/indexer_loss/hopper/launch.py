@@ -1,15 +1,13 @@
-"""The launcher: the target kernel of Hopper among the portable kernels."""
+"""The launches of Hopper's kernels; the portable kernels do the rest."""
 
 from __future__ import annotations
 
-import torch
-
 from flashlatte.kernels.hopper.mla_tiles import ROWS
 from flashlatte.kernels.hopper.row_loads import BOX, LatentKeys
-from flashlatte.ops.indexer_loss import portable
-from flashlatte.ops.indexer_loss.hopper.target_kernel import TargetHeads, target_kernel
+from flashlatte.ops.indexer_loss.hopper.gradient_kernel import INDEX_DIM, index_gradient_kernel
+from flashlatte.ops.indexer_loss.hopper.target_kernel import TargetHeads, attention_target_kernel
 from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
-from flashlatte.ops.indexer_loss.seen_keys import SlotRanges
+from flashlatte.ops.indexer_loss.portable.launch import IndexerLossLaunches
 from flashlatte.runtime import checks
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
@@ -20,24 +18,42 @@ _SPLIT = 2048
 
 def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -> None:
     checks.begins_aligned("hopper", q=params.q, kv=params.kv)
-    portable.loss_and_gradients(params, results, _sum_probabilities)
+    _HopperLaunches(params, results).run()
 
 
-def _sum_probabilities(
-    params: IndexerLossParams, slots: SlotRanges, lse: torch.Tensor, first_token: int, tokens: int, target: torch.Tensor
-) -> None:
-    q, kv = params.q, params.kv
-    h_q, head_dim = q.shape[1:]
-    described = describe(q, q.shape, strides_in_use(q), (1, ROWS.value, BOX.value))
-    target_kernel[(tokens * -(-slots.width // _SPLIT),)](
-        TargetHeads(described, lse, lse.stride(0), lse.stride(1), h_q),
-        LatentKeys(kv, kv.stride(0) // 8),
-        slots,
-        first_token=first_token,
-        target=target,
-        softmax_scale=params.softmax_scale,
-        SPLIT=_SPLIT,
-        HAS_ROPE=head_dim == 576,
-        BLOCKS=-(-h_q // ROWS.value),
-        num_warps=4,
-    )
+class _HopperLaunches(IndexerLossLaunches):
+    def sum_probabilities(self, first_token: int, tokens: int) -> None:
+        q, kv, lse = self.params.q, self.params.kv, self.lse
+        h_q, head_dim = q.shape[1:]
+        described = describe(q, q.shape, strides_in_use(q), (1, ROWS.value, BOX.value))
+        attention_target_kernel[(tokens * -(-self.slots.width // _SPLIT),)](
+            TargetHeads(described, lse, lse.stride(0), lse.stride(1), h_q),
+            LatentKeys(kv, kv.stride(0) // 8),
+            self.slots,
+            first_token=first_token,
+            target=self.target,
+            softmax_scale=self.params.softmax_scale,
+            SPLIT=_SPLIT,
+            HAS_ROPE=head_dim == 576,
+            BLOCKS=-(-h_q // ROWS.value),
+            num_warps=4,
+        )
+
+    def add_gradients(self, first_token: int, tokens: int) -> None:
+        """On Hopper's kernel in the sparse stage, unless index_k's gradient must be deterministic."""
+        indexer, params = self.indexer, self.params
+        sizes_fit = params.index_q.shape[2] == INDEX_DIM.value and indexer.h_i <= ROWS.value and indexer.align == 8
+        if params.indices is None or params.deterministic or not sizes_fit:
+            super().add_gradients(first_token, tokens)
+            return
+        index_gradient_kernel[(tokens,)](
+            self.slots,
+            indexer,
+            first_token=first_token,
+            d_logits=self.logits,
+            sees_keys=self.sees_keys,
+            d_index_q=self.results.d_index_q,
+            d_index_k=self.results.d_index_k,
+            d_index_weights=self.results.d_index_weights,
+            num_warps=4,
+        )

@@ -33,7 +33,7 @@ from flashlatte.kernels.hopper.barriers import (
     sync_before_warp_specialize,
     wait_at,
 )
-from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS, SCORES, SWIZZLED
+from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS, SWIZZLED
 from flashlatte.kernels.hopper.row_loads import (
     GATHERED_ROWS,
     LatentKeys,
@@ -221,7 +221,7 @@ def _consume_second(heads, work, scale_log2, tiles, HAS_ROPE: gl.constexpr, BLOC
 
 
 @gluon_kernel
-def target_kernel(
+def attention_target_kernel(
     heads: TargetHeads,
     keys: LatentKeys,
     slots: SlotRanges,
