@@ -6,14 +6,14 @@ With s = index_scale · index_q · index_k, r = 1 where s > 0 and G the gradient
     d index_k[j]   += index_scale · G[j] · (r index_weights)ᵀ index_q   r index_weights in shared memory
     d index_weights = Σ_j G relu(s)
 
-A program has four warps and a token; two programs share an SM. A step has 64 keys, which are gathered a step ahead. Each
-warp stages 16 rows of the index keys' gradients in shared memory and adds them to memory by TMA: additions to memory are
-the limit, and the next step's products run during those of this one.
+A program has four warps and a token; two programs share an SM. A step has 64 keys, which are gathered a step ahead.
+Each warp stages 16 rows of the index keys' gradients in shared memory and adds them to memory by TMA. Additions to
+memory are the limit: those of a step run during the products of the next.
 """
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The target kernel: the attention probabilities of up to 128 heads of a query token, summed over the heads.
 
 Each of two consumers holds 64 heads of q in registers, as the left operand of its products, so that shared memory has
-room for three tiles of 64 keys. With up to 64 heads both consumers hold the same heads, and each has half of the keys of
-a tile. A warp sums over its 16 heads; the producer sums over the warps and stores the target.
+room for three tiles of 64 keys. With up to 64 heads both consumers hold the same heads, and each has half of the keys
+of a tile. A warp sums over its 16 heads; the producer sums over the warps and stores the target.
 
     consumers | scores (36 products each) | P, sums of the warps | scores of the next tile ...
     producer  | target of the tile that a stage held, then the copies of the tile three further
@@ -10,7 +10,7 @@ a tile. A warp sums over its 16 heads; the producer sums over the warps and stor
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 

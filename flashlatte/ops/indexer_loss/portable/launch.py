@@ -163,8 +163,9 @@ class IndexerLossLaunches:
             STEP=step,
             num_warps=tile.num_warps,
         )
+        d_index_k = self.results.d_index_k
         for group in by_group:
-            self.results.d_index_k += group
+            d_index_k += group
 
     def _add_gradient_of_selection(self, indices: torch.Tensor, first_token: int, tokens: int) -> None:
         tile, step = self._tiles["index_keys"]
