@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from flashlatte.kernels.hopper.mla_tiles import ROWS
 from flashlatte.kernels.hopper.row_loads import BOX, LatentKeys
-from flashlatte.ops.indexer_loss.hopper.gradient_kernel import INDEX_DIM, index_gradient_kernel
+from flashlatte.ops.indexer_loss.hopper.gradients import IndexGradients
+from flashlatte.ops.indexer_loss.hopper.index_kernel import index_kernel
+from flashlatte.ops.indexer_loss.hopper.index_tiles import INDEX_DIM
 from flashlatte.ops.indexer_loss.hopper.target_kernel import TargetHeads, attention_target_kernel
 from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.indexer_loss.portable.launch import IndexerLossLaunches
@@ -39,21 +41,32 @@ class _HopperLaunches(IndexerLossLaunches):
             num_warps=4,
         )
 
-    def add_gradients(self, first_token: int, tokens: int) -> None:
-        """On Hopper's kernel in the sparse stage, unless index_k's gradient must be deterministic."""
-        indexer, params = self.indexer, self.params
-        sizes_fit = params.index_q.shape[2] == INDEX_DIM.value and indexer.h_i <= ROWS.value and indexer.align == 8
-        if params.indices is None or params.deterministic or not sizes_fit:
-            super().add_gradients(first_token, tokens)
+    def compute_loss(self, first_token: int, tokens: int) -> None:
+        if not self._on_index_kernel:
+            super().compute_loss(first_token, tokens)
             return
-        index_gradient_kernel[(tokens,)](
+        results, params = self.results, self.params
+        index_kernel[(tokens,)](
             self.slots,
-            indexer,
+            self.indexer,
+            IndexGradients(results.d_index_q, results.d_index_k, results.d_index_weights),
             first_token=first_token,
-            d_logits=self.logits,
+            target=self.target,
+            logits=self.logits,
+            losses=self.losses,
             sees_keys=self.sees_keys,
-            d_index_q=self.results.d_index_q,
-            d_index_k=self.results.d_index_k,
-            d_index_weights=self.results.d_index_weights,
+            KEEP_GRADIENT=params.with_gradient,
+            WITH_GRADIENT=params.with_gradient and not params.deterministic,
             num_warps=4,
         )
+
+    def add_gradients(self, first_token: int, tokens: int) -> None:
+        if not self._on_index_kernel or self.params.deterministic:
+            super().add_gradients(first_token, tokens)
+
+    @property
+    def _on_index_kernel(self) -> bool:
+        """Whether the index kernel computes the loss, and also the gradients unless they must be deterministic."""
+        indexer = self.indexer
+        sizes_fit = self.params.index_q.shape[2] == INDEX_DIM.value and indexer.h_i <= ROWS.value
+        return self.params.indices is not None and sizes_fit and indexer.align == 8

@@ -42,6 +42,7 @@ from flashlatte.kernels.hopper.row_loads import (
     load_columns,
 )
 from flashlatte.kernels.triton.online_softmax import LOG2_E
+from flashlatte.ops.indexer_loss.hopper.head_sums import KEY_OF_SUM, WARPS, add_sums, allocate_sums, store_sums
 from flashlatte.ops.indexer_loss.seen_keys import SlotRanges
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
@@ -55,12 +56,6 @@ _FIRST_STAGE = gl.constexpr(2)
 # Registers per thread. The first consumer gets the rest of 12 warps with 168 each: 232.
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
-# Four warps of a consumer, each with the sums over its 16 heads.
-_WARPS = gl.constexpr(4)
-_SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-# A thread of the producer has the sums of all warps of one key; 64 keys fill two of its warps.
-_PARTS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
-_KEY_OF_SUM = gl.constexpr(gl.SliceLayout(0, _PARTS))
 
 
 class TargetHeads(NamedTuple):
@@ -97,7 +92,7 @@ class TargetWork(NamedTuple):
 def _allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, BLOCKS: gl.constexpr):
     latent = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, LATENT], SWIZZLED)
     rope = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, ROPE], SWIZZLED) if HAS_ROPE else latent
-    sums = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCKS * _WARPS, KEYS], _SUMS)
+    sums = allocate_sums(STAGES, BLOCKS * WARPS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=128)
@@ -144,9 +139,9 @@ def _keys_at(slots, work, step, ROWS_LAYOUT: gl.constexpr):
 @gluon.jit
 def _store_target(slots, work, target, step, sums):
     """Store the target of a tile: 0 for keys that are not valid, whose lse may be that of no key."""
-    total = gl.sum(sums.load(_PARTS), axis=0)
-    key = _keys_at(slots, work, step, _KEY_OF_SUM)
-    slot = work.first + step * KEYS + gl.arange(0, KEYS, _KEY_OF_SUM)
+    total = add_sums(sums)
+    key = _keys_at(slots, work, step, KEY_OF_SUM)
+    slot = work.first + step * KEYS + gl.arange(0, KEYS, KEY_OF_SUM)
     valid = (key >= 0) & (key < slots.s_kv)
     gl.store(target + slot, gl.where(valid, total, 0.0), mask=(slot >= work.begin) & (slot < work.last))
 
@@ -203,10 +198,8 @@ def _consume(heads, work, scale_log2, tiles, OWN: gl.constexpr, HAS_ROPE: gl.con
             scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         p = gl.exp2(scores * scale_log2 - lse[:, None])
-        # Over the heads of a warp: a sum over all of them would meet in shared memory, with two barriers.
-        of_warps = gl.sum(p.reshape([_WARPS, ROWS // _WARPS, OWN_KEYS]), axis=1)
-        own = tiles.sums.index(stage).slice(BLOCK * _WARPS, _WARPS, dim=0).slice(FIRST_KEY, OWN_KEYS, dim=1)
-        own.store(of_warps)
+        own = tiles.sums.index(stage).slice(BLOCK * WARPS, WARPS, dim=0)
+        store_sums(p, own.slice(FIRST_KEY, OWN_KEYS, dim=1))
         arrive_at(_EMPTY + stage, ALL_THREADS)
 
 

@@ -53,7 +53,7 @@ class IndexerLossLaunches:
         self.slots = SlotRanges(_slot_ranges(params, width), indices, indices_stride, s_q, s_kv, width)
         self._attention, self.indexer = _attention_rows(params), _indexer_rows(params)
         self.lse = self._compute_lse() if params.lse is None else params.lse
-        self._losses = torch.empty(s_q, dtype=torch.float32, device=device)
+        self.losses = torch.empty(s_q, dtype=torch.float32, device=device)
         self.sees_keys = torch.empty(s_q, dtype=torch.int8, device=device)
         self.tokens_at_once = min(max(SCRATCH_BYTES // (4 * width), 1), s_q)
         self.target = torch.empty(self.tokens_at_once, width, dtype=torch.float32, device=device)
@@ -77,7 +77,7 @@ class IndexerLossLaunches:
             self.compute_loss(first_token, tokens)
             if self.params.with_gradient:
                 self.add_gradients(first_token, tokens)
-        torch.sum(self._losses, dim=0, out=self.results.loss)
+        torch.sum(self.losses, dim=0, out=self.results.loss)
         torch.sum(self.sees_keys, dim=0, out=self.results.num_rows)
 
     def _compute_lse(self) -> torch.Tensor:
@@ -121,7 +121,7 @@ class IndexerLossLaunches:
             target=self.target,
             logits=self.logits,
             first_token=first_token,
-            losses=self._losses,
+            losses=self.losses,
             sees_keys=self.sees_keys,
             WITH_GRADIENT=self.params.with_gradient,
             BLOCK=_LOSS_BLOCK,
