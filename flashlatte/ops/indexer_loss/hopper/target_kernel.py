@@ -4,8 +4,8 @@ Each of two consumers holds 64 heads of q in registers, as the left operand of i
 room for three tiles of 64 keys. With up to 64 heads both consumers hold the same heads, and each has half of the keys
 of a tile. A warp sums over its 16 heads; the producer sums over the warps and stores the target.
 
-    consumers | scores (36 products each) | P, sums of the warps | scores of the next tile ...
-    producer  | target of the tile that a stage held, then the copies of the tile three further
+    consumers | scores of tile n (36 products each) | P, sums of the warps | scores of tile n + 1 ...
+    producer  |                                     | copies of tile n + 3; target of tile n - 1 | ...
 """
 
 # Triton's annotations and calls are not Python's.
@@ -29,8 +29,10 @@ from flashlatte.kernels.hopper.barriers import (
     ALL_THREADS,
     FIRST_FREE,
     allocate_mbarrier,
+    arrive,
     arrive_at,
     sync_before_warp_specialize,
+    wait,
     wait_at,
 )
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS, SWIZZLED
@@ -49,8 +51,12 @@ from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Tiles of keys in shared memory.
 STAGES = gl.constexpr(3)
-# Named barriers, one per stage: it is empty, and the sums of its tile are stored (consumers to producer).
+# Named barriers, consumers to producer. One per stage: it is empty, and the sums of the tile before are stored.
 _EMPTY = gl.constexpr(FIRST_FREE)
+# The sums of the last tile are stored.
+_SUMS_FULL = gl.constexpr(FIRST_FREE + 3)
+# Tiles whose sums are in shared memory: the producer reads those of a tile before it signals the fourth after it.
+_SUMS = gl.constexpr(4)
 # The stage of the first tile. q of the consumers arrives in the stages before it.
 _FIRST_STAGE = gl.constexpr(2)
 # Registers per thread. The first consumer gets the rest of 12 warps with 168 each: 232.
@@ -69,11 +75,11 @@ class TargetHeads(NamedTuple):
 
 
 class TargetTiles(NamedTuple):
-    """Shared memory. Axis 0 is the stage."""
+    """Shared memory. Axis 0 is the stage, of ``sums`` the number of the tile modulo 4."""
 
     latent: Any  # [3, 64, 512]
     rope: Any  # [3, 64, 64]
-    sums: Any  # float32 [3, warps, 64]: P of a tile, summed over the heads of each warp
+    sums: Any  # float32 [4, warps, 64]: P of a tile, summed over the heads of each warp
     full: Any
     q_full: Any
 
@@ -92,7 +98,7 @@ class TargetWork(NamedTuple):
 def _allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr, BLOCKS: gl.constexpr):
     latent = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, LATENT], SWIZZLED)
     rope = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, ROPE], SWIZZLED) if HAS_ROPE else latent
-    sums = allocate_sums(STAGES, BLOCKS * WARPS)
+    sums = allocate_sums(_SUMS, BLOCKS * WARPS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=128)
@@ -137,9 +143,9 @@ def _keys_at(slots, work, step, ROWS_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _store_target(slots, work, target, step, sums):
+def _store_target(slots, work, target, step, tiles):
     """Store the target of a tile: 0 for keys that are not valid, whose lse may be that of no key."""
-    total = add_sums(sums)
+    total = add_sums(tiles.sums.index(step % _SUMS))
     key = _keys_at(slots, work, step, KEY_OF_SUM)
     slot = work.first + step * KEYS + gl.arange(0, KEYS, KEY_OF_SUM)
     valid = (key >= 0) & (key < slots.s_kv)
@@ -156,15 +162,20 @@ def _produce(heads, keys, slots, work, target, tiles, HAS_ROPE: gl.constexpr, BL
         # Indices come from HBM: those of the next step are loaded ahead.
         indices = _keys_at(slots, work, step + 1, GATHERED_ROWS)
         wait_at(_EMPTY + stage, ALL_THREADS)
-        if step >= STAGES:
-            _store_target(slots, work, target, step - STAGES, tiles.sums.index(stage))
         if step < work.steps:
             latent = tiles.latent.index(stage)
             for column in gl.static_range(0, LATENT, HALF):
                 copy_columns(gathered, column, latent.slice(column, HALF, dim=1))
             if HAS_ROPE:
                 copy_columns(gathered, LATENT, tiles.rope.index(stage))
+        # After the copies, which are waited for, and before the consumers may overwrite the sums.
+        if step > STAGES:
+            _store_target(slots, work, target, step - STAGES - 1, tiles)
+        if step < work.steps:
             async_copy.mbarrier_arrive(tiles.full.index(stage), increment_count=False)
+    wait(_SUMS_FULL, ALL_THREADS)
+    if work.steps > 0:
+        _store_target(slots, work, target, work.steps - 1, tiles)
 
 
 @gluon.jit
@@ -197,10 +208,11 @@ def _consume(heads, work, scale_log2, tiles, OWN: gl.constexpr, HAS_ROPE: gl.con
             k_rope = tiles.rope.index(stage).slice(FIRST_KEY, OWN_KEYS, dim=0)
             scores = warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        p = gl.exp2(scores * scale_log2 - lse[:, None])
-        own = tiles.sums.index(stage).slice(BLOCK * WARPS, WARPS, dim=0)
-        store_sums(p, own.slice(FIRST_KEY, OWN_KEYS, dim=1))
         arrive_at(_EMPTY + stage, ALL_THREADS)
+        p = gl.exp2(scores * scale_log2 - lse[:, None])
+        own = tiles.sums.index(step % _SUMS).slice(BLOCK * WARPS, WARPS, dim=0)
+        store_sums(p, own.slice(FIRST_KEY, OWN_KEYS, dim=1))
+    arrive(_SUMS_FULL, ALL_THREADS)
 
 
 @gluon.jit
