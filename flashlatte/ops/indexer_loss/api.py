@@ -126,7 +126,9 @@ def indexer_loss(
             the same on every rank; so are then the results and the gradients, which must not be summed over these
             ranks. The numbers of heads may differ. A rank that does not make the call lets the others wait until the
             group's timeout.
-        backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
+        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused. "hopper" has not run on
+            a GPU yet. It runs only if named, and with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment. It takes
+            head dims 576 and 512 and up to 128 heads.
 
     Returns:
         The sum of the divergences, float32 (float64 for float64), and the number of queries that see a key, int64; both
