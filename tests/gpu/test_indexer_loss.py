@@ -12,6 +12,7 @@ from gpu.harness import DEVICE, Arguments
 from support.indexer_loss_calls import LEAVES, NAMES, arguments, with_gradients
 
 from flashlatte import indexer_loss
+from flashlatte.runtime import dispatch
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import SparsePrefillCase
 
@@ -51,30 +52,41 @@ ORACLE_CASES = (
 )
 ON_BOTH_STAGES = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 ON_BOTH_SUMS = pytest.mark.parametrize("deterministic", [False, True])
+ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 
 
+@pytest.fixture(autouse=True)
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper kernels run too."""
+    monkeypatch.setenv(dispatch.UNTRIED, "1")
+
+
+@ON_EVERY_BACKEND
 @pytest.mark.parametrize("row", GRID, ids=harness.ids(GRID))
-def test_against_the_reference(row: Arguments) -> None:
+def test_against_the_reference(row: Arguments, backend: str) -> None:
     row = dict(row)
     row["s_kv"], row["topk"] = row.pop("scope")
     row["d_v"] = min(row["head_dim"], 512)
     sizes = {name: row.pop(name) for name in ("h_i", "index_dim", "weights_dtype", "dense")}
     options = {name: row.pop(name) for name in ("use_relu", "deterministic")}
-    check(arguments(SparsePrefillCase(**row), **sizes, device=DEVICE), **options)
+    check(arguments(SparsePrefillCase(**row), **sizes, device=DEVICE), backend, **options)
 
 
+@ON_EVERY_BACKEND
 @ON_BOTH_STAGES
 @ON_BOTH_SUMS
 @pytest.mark.parametrize("case", LARGER, ids=str)
-def test_larger_cases(case: SparsePrefillCase, deterministic: bool, dense: bool) -> None:
-    check(arguments(case, dense, **INDEXER), deterministic=deterministic)
+def test_larger_cases(case: SparsePrefillCase, deterministic: bool, dense: bool, backend: str) -> None:
+    check(arguments(case, dense, **INDEXER), backend, deterministic=deterministic)
 
 
+@ON_EVERY_BACKEND
 @ON_BOTH_STAGES
 @pytest.mark.parametrize("case", ORACLE_CASES, ids=str)
-def test_error_against_float64(case: SparsePrefillCase, dense: bool) -> None:
+def test_error_against_float64(case: SparsePrefillCase, dense: bool, backend: str) -> None:
     given = arguments(case, dense, **INDEXER)
-    results = with_gradients(indexer_loss, given, backend="portable")
+    with harness.refusals_skip(backend):
+        results = with_gradients(indexer_loss, given, backend=backend)
     exact = with_gradients(oracles.indexer_loss, given)
     plain = with_gradients(oracles.indexer_loss, given, dtype=torch.bfloat16)
     assert results[1] == exact[1]
@@ -83,12 +95,14 @@ def test_error_against_float64(case: SparsePrefillCase, dense: bool) -> None:
             compare.assert_accurate(result, oracle, baseline, name)
 
 
+@ON_EVERY_BACKEND
 @ON_BOTH_STAGES
-def test_results_repeat_bitwise(dense: bool) -> None:
+def test_results_repeat_bitwise(dense: bool, backend: str) -> None:
     given = arguments(replace(TYPICAL, s_kv=600, duplicates=True), dense, **INDEXER)
-    first = with_gradients(indexer_loss, given, backend="portable", deterministic=not dense)
+    with harness.refusals_skip(backend):
+        first = with_gradients(indexer_loss, given, backend=backend, deterministic=not dense)
     for _ in range(20):
-        again = with_gradients(indexer_loss, given, backend="portable", deterministic=not dense)
+        again = with_gradients(indexer_loss, given, backend=backend, deterministic=not dense)
         for name, result, wanted in zip(NAMES, again, first, strict=True):
             assert result.equal(wanted), name
 
@@ -131,19 +145,38 @@ def test_memory_of_the_warm_up_is_bounded() -> None:
     assert torch.cuda.max_memory_allocated() - before < 512 << 20
 
 
-def test_keys_beyond_2_31_elements() -> None:
+@ON_EVERY_BACKEND
+def test_everything_but_the_gradient_of_index_k_repeats_bitwise(backend: str) -> None:
+    given = arguments(TYPICAL, False, **INDEXER)
+    with harness.refusals_skip(backend):
+        first = with_gradients(indexer_loss, given, backend=backend)
+    for _ in range(20):
+        for name, result, wanted in zip(
+            NAMES, with_gradients(indexer_loss, given, backend=backend), first, strict=True
+        ):
+            assert name == "d_index_k" or result.equal(wanted), name
+
+
+@ON_EVERY_BACKEND
+def test_keys_beyond_2_31_elements(backend: str) -> None:
     """The last rows of a latent of 2.4 · 10^9 elements."""
     s_kv = 2**32 // 1024
     case = SparsePrefillCase(s_q=3, s_kv=64, h_q=16, topk=32)
     given = arguments(case, False, **INDEXER)
-    wanted = with_gradients(indexer_loss, given, backend="portable", deterministic=True)
+    with harness.refusals_skip(backend):
+        wanted = with_gradients(indexer_loss, given, backend=backend, deterministic=True)
+        without_order = with_gradients(indexer_loss, given, backend=backend)
     moved = {}
     for name in ("kv", "index_k"):
         moved[name] = given[name].new_full((s_kv, *given[name].shape[1:]), torch.nan)
         moved[name][-64:] = given[name]
     valid = (given["indices"] >= 0) & (given["indices"] < 64)
     moved["indices"] = torch.where(valid, given["indices"] + s_kv - 64, -1).int()
-    results = with_gradients(indexer_loss, given | moved, backend="portable", deterministic=True)
+    moved = given | moved
+    results = with_gradients(indexer_loss, moved, backend=backend, deterministic=True)
+    torch.testing.assert_close(
+        with_gradients(indexer_loss, moved, backend=backend)[3][-64:], without_order[3], rtol=1e-4, atol=1e-5
+    )
     for name, result, expected in zip(NAMES, results, wanted, strict=True):
         if name == "d_index_k":
             assert result[:-64].eq(0).all()
@@ -151,9 +184,10 @@ def test_keys_beyond_2_31_elements() -> None:
         assert result.equal(expected), name
 
 
-def check(given: Arguments, **options: bool) -> None:
+def check(given: Arguments, backend: str, **options: bool) -> None:
     """The loss within float32's error of the reference, gradients within twice the error of plain bf16."""
-    results = with_gradients(indexer_loss, given, backend="portable", **options)
+    with harness.refusals_skip(backend):
+        results = with_gradients(indexer_loss, given, backend=backend, **options)
     expected = with_gradients(indexer_loss, given, backend="reference", **options)
     options.pop("deterministic", None)
     baseline = with_gradients(oracles.indexer_loss, given, dtype=torch.bfloat16, **options)

@@ -50,6 +50,13 @@ SAME_CODE = [
         {"s_q": [1, 64, 200], "heads": [65, 128], "topk": [1, 300], "s_kv": [1, 100, 9000], "kv_pad": [0, 8, 24]},
         1,
     ),
+    (
+        "indexer_loss",
+        "hopper",
+        {"s_q": [1, 64, 200], "heads": [65, 128], "topk": [1, 300], "s_kv": [1, 100, 9000], "kv_pad": [0, 8, 24]},
+        1,
+    ),
+    ("indexer_loss", "hopper", {"s_q": [1, 64, 200], "topk": [None], "s_kv": [1, 100, 9000]}, 1),
     # One for each number of CTAs and of warps.
     ("topk", "hopper", {"rows": [1, 16, 60, 100, 300], "width": [9, 4097, 2**18], "k": [1100, 2048]}, 4),
     ("dense_decode", "portable", {**BATCHES, "columns": [1, 64, 3000]}, 2),

@@ -62,6 +62,7 @@ def test_a_call_of_one_request_fills_the_gpu(launches, operation, backend, call)
         ("sparse_attention_backward", "portable"),
         ("sparse_attention_backward", "hopper"),
         ("indexer_loss", "portable"),
+        ("indexer_loss", "hopper"),
         ("dense_prefill", "portable"),
         ("dense_prefill_backward", "portable"),
     ],

@@ -62,6 +62,7 @@ HOPPER = [
     # Loop counters and addresses; an accumulator would be 16 and more.
     Variant("dense_prefill_backward", "hopper", spills=8),
     Variant("sparse_attention_backward", "hopper", {"lengths": True}),
+    Variant("indexer_loss", "hopper", {"lengths": True}),
 ]
 PORTABLE = [
     Variant("dense_decode", "portable", {"heads": 128}),
@@ -165,6 +166,10 @@ MORE_HOPPER = [
     Variant("sparse_attention_backward", "hopper", {"head_dim": 512, "dtype": FP16}),
     Variant("sparse_attention_backward", "hopper", {"heads": 64, "deterministic": True, "sinks": False}),
     Variant("sparse_attention_backward", "hopper", {"heads": 16, "head_dim": 512, "index_dtype": torch.int64}),
+    Variant("indexer_loss", "hopper", {"heads": 64, "index_heads": 32, "dtype": FP16, "use_relu": False}),
+    Variant("indexer_loss", "hopper", {"head_dim": 512, "weights_dtype": BF16, "index_dtype": torch.int64}),
+    Variant("indexer_loss", "hopper", {"heads": 16, "deterministic": True, "with_lse": True, "kv_pad": 8}),
+    Variant("indexer_loss", "hopper", {"topk": None}),
 ]
 MORE_PORTABLE = [
     Variant("dense_decode", "portable", {"heads": 16, "cache_dtype": FP8}, products="hmma"),

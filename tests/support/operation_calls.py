@@ -71,12 +71,12 @@ def _sparse_attention(backend: str) -> None:
         out.sum().backward()
 
 
-def _indexer_loss() -> None:
+def _indexer_loss(backend: str) -> None:
     index_q, index_k, weights = (_rows(*shape).requires_grad_() for shape in ((3, 64, 128), (200, 128), (3, 64)))
     given = (index_q, index_k, weights, _rows(3, 16, 576), _rows(200, 1, 576))
     for deterministic in (False, True):
-        flashlatte.indexer_loss(*given, _ints(3, 1, 128), deterministic=deterministic, backend="portable")
-    flashlatte.indexer_loss(*given, key_start=_ints(3), key_end=_ints(3), backend="portable")
+        flashlatte.indexer_loss(*given, _ints(3, 1, 128), deterministic=deterministic, backend=backend)
+    flashlatte.indexer_loss(*given, key_start=_ints(3), key_end=_ints(3), backend=backend)
 
 
 def _dense_prefill(backend: str) -> None:
@@ -252,6 +252,8 @@ OPERATIONS = (
     "turboquant_gather",
     "turboquant_store",
 )
+# Calls that also run operations of PyTorch, and so are not repeated by their launches.
+NOT_REPEATED = [functools.partial(_indexer_loss, backend) for backend in ("portable", "hopper")]
 CALLS: list[Callable[[], None]] = [
     lambda: _dense_decode("portable"),
     lambda: _dense_decode("portable", cache_dtype=torch.float8_e4m3fn),
@@ -268,7 +270,7 @@ CALLS: list[Callable[[], None]] = [
     *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),
     lambda: _sparse_prefill("hopper", s_q=400, heads=16, topk=512),
     *(functools.partial(_sparse_attention, backend) for backend in ("portable", "hopper")),
-    _indexer_loss,
+    *NOT_REPEATED,
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_caches, form) for form in ("v32", "v32_no_rope", "model1", "v41", "nvfp4_ds_mla", "bf16")),
     _norm_rope,
@@ -294,5 +296,3 @@ CALLS: list[Callable[[], None]] = [
     _merge_states,
     _turboquant,
 ]
-# Calls that also run operations of PyTorch, and so are not repeated by their launches.
-NOT_REPEATED = [_indexer_loss]

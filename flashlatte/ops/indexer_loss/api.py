@@ -24,6 +24,9 @@ BACKWARD = "indexer_loss_backward"
 _PORTABLE_MAX_HEAD_DIM = 576
 # Gradients of a tile of index keys are accumulated in registers.
 _PORTABLE_MAX_INDEX_DIM = 256
+# Two consumers hold 64 heads each.
+_HOPPER_MAX_HEADS = 128
+_HOPPER_HEAD_DIMS = (576, 512)
 
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
@@ -34,6 +37,23 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return f"takes index head dims up to {_PORTABLE_MAX_INDEX_DIM}, not {call.index_dim}"
 
 
+def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
+    return (
+        refusals.dtype(call, torch.bfloat16, torch.float16)
+        or refusals.capability(call, 9, 0)
+        or (None if call.head_dim in _HOPPER_HEAD_DIMS else f"takes head dims 576 and 512, not {call.head_dim}")
+        or refusals.unaligned(call)
+        or (None if (call.h_q or 0) <= _HOPPER_MAX_HEADS else f"takes up to {_HOPPER_MAX_HEADS} heads, not {call.h_q}")
+        or _refuses_portable(call)
+    )
+
+
+def _load_hopper() -> dispatch.Function:
+    from flashlatte.ops.indexer_loss.hopper import loss_and_gradients
+
+    return loss_and_gradients
+
+
 def _load_portable() -> dispatch.Function:
     from flashlatte.ops.indexer_loss.portable import loss_and_gradients
 
@@ -42,6 +62,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     OPERATION,
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, dispatch.every_call),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.loss_and_gradients),
 )
@@ -105,7 +126,9 @@ def indexer_loss(
             the same on every rank; so are then the results and the gradients, which must not be summed over these
             ranks. The numbers of heads may differ. A rank that does not make the call lets the others wait until the
             group's timeout.
-        backend: "portable" or "reference"; None chooses, a name is obeyed or refused.
+        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused. "hopper" has not run on
+            a GPU yet. It runs only if named, and with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment. It takes
+            head dims 576 and 512 and up to 128 heads.
 
     Returns:
         The sum of the divergences, float32 (float64 for float64), and the number of queries that see a key, int64; both
@@ -142,7 +165,16 @@ def indexer_loss(
             checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
             value_checks.selections("indices", indices, "topk_length", topk_length, s_kv)
     refuse_tangents(OPERATION, index_q, index_k, index_weights, q, kv)
-    call = dispatch.CallSpec(OPERATION, device, dtype, head_dim=head_dim, index_dim=index_dim, h_q=q.shape[1], h_kv=1)
+    call = dispatch.CallSpec(
+        OPERATION,
+        device,
+        dtype,
+        head_dim=head_dim,
+        index_dim=index_dim,
+        h_q=q.shape[1],
+        h_kv=1,
+        rows_aligned=checks.rows_aligned(q) and checks.rows_aligned(kv),
+    )
     params = IndexerLossParams(
         index_q=index_q,
         index_k=index_k,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.kernels.triton.online_softmax import load_tile
-from flashlatte.ops.indexer_loss.portable.seen_keys import IndexerRows, SlotRanges, keys_at, query_offset, slot_range
+from flashlatte.ops.indexer_loss.seen_keys import IndexerRows, SlotRanges, keys_at, query_offset, slot_range
 from flashlatte.runtime.triton_kernel import kernel
 
 

@@ -19,7 +19,7 @@ from flashlatte.ops.indexer_loss.portable.gradient_kernels import (
     selected_keys_kernel,
 )
 from flashlatte.ops.indexer_loss.portable.loss_kernels import logits_kernel, loss_kernel, lse_kernel, target_kernel
-from flashlatte.ops.indexer_loss.portable.seen_keys import AttentionRows, IndexerRows, SlotRanges
+from flashlatte.ops.indexer_loss.seen_keys import AttentionRows, IndexerRows, SlotRanges
 from flashlatte.runtime.process_groups import sum_over_ranks
 from flashlatte.runtime.strides import row_align
 
@@ -35,169 +35,162 @@ _LOSS_BLOCK = 1024
 
 
 def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -> None:
-    q, kv, index_q = params.q, params.kv, params.index_q
-    lse, indices, d_index_k = params.lse, params.indices, results.d_index_k
-    s_q, h_q, head_dim = q.shape
-    h_i, index_dim = index_q.shape[1:]
-    s_kv = kv.shape[0]
-    width = s_kv if indices is None else indices.shape[2]
-    device = q.device
-    tiles = _tiles(gpu_class(device), h_q, head_dim, h_i, index_dim, indices is not None)
-    indices_stride = 0 if indices is None else indices.stride(0)
-    slots = SlotRanges(_slot_ranges(params, width), indices, indices_stride, s_q, s_kv, width)
-    attention, indexer = _attention_rows(params), _indexer_rows(params)
-    if lse is None:
-        lse = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
-        tile, step = tiles["attention"]
-        grid = (s_q * -(-h_q // tile.block_h),)
-        lse_kernel[grid](slots, attention, lse=lse, STEP=step, num_warps=tile.num_warps)
+    IndexerLossLaunches(params, results).run()
 
-    losses = torch.empty(s_q, dtype=torch.float32, device=device)
-    sees_keys = torch.empty(s_q, dtype=torch.int8, device=device)
-    tokens_at_once = min(max(SCRATCH_BYTES // (4 * width), 1), s_q)
-    target = torch.empty(tokens_at_once, width, dtype=torch.float32, device=device)
-    logits = torch.empty_like(target)
-    # Allocated once: while a call is recorded, no memory is reused within it.
-    key_scratch: torch.Tensor | None = None
-    if params.with_gradient:
-        d_index_k.zero_()
-        if indices is None:
-            key_scratch = d_index_k.new_empty(-(-tokens_at_once // _GROUP), *d_index_k.shape)
-        elif params.deterministic:
-            rows = min(CONTRIBUTION_BYTES // (4 * index_dim), tokens_at_once * width)
-            key_scratch = d_index_k.new_empty(rows, index_dim)
-    for first_token, tokens in _chunks(s_q, tokens_at_once):
-        tile, step = tiles["attention"]
-        target_kernel[(tokens * -(-width // _SPLIT),)](
-            slots,
-            attention,
+
+class IndexerLossLaunches:
+    """The launches of a call, and its scratch. The Hopper implementation replaces some of them."""
+
+    def __init__(self, params: IndexerLossParams, results: IndexerLossResults) -> None:
+        self.params, self.results = params, results
+        indices, device = params.indices, params.q.device
+        s_q, h_q, head_dim = params.q.shape
+        h_i, index_dim = params.index_q.shape[1:]
+        s_kv = params.kv.shape[0]
+        width = s_kv if indices is None else indices.shape[2]
+        indices_stride = 0 if indices is None else indices.stride(0)
+        self._tiles = _tiles(gpu_class(device), h_q, head_dim, h_i, index_dim, indices is not None)
+        self.slots = SlotRanges(_slot_ranges(params, width), indices, indices_stride, s_q, s_kv, width)
+        self._attention, self.indexer = _attention_rows(params), _indexer_rows(params)
+        self.lse = self._compute_lse() if params.lse is None else params.lse
+        self.losses = torch.empty(s_q, dtype=torch.float32, device=device)
+        self.sees_keys = torch.empty(s_q, dtype=torch.int8, device=device)
+        self.tokens_at_once = min(max(SCRATCH_BYTES // (4 * width), 1), s_q)
+        self.target = torch.empty(self.tokens_at_once, width, dtype=torch.float32, device=device)
+        self.logits = torch.empty_like(self.target)
+        # Allocated once: while a call is recorded, no memory is reused within it.
+        self._key_scratch: torch.Tensor | None = None
+        if params.with_gradient:
+            d_index_k = results.d_index_k.zero_()
+            if indices is None:
+                self._key_scratch = d_index_k.new_empty(-(-self.tokens_at_once // _GROUP), *d_index_k.shape)
+            elif params.deterministic:
+                rows = min(CONTRIBUTION_BYTES // (4 * index_dim), self.tokens_at_once * width)
+                self._key_scratch = d_index_k.new_empty(rows, index_dim)
+
+    def run(self) -> None:
+        for first_token, tokens in _chunks(self.params.q.shape[0], self.tokens_at_once):
+            self.sum_probabilities(first_token, tokens)
+            if self.params.group is not None:
+                # Slots that do not count hold anything, on every rank.
+                sum_over_ranks(self.target[:tokens], self.params.group)
+            self.compute_loss(first_token, tokens)
+            if self.params.with_gradient:
+                self.add_gradients(first_token, tokens)
+        torch.sum(self.losses, dim=0, out=self.results.loss)
+        torch.sum(self.sees_keys, dim=0, out=self.results.num_rows)
+
+    def _compute_lse(self) -> torch.Tensor:
+        s_q, h_q = self.params.q.shape[:2]
+        lse = torch.empty(s_q, h_q, dtype=torch.float32, device=self.params.q.device)
+        tile, step = self._tiles["attention"]
+        grid = (s_q * -(-h_q // tile.block_h),)
+        lse_kernel[grid](self.slots, self._attention, lse=lse, STEP=step, num_warps=tile.num_warps)
+        return lse
+
+    def sum_probabilities(self, first_token: int, tokens: int) -> None:
+        """Write ``target`` of these tokens."""
+        tile, step = self._tiles["attention"]
+        target_kernel[(tokens * -(-self.slots.width // _SPLIT),)](
+            self.slots,
+            self._attention,
             first_token=first_token,
-            lse=lse,
-            lse_stride_token=lse.stride(0),
-            lse_stride_head=lse.stride(1),
-            target=target,
+            lse=self.lse,
+            lse_stride_token=self.lse.stride(0),
+            lse_stride_head=self.lse.stride(1),
+            target=self.target,
             SPLIT=_SPLIT,
             STEP=step,
             num_warps=tile.num_warps,
         )
-        if params.group is not None:
-            # Slots that do not count hold anything, on every rank.
-            sum_over_ranks(target[:tokens], params.group)
-        tile, step = tiles["index_queries"]
-        grid = (tokens * -(-width // _SPLIT),)
-        logits_kernel[grid](
-            slots, indexer, first_token=first_token, logits=logits, SPLIT=_SPLIT, STEP=step, num_warps=tile.num_warps
+
+    def compute_loss(self, first_token: int, tokens: int) -> None:
+        """Write the tokens' losses and, with gradients, those of their logits to ``logits``."""
+        tile, step = self._tiles["index_queries"]
+        logits_kernel[(tokens * -(-self.slots.width // _SPLIT),)](
+            self.slots,
+            self.indexer,
+            first_token=first_token,
+            logits=self.logits,
+            SPLIT=_SPLIT,
+            STEP=step,
+            num_warps=tile.num_warps,
         )
         loss_kernel[(tokens,)](
-            slots,
-            target=target,
-            logits=logits,
+            self.slots,
+            target=self.target,
+            logits=self.logits,
             first_token=first_token,
-            losses=losses,
-            sees_keys=sees_keys,
-            WITH_GRADIENT=params.with_gradient,
+            losses=self.losses,
+            sees_keys=self.sees_keys,
+            WITH_GRADIENT=self.params.with_gradient,
             BLOCK=_LOSS_BLOCK,
             num_warps=4,
         )
-        if not params.with_gradient:
-            continue
-        # The loss kernel put them in place of the logits.
-        d_logits = logits
-        tile, step = tiles["index_queries"]
-        index_queries_kernel[(tokens * -(-h_i // tile.block_h),)](
-            slots,
-            indexer,
+
+    def add_gradients(self, first_token: int, tokens: int) -> None:
+        """Write the gradients of index_q and index_weights of the tokens, and add to that of index_k."""
+        tile, step = self._tiles["index_queries"]
+        index_queries_kernel[(tokens * -(-self.indexer.h_i // tile.block_h),)](
+            self.slots,
+            self.indexer,
             first_token=first_token,
-            d_logits=d_logits,
-            sees_keys=sees_keys,
-            d_index_q=results.d_index_q,
-            d_index_weights=results.d_index_weights,
+            d_logits=self.logits,
+            sees_keys=self.sees_keys,
+            d_index_q=self.results.d_index_q,
+            d_index_weights=self.results.d_index_weights,
             STEP=step,
             num_warps=tile.num_warps,
         )
-        if indices is None:
-            assert key_scratch is not None
-            _add_gradient_of_ranges(
-                slots, indexer, tiles["index_keys"], first_token, tokens, d_logits, key_scratch, d_index_k
-            )
+        if self.params.indices is None:
+            self._add_gradient_of_ranges(first_token, tokens)
         else:
-            _add_gradient_of_selection(
-                slots,
-                indexer,
-                tiles["index_keys"],
-                first_token,
-                tokens,
-                params.topk_length,
-                d_logits,
-                key_scratch,
-                d_index_k,
-            )
-    torch.sum(losses, dim=0, out=results.loss)
-    torch.sum(sees_keys, dim=0, out=results.num_rows)
+            self._add_gradient_of_selection(self.params.indices, first_token, tokens)
 
-
-def _add_gradient_of_ranges(
-    slots: SlotRanges,
-    indexer: IndexerRows,
-    tiles: tuple[AttentionConfig, StepConfig],
-    first_token: int,
-    tokens: int,
-    d_logits: torch.Tensor,
-    scratch: torch.Tensor,
-    d_index_k: torch.Tensor,
-) -> None:
-    tile, step = tiles
-    groups = -(-tokens // _GROUP)
-    by_group = scratch[:groups]
-    range_keys_kernel[(groups * -(-d_index_k.shape[0] // tile.block_n),)](
-        slots,
-        indexer,
-        first_token=first_token,
-        tokens=tokens,
-        d_logits=d_logits,
-        d_index_k=by_group,
-        GROUP=_GROUP,
-        STEP=step,
-        num_warps=tile.num_warps,
-    )
-    for group in by_group:
-        d_index_k += group
-
-
-def _add_gradient_of_selection(
-    slots: SlotRanges,
-    indexer: IndexerRows,
-    tiles: tuple[AttentionConfig, StepConfig],
-    first_token: int,
-    tokens: int,
-    topk_length: torch.Tensor | None,
-    d_logits: torch.Tensor,
-    contributions: torch.Tensor | None,
-    d_index_k: torch.Tensor,
-) -> None:
-    """``contributions``: scratch for a deterministic sum, or None."""
-    tile, step = tiles
-    indices: torch.Tensor = slots.indices
-    topk = indices.shape[2]
-    scratch_rows = None if contributions is None else contributions.shape[0]
-    launched = slice(first_token, first_token + tokens)
-    key_sums = KeySums(indices[launched], None if topk_length is None else topk_length[launched], d_index_k)
-    for first_row, rows, first_slot, num_slots in pieces(tokens, topk, tile.block_n, scratch_rows):
-        selected_keys_kernel[(rows * -(-num_slots // tile.block_n),)](
-            slots,
-            indexer,
+    def _add_gradient_of_ranges(self, first_token: int, tokens: int) -> None:
+        assert self._key_scratch is not None
+        tile, step = self._tiles["index_keys"]
+        groups = -(-tokens // _GROUP)
+        by_group = self._key_scratch[:groups]
+        range_keys_kernel[(groups * -(-self.slots.s_kv // tile.block_n),)](
+            self.slots,
+            self.indexer,
             first_token=first_token,
-            d_logits=d_logits,
-            first_row=first_row,
-            first_slot=first_slot,
-            num_slots=num_slots,
-            d_index_k=d_index_k if contributions is None else contributions,
-            ATOMIC=contributions is None,
+            tokens=tokens,
+            d_logits=self.logits,
+            d_index_k=by_group,
+            GROUP=_GROUP,
             STEP=step,
             num_warps=tile.num_warps,
         )
-        if contributions is not None:
-            key_sums.add(contributions, first_row, rows, first_slot, num_slots)
+        d_index_k = self.results.d_index_k
+        for group in by_group:
+            d_index_k += group
+
+    def _add_gradient_of_selection(self, indices: torch.Tensor, first_token: int, tokens: int) -> None:
+        tile, step = self._tiles["index_keys"]
+        # Scratch for a deterministic sum, or None.
+        contributions, d_index_k = self._key_scratch, self.results.d_index_k
+        topk_length = self.params.topk_length
+        scratch_rows = None if contributions is None else contributions.shape[0]
+        launched = slice(first_token, first_token + tokens)
+        key_sums = KeySums(indices[launched], None if topk_length is None else topk_length[launched], d_index_k)
+        for first_row, rows, first_slot, num_slots in pieces(tokens, indices.shape[2], tile.block_n, scratch_rows):
+            selected_keys_kernel[(rows * -(-num_slots // tile.block_n),)](
+                self.slots,
+                self.indexer,
+                first_token=first_token,
+                d_logits=self.logits,
+                first_row=first_row,
+                first_slot=first_slot,
+                num_slots=num_slots,
+                d_index_k=d_index_k if contributions is None else contributions,
+                ATOMIC=contributions is None,
+                STEP=step,
+                num_warps=tile.num_warps,
+            )
+            if contributions is not None:
+                key_sums.add(contributions, first_row, rows, first_slot, num_slots)
 
 
 def _attention_rows(params: IndexerLossParams) -> AttentionRows:

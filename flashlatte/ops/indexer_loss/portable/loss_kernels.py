@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E, load_tile
-from flashlatte.ops.indexer_loss.portable.seen_keys import (
+from flashlatte.ops.indexer_loss.seen_keys import (
     AttentionRows,
     IndexerRows,
     SlotRanges,

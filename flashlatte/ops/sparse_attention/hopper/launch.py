@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from flashlatte.kernels.hopper.row_loads import LatentKeys
 from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.ops.sparse_attention.hopper.keys_kernel import KeyGradientSlots, key_gradients_kernel
-from flashlatte.ops.sparse_attention.hopper.producer import LatentKeys
 from flashlatte.ops.sparse_attention.hopper.queries_kernel import query_gradients_kernel
 from flashlatte.ops.sparse_attention.hopper.state import (
     BOX,

@@ -9,14 +9,13 @@ It refills a quarter of the keys as soon as a consumer releases it, in the order
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from flashlatte.kernels.hopper.barriers import PAIR_THREADS, wait
-from flashlatte.kernels.hopper.mla_tiles import COPY, HALF, LATENT
+from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT
+from flashlatte.kernels.hopper.row_loads import GATHERED_ROWS, copy_columns, gathered_keys, load_columns
 from flashlatte.ops.sparse_attention.hopper.state import BOX, HEADS, KEYS
 from flashlatte.ops.sparse_attention.hopper.tiles import (
     K_QUARTER0_EMPTY,
@@ -25,74 +24,30 @@ from flashlatte.ops.sparse_attention.hopper.tiles import (
     K_QUARTER3_EMPTY,
     QUARTER,
 )
-from flashlatte.runtime.gluon_compat import cp_async, tma_load
-from flashlatte.runtime.kernel_records import Int64, Pointer
-
-# A thread copies 16 bytes at a time, eight adjacent threads the 128 bytes of a swizzled row.
-_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
-_COLUMNS = gl.constexpr(gl.SliceLayout(0, COPY))
-
-
-class LatentKeys(NamedTuple):
-    """kv in global memory. ``stride`` is in units of 16 bytes."""
-
-    start: Pointer
-    stride: Int64
-
-
-class GatheredKeys(NamedTuple):
-    """Pointers to the rows of a tile of keys, and which are valid, [64]."""
-
-    pointers: Any
-    valid: Any
-
-
-@gluon.jit
-def _load_columns(descriptor, token, head, FIRST: gl.constexpr, full, tile):
-    """Load a tile [64 heads, 64 n columns] from column FIRST on."""
-    WIDTH: gl.constexpr = tile.shape[1]
-    for column in gl.static_range(0, WIDTH, BOX):
-        tma_load(descriptor, [token, head, FIRST + column], full, tile.slice(column, BOX, dim=1))
 
 
 @gluon.jit
 def _load_rows(rows, token, head, tiles, HAS_ROPE: gl.constexpr):
     q = tiles.q
     mbarrier.expect(tiles.q_full, HEADS * (LATENT + (BOX if HAS_ROPE else 0)) * 2)
-    _load_columns(rows.q, token, head, 0, tiles.q_full, q.left.index(0))
-    _load_columns(rows.q, token, head, HALF, tiles.q_full, q.right.index(0))
+    load_columns(rows.q, token, head, 0, tiles.q_full, q.left.index(0))
+    load_columns(rows.q, token, head, HALF, tiles.q_full, q.right.index(0))
     if HAS_ROPE:
-        _load_columns(rows.q, token, head, LATENT, tiles.q_full, q.rope.index(0))
+        load_columns(rows.q, token, head, LATENT, tiles.q_full, q.rope.index(0))
     mbarrier.expect(tiles.dout_full, HEADS * LATENT * 2)
-    _load_columns(rows.dout, token, head, 0, tiles.dout_full, tiles.dout.left.index(0))
-    _load_columns(rows.dout, token, head, HALF, tiles.dout_full, tiles.dout.right.index(0))
+    load_columns(rows.dout, token, head, 0, tiles.dout_full, tiles.dout.left.index(0))
+    load_columns(rows.dout, token, head, HALF, tiles.dout_full, tiles.dout.right.index(0))
 
 
 @gluon.jit
 def _load_indices(row, first, count):
-    slot = first + gl.arange(0, KEYS, _ROWS)
+    slot = first + gl.arange(0, KEYS, GATHERED_ROWS)
     return gl.load(row + slot, mask=slot < count, other=-1)
 
 
 @gluon.jit
-def _gathered(indices, keys, s_kv):
-    valid = (indices >= 0) & (indices < s_kv)
-    # The stride is in units of 16 bytes, so that the compiler knows the alignment for 16-byte copies.
-    ELEMENTS: gl.constexpr = 128 // keys.start.dtype.element_ty.primitive_bitwidth
-    offsets = gl.where(valid, indices, 0).to(gl.int64) * keys.stride * ELEMENTS
-    return GatheredKeys(keys.start + offsets, valid)
-
-
-@gluon.jit
-def _copy(gathered, FIRST: gl.constexpr, tile):
-    # Invalid rows are filled with zeros: their P and dS are 0, and 0 · NaN would be NaN.
-    pointers = gathered.pointers[:, None] + (FIRST + gl.arange(0, tile.shape[1], _COLUMNS))[None, :]
-    cp_async(tile, pointers, mask=gathered.valid[:, None])
-
-
-@gluon.jit
 def _copy_quarter(gathered, NUMBER: gl.constexpr, half, full):
-    _copy(gathered, NUMBER * QUARTER, half.index(0).slice(NUMBER % 2 * QUARTER, QUARTER, dim=1))
+    copy_columns(gathered, NUMBER * QUARTER, half.index(0).slice(NUMBER % 2 * QUARTER, QUARTER, dim=1))
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -104,7 +59,7 @@ def produce(rows, keys, selection, token, head, count, steps, tiles, HAS_ROPE: g
     row = selection.indices + token.to(gl.int64) * selection.indices_stride
     indices = _load_indices(row, 0, count)
     for step in range(steps):
-        gathered = _gathered(indices, keys, selection.s_kv)
+        gathered = gathered_keys(indices, keys, selection.s_kv)
         wait(K_QUARTER0_EMPTY, PAIR_THREADS)
         _copy_quarter(gathered, 0, k.left, full.quarter0)
         tiles.mask.store(gathered.valid.to(gl.int32))
@@ -117,5 +72,5 @@ def produce(rows, keys, selection, token, head, count, steps, tiles, HAS_ROPE: g
         _copy_quarter(gathered, 1, k.left, full.quarter1)
         wait(K_QUARTER3_EMPTY, PAIR_THREADS)
         if HAS_ROPE:
-            _copy(gathered, LATENT, k.rope.index(0))
+            copy_columns(gathered, LATENT, k.rope.index(0))
         _copy_quarter(gathered, 3, k.right, full.quarter3)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.row_loads import LatentKeys
 from flashlatte.ops.sparse_attention.hopper.consumers import QueryGradientArgs, consume_scores, consume_values
-from flashlatte.ops.sparse_attention.hopper.producer import LatentKeys, produce
+from flashlatte.ops.sparse_attention.hopper.producer import produce
 from flashlatte.ops.sparse_attention.hopper.state import (
     HEADS,
     KEYS,
