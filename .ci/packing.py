@@ -20,6 +20,25 @@ GLIBCS = (39, 35, 34, 31, 28, 27, 24, 17)
 ARCHITECTURE = 90
 MIB = 1 << 20
 CANNOT = 3
+# Packages that SGLang and vLLM import and the usual image of PyTorch lacks.
+SHARED_PACKAGES = (
+    "annotated-types==0.8.0",
+    "fastapi==0.165.0",
+    "llguidance==1.9.1",
+    "loguru==0.7.3",
+    "msgspec==0.22.0",
+    "opentelemetry-api==1.45.2",
+    "opentelemetry-sdk==1.45.2",
+    "opentelemetry-semantic-conventions==0.66b2",
+    "partial-json-parser==0.2.1.1.post7",
+    "pybase64==1.5.1",
+    "pydantic==2.14.4",
+    "pydantic-core==2.50.5",
+    "pyzmq==27.3.0",
+    "sniffio==1.3.1",
+    "starlette==1.10.0",
+    "typing-inspection==0.4.5",
+)
 
 
 def pack(

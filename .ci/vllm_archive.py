@@ -21,31 +21,16 @@ import packing
 VLLM = "vllm==0.33.0"
 # What vLLM imports to run a model and the usual image of PyTorch lacks. Versions that were tested together.
 PACKAGES = (
-    "annotated-types==0.8.0",
+    *packing.SHARED_PACKAGES,
     "apache-tvm-ffi==0.1.15.post2",
     "cachetools==8.0.2",
     "cbor2==6.3.0",
     "compressed-tensors==0.17.0",
-    "fastapi==0.165.0",
     "httpx2==2.16.2",
-    "llguidance==1.9.1",
-    "loguru==0.7.3",
-    "msgspec==0.22.0",
     "openai==3.57.0",
-    "opentelemetry-api==1.45.2",
     "opentelemetry-exporter-otlp-proto-common==1.45.2",
     "opentelemetry-proto==1.45.2",
-    "opentelemetry-sdk==1.45.2",
-    "opentelemetry-semantic-conventions==0.66b2",
     "oss-harmony==0.0.11",
-    "partial-json-parser==0.2.1.1.post7",
-    "pybase64==1.5.1",
-    "pydantic==2.14.4",
-    "pydantic-core==2.50.5",
-    "pyzmq==27.3.0",
-    "sniffio==1.3.1",
-    "starlette==1.10.0",
-    "typing-inspection==0.4.5",
     "xgrammar==0.2.9",
 )
 # Mangled template arguments of FlashAttention-3's main loop: head dims 64 and 512 (decode), 192 and 128 (prefill).

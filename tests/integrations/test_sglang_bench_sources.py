@@ -11,6 +11,7 @@ import pytest
 from support.peer_sources import FOLDER, MISSING
 
 from flashlatte.bench.serving import sglang_engine, sglang_steps
+from flashlatte.bench.serving.random_model import CONFIGS
 
 # The version that .ci/sglang_archive.py packs.
 SOURCE = FOLDER / "sglang-0.5.17" / "sglang"
@@ -135,6 +136,25 @@ def test_calls_are_accepted(place: str, path: str, positional: int, keywords: tu
 )
 def test_names_exist(place: str, used: set[str]) -> None:
     assert used - defined(parsed(place)) == set()
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("layers", ["DeepseekV2DecoderLayer", "DeepseekV2Model"])
+def test_config_has_the_attributes_that_the_model_reads(model: str, layers: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    (found,) = (
+        node
+        for node in parsed("srt/models/deepseek_v2.py").body
+        if isinstance(node, ast.ClassDef) and node.name == layers
+    )
+    reads = {
+        node.attr
+        for node in ast.walk(found)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config")
+    }
+    assert "rms_norm_eps" in reads
+    config = transformers.DeepseekV3Config(**CONFIGS[model])
+    assert {name for name in reads - set(CONFIGS[model]) if not hasattr(config, name)} == set()
 
 
 def test_dummy_weights_are_initialized_through_the_module_that_is_patched() -> None:

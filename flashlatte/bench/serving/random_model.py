@@ -46,6 +46,7 @@ V3 = {
     "n_group": 8,
     "topk_group": 4,
     "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
     "num_nextn_predict_layers": 0,
 }
 

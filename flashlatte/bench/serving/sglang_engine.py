@@ -24,6 +24,7 @@ class RunnerSteps:
     """SGLang's model runner, and the requests that run in it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        from sgl_kernel import elementwise
         from sglang.benchmark import one_batch
         from sglang.srt.model_loader import loader
         from sglang.srt.plugins import load_plugins
@@ -31,6 +32,8 @@ class RunnerSteps:
 
         loader.initialize_dummy_weights = fill_model
         one_batch.get_tokenizer = no_tokenizer
+        # sgl-kernel replaces its RMSNorm by FlashInfer's, which FlashInfer compiles at run time.
+        elementwise._has_flashinfer = False
         load_plugins()
         config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
         self.vocabulary = config["vocab_size"]
