@@ -22,7 +22,7 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_queries_in_16_bits() -> None:
-    inputs = CASE.inputs() | {"k_scale": 0.02}
+    inputs: dict[str, Any] = CASE.inputs() | {"k_scale": 0.02}
     expected = dense_decode(**inputs, precision="fp8", empty_lse=math.inf)
     del inputs["k_scale"]
     assert_same(decode(inputs, descale_k=0.02, precision="fp8"), expected)

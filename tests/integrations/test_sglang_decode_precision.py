@@ -31,7 +31,7 @@ def requested(monkeypatch):
 def dense(cache: torch.Tensor, q: torch.Tensor) -> dict[str, Any]:
     """The arguments of SGLang's flashmla backend."""
     table, lengths = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([70, 64], dtype=torch.int32)
-    call = {"q": q, "k_cache": cache, "block_table": table, "cache_seqlens": lengths, "head_dim_v": 512}
+    call: dict[str, Any] = {"q": q, "k_cache": cache, "block_table": table, "cache_seqlens": lengths, "head_dim_v": 512}
     return call | {"softmax_scale": 0.1, "causal": True, "tile_scheduler_metadata": flash_mla.FlashMLASchedMeta()}
 
 
@@ -39,7 +39,7 @@ def dense(cache: torch.Tensor, q: torch.Tensor) -> dict[str, Any]:
 def test_decode_over_an_fp8_cache(monkeypatch, stored):
     q, cache = draw(2, 1, 4, 576).to(E4M3), draw(4, 64, 1, 576, seed=1).to(E4M3)
     scale = torch.full((1,), 0.37)
-    scales = {"descale_q": scale, "descale_k": scale}
+    scales: dict[str, Any] = {"descale_q": scale, "descale_k": scale}
     call = dense(cache.view(stored), q) | scales
     rounded = attention.flash_mla_with_kvcache(untouched, **call)
     expected = flash_mla.flash_mla_with_kvcache(**dense(cache, q), **scales, precision="fp8")
