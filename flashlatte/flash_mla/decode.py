@@ -46,6 +46,7 @@ def flash_mla_with_kvcache(
     descale_k: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    precision: str | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode over a paged latent cache: dense, or over selected tokens if ``indices`` is given.
@@ -83,6 +84,8 @@ def flash_mla_with_kvcache(
         descale_k: dense over a float8_e4m3fn cache: key = byte · descale_k; as ``descale_q``.
         out: optional output buffer [b, s_q, h_q, head_dim_v] in q's dtype.
         lse: optional output buffer, float32 [b, h_q, s_q].
+        precision: dense over a float8_e4m3fn cache: "fp8" multiplies in e4m3, as FlashMLA does (``dense_decode``); the
+            values of a float8_e4m3fn q are not rounded again. None: exact products of bf16 queries.
         backend: "hopper", "portable" or "reference"; None chooses.
 
     Returns:
@@ -131,11 +134,12 @@ def flash_mla_with_kvcache(
             descale_k,
             out,
             lse,
+            precision,
             backend,
         )
     if checks.flag("causal", causal):
         raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
-    for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
+    for name, value in (("descale_q", descale_q), ("descale_k", descale_k), ("precision", precision)):
         if value is not None:
             raise ValueError(f"{name} belongs to dense decode over an fp8 cache, got it with indices")
     return _sparse(
@@ -174,13 +178,18 @@ def _dense(
     descale_k: float | torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    precision: str | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``dense_decode`` with FlashMLA's arguments. A repeated launch skips these checks."""
     _check_fp8_flag(k_cache, is_fp8_kvcache, descale_k)
-    q = _query(q, descale_q)
+    factor = None
+    if precision is not None and _is_e4m3(q) and _is_e4m3(k_cache):
+        q, descale_k, factor = _without_scale(q, descale_q, descale_k)
+    else:
+        q = _query(q, descale_q)
     with checks.naming(k_scale="descale_k", batch_invariant="enable_batch_invariant"):
-        return dense_decode(
+        out, lse = dense_decode(
             q,
             k_cache,
             block_table,
@@ -193,8 +202,12 @@ def _dense(
             lse=lse,
             empty_lse=math.inf,
             batch_invariant=batch_invariant,
+            precision=precision,
             backend=backend,
         )
+    if factor is not None:
+        out.div_(factor)
+    return out, lse
 
 
 @repeats_launches
@@ -243,12 +256,32 @@ def _sparse(
 
 def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:
     """q unchanged, or a float8_e4m3fn q dequantised to bf16."""
-    if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
+    if not _is_e4m3(q):
         if descale_q is not None:
             raise ValueError(f"descale_q belongs to a float8_e4m3fn q, got {_kind(q)}")
         return q
     tensor, number = scales.split("descale_q", descale_q, q.device)
     return (q.float() * (number if tensor is None else tensor)).to(torch.bfloat16)
+
+
+def _without_scale(
+    q: torch.Tensor, descale_q: float | torch.Tensor | None, descale_k: float | torch.Tensor | None
+) -> tuple[torch.Tensor, float | torch.Tensor | None, float | torch.Tensor | None]:
+    """A float8_e4m3fn q in bf16 without its scale, the scale of keys for these queries, and the outputs' factor.
+
+    ``dense_decode`` rounds queries to e4m3 with powers of two. This keeps q's values, but not values · ``descale_q``.
+    Logits are products of both scales. With both in the scale of keys, outputs are ``descale_q`` times too large.
+    """
+    if descale_q is None:
+        return q.to(torch.bfloat16), descale_k, None
+    q_tensor, q_number = scales.split("descale_q", descale_q, q.device)
+    k_tensor, k_number = scales.split("descale_k", descale_k, q.device)
+    factor = q_number if q_tensor is None else q_tensor
+    return q.to(torch.bfloat16), factor * (k_number if k_tensor is None else k_tensor), factor
+
+
+def _is_e4m3(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn
 
 
 def _kind(value: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flashlatte.layers.cache import LatentCache
+from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.fused_projections import bmm_into
 from flashlatte.layers.metadata import DecodePart
 from flashlatte.layers.selection import SelectionChunk
@@ -26,6 +27,18 @@ from flashlatte.ops.sparse_prefill import sparse_prefill
 MAX_ABSORBED_QUERIES = 16
 # Bound on the absorbed queries of one prefill call: they have 576 elements, against 192 in multi-head form.
 MAX_QUERY_BYTES = 2**28
+
+
+def check_precision(decode_precision: str | None, config: MLAConfig) -> None:
+    """Raise ValueError for an unknown precision, or one that decode of a layer with this config does not have.
+
+    ``precision`` of ``dense_decode`` is not one of ``sparse_decode``, and its lse is too inexact for an attention sink.
+    """
+    if decode_precision not in (None, "fp8"):
+        raise ValueError(f"decode_precision must be None or 'fp8', got {decode_precision!r}")
+    for part in ("indexer", "window", "attn_sink") if decode_precision else ():
+        if value := getattr(config, part):
+            raise ValueError(f"decode_precision={decode_precision!r} needs a config without {part}, got {value}")
 
 
 def up_projections(kv_b: torch.Tensor, nope_dim: int, v_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,6 +66,7 @@ def attend_pages(
     backend: str | None,
     batch_invariant: bool = False,
     sink: torch.Tensor | None = None,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """Attention of queries [T, h, head_dim] over cached tokens, the new ones included: [T, h, value_dim].
 
@@ -62,6 +76,7 @@ def attend_pages(
         backend: backend of the decode operation.
         batch_invariant: passed to the decode operation; no effect if keys are sharded over ranks.
         sink: float32 [h], a logit in the denominator of each head's softmax; None: none. Not with sharded keys.
+        precision: passed to ``dense_decode``; not with ``indices``, sharded keys or another format than ``fp8``.
     """
     sharded = None if part is None else part.sharded
     if sharded is not None and sink is not None:
@@ -85,6 +100,7 @@ def attend_pages(
             part.seq_lens,
             causal=part.queries > 1,
             k_scale=cache.scale,
+            precision=precision,
             **common,
         )
         apply_sink(out, lse.transpose(1, 2), sink)

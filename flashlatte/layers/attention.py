@@ -12,7 +12,7 @@ from torch import nn
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.kv_cache.codec import as_cache
 from flashlatte.layers import checkpoint
-from flashlatte.layers.absorbed import up_projections
+from flashlatte.layers.absorbed import check_precision, up_projections
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.forward import forward
@@ -46,13 +46,18 @@ class MLAAttention(nn.Module):
         batch_invariant: make decode attention of a request bitwise independent of the other requests of a step, if
             all have the same number of new tokens. Projections are PyTorch's, and may depend on the number of tokens.
             Only for layers without an indexer, over whole caches.
+        decode_precision: "fp8" multiplies in e4m3 in decode over a cache of format ``fp8`` (``precision`` of
+            ``dense_decode``): faster on Hopper with many requests, and less exact (docs/guide/numerics.md). Prefill
+            does not change. Only for layers without an indexer, window or attention sink, and whole caches of this
+            format. None: exact products.
         shares_selection: reuse the selection of the layer before; this layer has no indexer
             (``config.indexer.shared_layers`` lists such layers).
         dtype, device: of the parameters, which are not initialised.
 
     Raises:
-        TypeError, ValueError: a head range outside of the layer, an unknown backend, ``shares_selection`` without an
-            indexer in the config, ``batch_invariant`` with one.
+        TypeError, ValueError: a head range outside of the layer, an unknown backend or precision, ``shares_selection``
+            without an indexer in the config, ``batch_invariant`` with one, ``decode_precision`` for a config whose
+            decode has no such form.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class MLAAttention(nn.Module):
         heads: tuple[int, int] | None = None,
         backend: str | None = None,
         batch_invariant: bool = False,
+        decode_precision: str | None = None,
         shares_selection: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -85,8 +91,10 @@ class MLAAttention(nn.Module):
             raise ValueError("shares_selection needs a config with an indexer, got indexer None")
         if checks.flag("batch_invariant", batch_invariant) and config.indexer is not None:
             raise ValueError("batch_invariant needs a config without an indexer: its selection is not batch-invariant")
+        check_precision(decode_precision, config)
         self.config = config
         self.batch_invariant = batch_invariant
+        self.decode_precision = decode_precision
         self.heads = (first, last)
         self.backend = backend
         self.q_lora_rank = config.q_lora_rank
@@ -231,8 +239,9 @@ class MLAAttention(nn.Module):
         self._check_cache(pages, layout, k_scale)
         metadata.check_cache(pages)
         self._check_selection(metadata, layout, indices)
-        if self.batch_invariant and metadata.sharding is not None:
-            raise ValueError(f"batch_invariant needs a whole cache, got metadata for {metadata.sharding}")
+        for option in ("batch_invariant", "decode_precision"):
+            if metadata.sharding is not None and getattr(self, option):
+                raise ValueError(f"{option} needs a whole cache, got metadata for {metadata.sharding}")
         if metadata.max_seq_len > config.rope.max_position:
             raise ValueError(
                 f"metadata has a request of {metadata.max_seq_len} tokens, and the config's rope.max_position is "
@@ -262,6 +271,7 @@ class MLAAttention(nn.Module):
                 query_factors=None if scaling is None else scaling.factors(metadata.positions),
                 backend=self.backend,
                 batch_invariant=self.batch_invariant,
+                decode_precision=self.decode_precision,
             )
 
     def forward_training(
@@ -376,3 +386,7 @@ class MLAAttention(nn.Module):
             )
         if k_scale is not None and not layout.takes_scale:
             raise ValueError(f"k_scale belongs to cache format fp8, got {layout.name}")
+        if self.decode_precision is not None and not layout.takes_scale:
+            raise ValueError(
+                f"decode_precision={self.decode_precision!r} needs a cache of format fp8, got {layout.name}"
+            )

@@ -56,6 +56,7 @@ def forward(
     query_factors: torch.Tensor | None = None,
     backend: str | None = None,
     batch_invariant: bool = False,
+    decode_precision: str | None = None,
 ) -> torch.Tensor:
     """Store the latents of a flat batch [T, hidden_size] in the cache and compute its attention: [T, hidden_size].
 
@@ -68,6 +69,7 @@ def forward(
         query_factors: [T] or [T, h], factors of each token's queries; None: none.
         backend: backend of the operations that read the cache.
         batch_invariant: passed to the decode operation.
+        decode_precision: ``precision`` of ``dense_decode``.
     """
     # Both forms of attention need it. Raise for an unreadable weight before anything is stored.
     kv_b = linear_weight(module, "kv_b_proj", hidden.dtype)
@@ -93,7 +95,15 @@ def forward(
             if overlapped is not None:
                 overlapped.join()
             return attend_pages(
-                folded, cache, metadata.decode, chosen, softmax_scale(module), backend, batch_invariant, sink
+                folded,
+                cache,
+                metadata.decode,
+                chosen,
+                softmax_scale(module),
+                backend,
+                batch_invariant,
+                sink,
+                decode_precision,
             )
 
         for part in parts:

@@ -34,6 +34,7 @@ def warmup_steps(
     page_size: int = 64,
     max_batch: int = 256,
     max_queries: int = 2,
+    decode_precision: str | None = None,
     device: str = "cpu",
 ) -> Iterator[str]:
     """Run a layer's prefill and decode steps; yields the name of each. Weights and results are uninitialised.
@@ -45,14 +46,16 @@ def warmup_steps(
         page_size: tokens in a page.
         max_batch: maximum number of requests of a decode step.
         max_queries: maximum number of new tokens of a request in a decode step, including speculative tokens.
+        decode_precision: as for ``MLAAttention``.
         device: device to run on; "cpu" inside ``runtime.precompile.collected``, which needs no GPU.
 
     Raises:
-        ValueError: a format that does not fit the layer, or more heads than it has.
+        ValueError: a format or precision that does not fit the layer, or more heads than it has.
     """
     max_length = min(MANY_TOKENS, config.rope.max_position)
     config = replace(config, rope=replace(config.rope, max_position=max_length))
-    layer = MLAAttention(config, heads=None if heads is None else (0, heads), dtype=dtype, device=device)
+    shard = None if heads is None else (0, heads)
+    layer = MLAAttention(config, heads=shard, decode_precision=decode_precision, dtype=dtype, device=device)
     caches = _caches(config, cache_format, page_size, device)
     topk = None if config.indexer is None else config.indexer.topk
     chunk = min(_TOKENS_PER_SM * machine.num_sms(torch.device(device)), max_length)

@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help="cache format (may be repeated); default: the dtype, or model1 for DeepSeek-V4",
     )
+    parser.add_argument(
+        "--decode-precision", choices=("fp8",), help="decode over an fp8 cache in e4m3 (default: exact products)"
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="dtype of the weights (default bf16)")
     parser.add_argument("--max-batch", type=int, default=256, help="maximum requests of a decode step (default 256)")
     parser.add_argument(

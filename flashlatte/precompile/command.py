@@ -92,6 +92,10 @@ def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[pre
     if unknown:
         raise ValueError(f"--cache-format must be one of {', '.join(FORMAT_NAMES)}, got {unknown[0]!r}")
     steps = steps_of(fields, arguments.tensor_parallel)
+    if precision := arguments.decode_precision:
+        if steps_of is not _mla_steps:
+            raise ValueError(f"--decode-precision belongs to dense MLA layers, got a {fields['model_type']}")
+        steps = functools.partial(steps, decode_precision=precision)
     with precompile.collected() as found:
         for cache_format in formats:
             for _ in steps(

@@ -11,6 +11,7 @@ from gpu import harness
 from gpu.harness import DEVICE, Arguments, Results
 
 import flashlatte
+from flashlatte import flash_mla
 from flashlatte.ops.dense_decode import fp8
 from flashlatte.testing import oracles
 from flashlatte.testing.cases import DenseDecodeCase
@@ -114,6 +115,17 @@ def test_a_nan_of_the_cache_is_seen(column: int) -> None:
     assert decode(arguments)["out"].isnan().flatten(1).any(1).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("form", [{}, {"h_q": 16}, {"s_q": 1, "s_k": 9000}], ids=str)
+def test_batch_invariant_is_the_same_alone(form: Arguments) -> None:
+    arguments = replace(TYPICAL, **{"batch": 19, "s_k": 3000} | form).inputs(DEVICE)
+    together = decode(arguments, batch_invariant=True)
+    for request in (0, 7, 18):
+        one = slice(request, request + 1)
+        per_request = {name: arguments[name][one] for name in ("q", "block_table", "cache_seqlens")}
+        alone = decode(arguments | per_request, batch_invariant=True)
+        harness.assert_same_bits(alone, {name: result[one] for name, result in together.items()})
+
+
 @pytest.mark.parametrize("form", [{}, {"page_size": 16}, {"batch": 2, "s_k": 9000}, {"h_q": 16}], ids=str)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_same_bits_run_after_run(form: Arguments, batch_invariant: bool) -> None:
@@ -137,3 +149,36 @@ def test_graph_follows_lengths_and_pages() -> None:
         harness.nan_outputs(**outputs)
         replay()
         check(arguments, results)
+
+
+def test_queries_in_e4m3_in_a_graph() -> None:
+    """SGLang's calls of the drop-in: scales are tensors, and replays read new lengths and scales."""
+    arguments = replace(TYPICAL, s_q=1).inputs(DEVICE)
+    q, scale = (arguments["q"] * 8).to(E4M3), torch.full((1,), 0.37, device=DEVICE)
+    lengths = arguments["cache_seqlens"]
+
+    def call(precision: str | None) -> torch.Tensor:
+        return flash_mla.flash_mla_with_kvcache(
+            q,
+            arguments["k_cache"],
+            arguments["block_table"],
+            lengths,
+            512,
+            flash_mla.FlashMLASchedMeta(),
+            softmax_scale=arguments["softmax_scale"],
+            causal=True,
+            descale_q=scale,
+            descale_k=scale,
+            precision=precision,
+        )[0]
+
+    call("fp8")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call("fp8")
+    for factor in (1.0, 2.3):
+        scale.mul_(factor)
+        lengths.sub_(7).clamp_(min=1)
+        graph.replay()
+        expected = call(None)
+        assert float((out.double() - expected.double()).norm() / expected.double().norm()) < 0.03

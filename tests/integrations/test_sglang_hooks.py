@@ -151,7 +151,7 @@ def test_a_flash_mla_without_sglangs_fused_attention_is_kept(fake_sglang, monkey
 # DeepGEMM's own functions are compared in test_peer_signatures.
 @pytest.mark.parametrize(
     "hook",
-    [hook for hook in hooks.HOOKS if hook.around or "deep_gemm" not in hook.target],
+    [hook for hook in (*hooks.HOOKS, hooks.START) if hook.around or "deep_gemm" not in hook.target],
     ids=lambda hook: hook.target,
 )
 def test_signatures_are_sglangs(hook):

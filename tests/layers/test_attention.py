@@ -7,10 +7,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+import dataclasses
 import itertools
 
 from layers.stock import MODELS, Engine, assert_like_stock, assert_within, hidden_states, layer_like, stock
 
+from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, absorbed
 
 
@@ -223,3 +225,73 @@ def test_batch_invariance_of_what_does_not_promise_it_is_refused():
         MLAAttention(indexed, batch_invariant=True)
     with pytest.raises(TypeError, match="batch_invariant must be"):
         MLAAttention(MLAConfig(64, 4), batch_invariant=1)  # type: ignore[arg-type]
+
+
+def decode_over_fp8(**options):
+    """Outputs of a prefill, a decode step of two requests and one of two tokens each, and the engine."""
+    model = stock("v3", (("kv_lora_rank", 64),))
+    engine = Engine(layer_like(model, **options), hidden_states((24, 12)), "fp8")
+    engine.step({0: 21, 1: 9})
+    prefilled = engine.results()
+    engine.step({0: 1, 1: 1})
+    engine.step({0: 2, 1: 2})
+    return prefilled, [result[len(first) :] for result, first in zip(engine.results(), prefilled, strict=True)], engine
+
+
+def test_decode_precision_reaches_decode_alone(monkeypatch):
+    prefilled, exact, _ = decode_over_fp8()
+    prefilled_fp8, rounded, engine = decode_over_fp8(decode_precision="fp8")
+    assert all(torch.equal(a, b) for a, b in zip(prefilled, prefilled_fp8, strict=True))
+    for a, b in zip(exact, rounded, strict=True):
+        # Rounding of queries and probabilities to 4 bits.
+        assert 1e-3 < ((a - b).norm() / a.norm()).item() < 0.1
+
+    told = []
+    run = absorbed.dense_decode
+    monkeypatch.setattr(absorbed, "dense_decode", lambda *a, **k: [told.append(k["precision"]), run(*a, **k)][1])
+    decode_over_fp8(decode_precision="fp8", batch_invariant=True)
+    assert told == ["fp8", "fp8"]
+
+    with pytest.raises(ValueError, match=r"for sparse_decode, got fp8$"):
+        engine.layer(
+            torch.zeros(4, engine.layer.config.hidden_size),
+            engine.cache,
+            engine.metadata,
+            indices=torch.zeros(4, 1, dtype=torch.int32),
+        )
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "fp32"])
+def test_decode_precision_over_another_cache(cache_format):
+    engine = Engine(layer_like(stock("v3"), decode_precision="fp8"), hidden_states((4,)), cache_format)
+    with pytest.raises(ValueError, match=f"^decode_precision='fp8' needs a cache of format fp8, got {cache_format}$"):
+        engine.step({0: 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "message"),
+    [
+        ({}, "bf16", r"^decode_precision must be None or 'fp8', got 'bf16'$"),
+        ({}, torch.float8_e4m3fn, "^decode_precision must be None or 'fp8', got torch"),
+        (
+            {"indexer": IndexerConfig(num_heads=4, head_dim=64, topk=8)},
+            "fp8",
+            "needs a config without indexer, got Ind",
+        ),
+        ({"window": 16}, "fp8", "^decode_precision='fp8' needs a config without window, got 16$"),
+        ({"attn_sink": True}, "fp8", "^decode_precision='fp8' needs a config without attn_sink, got True$"),
+    ],
+)
+def test_decode_precision_that_is_refused(options, precision, message):
+    with pytest.raises(ValueError, match=message):
+        MLAAttention(MLAConfig(64, 4, q_lora_rank=24, **options), decode_precision=precision)
+
+
+@pytest.mark.parametrize("option", [{"batch_invariant": True}, {"decode_precision": "fp8"}])
+def test_options_that_need_a_whole_cache(option):
+    engine = Engine(layer_like(stock("v3"), **option), hidden_states((4,)), "fp8")
+    engine.step({0: 3})
+    metadata = dataclasses.replace(engine.metadata, sharding=Sharding(0, 2, 1))
+    hidden = torch.zeros(3, engine.layer.config.hidden_size)
+    with pytest.raises(ValueError, match=f"^{next(iter(option))} needs a whole cache, got metadata for Sharding"):
+        engine.layer(hidden, engine.cache, metadata)

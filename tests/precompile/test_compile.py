@@ -169,6 +169,14 @@ def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
     assert "--tensor-parallel must divide the model's 4 groups of heads, got 8" in capsys.readouterr().err
 
 
+def test_decode_in_e4m3_is_not_of_deepseek_v4(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
+    (tmp_path / "config.json").write_text(json.dumps(V4_CONFIG))
+    arguments = ["compile", "--model", str(tmp_path), "--target", "sm_90", "--decode-precision", "fp8"]
+    assert cli.main(arguments) == cli.USER_ERROR
+    assert "--decode-precision belongs to dense MLA layers, got a deepseek_v4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -178,6 +186,7 @@ def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
         (["--target", "sm_90", "--max-batch", "0"], "--max-batch must be at least 1, got 0"),
         (["--target", "sm_90", "--sms", "-1"], "--sms must be at least 1, got -1"),
         (["--target", "sm_90", "--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--target", "sm_90", "--decode-precision", "fp8"], "decode_precision='fp8' needs a cache of format fp8, got"),
     ],
 )
 def test_mistakes_are_named(arguments, message, tmp_path, capsys, monkeypatch):

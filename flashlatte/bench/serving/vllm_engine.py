@@ -47,7 +47,7 @@ class EngineSteps:
             load_format=arguments.load_format,
             dtype=arguments.dtype,
             kv_cache_dtype=arguments.kv_cache_dtype,
-            attention_config={"backend": arguments.worker},
+            attention_config={"backend": arguments.backend},
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             max_num_seqs=max(requests for requests, _ in cases),

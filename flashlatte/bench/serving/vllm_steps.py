@@ -6,7 +6,7 @@ MODEL is a directory with a config.json, or v3 or v32: layers of DeepSeek-V3's o
 are random numbers unless --load-format says otherwise. Each backend has an engine in its own process, with an equal
 share of the GPU's memory. For each case, requests x tokens of context, every engine prefills its requests, or with
 --random-contexts finds random keys in its cache. Then they alternate, A B C, C B A, and so on, with --steps decode
-steps each.
+steps each. CUSTOM+fp8 is FlashLatte with FLASHLATTE_DECODE_PRECISION=fp8, which needs --kv-cache-dtype fp8.
 
 Prints the median step of the engine, scheduler and sampling included, the GPU time in it, and of that the time of
 attention kernels and of the indexer's. The first tokens of the requests and their log-probabilities are compared with
@@ -29,6 +29,8 @@ from flashlatte.bench.serving.step_cases import add_case_arguments
 from flashlatte.bench.serving.step_times import Host, compare
 
 ENGINE = "flashlatte.bench.serving.vllm_engine"
+# After a backend's name: FlashLatte's variable for products in e4m3.
+FP8 = "+fp8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +57,10 @@ def run(options: argparse.Namespace) -> int:
             write_config(Path(settings["model"]), options.model, options.layers)
 
         def started(backend: str) -> EngineProcess:
-            engine = EngineProcess(backend, ENGINE, settings, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+            precision = "fp8" if backend.endswith(FP8) else ""
+            variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "FLASHLATTE_DECODE_PRECISION": precision}
+            server = settings | {"backend": backend.removesuffix(FP8)}
+            engine = EngineProcess(backend, ENGINE, server, variables)
             stack.callback(engine.end)
             return engine
 

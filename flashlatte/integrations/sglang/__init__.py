@@ -2,6 +2,7 @@
 
 ``register`` is the entry point ``sglang.srt.plugins``: SGLang calls it in each of its processes if FlashLatte is
 installed. ``SGLANG_PLUGINS`` lists the plugins to load; this one is called ``flashlatte``.
+``FLASHLATTE_DECODE_PRECISION=fp8`` selects products in e4m3 for dense decode over an fp8 cache.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from flashlatte.integrations.sglang.flash_mla_module import NOT_IMPORTABLE, provide_flash_mla
-from flashlatte.integrations.sglang.hooks import HOOKS, Hook, missing_targets
+from flashlatte.integrations.sglang.hooks import Hook, active_hooks, missing_targets
 
 __all__ = ["register"]
 
@@ -42,7 +43,7 @@ def register() -> None:
 def register_hooks(registry: Any, hook_types: Any) -> None:
     """Register each hook whose target exists; skip hooks that are registered already."""
     provide_flash_mla()
-    for hook in HOOKS:
+    for hook in active_hooks():
         if hook.target not in _registered and _exists(hook):
             registry.register(hook.target, hook.function, hook_types.AROUND if hook.around else hook_types.REPLACE)
             _registered.add(hook.target)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashlatte import flash_mla
+from flashlatte.integrations import decode_precision
 
 # Supported formats of sparse decode: SGLang's names, and the names in ``flash_mla``. Earlier versions of SGLang call V4
 # MODEL1.
@@ -72,7 +73,10 @@ def flash_mla_with_kvcache(
     *,
     use_legacy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flashlatte.flash_mla.flash_mla_with_kvcache``, which ignores schedules; lse is a natural logarithm."""
+    """``flashlatte.flash_mla.flash_mla_with_kvcache``, which ignores schedules; lse is a natural logarithm.
+
+    Over a dense fp8 cache its precision is that of ``FLASHLATTE_DECODE_PRECISION``.
+    """
     one_byte = k_cache.dtype.itemsize == 1
     supported_format = None
     if indices is not None and one_byte:
@@ -109,6 +113,7 @@ def flash_mla_with_kvcache(
         )
     if indices is None and k_cache.dtype == torch.uint8:
         k_cache = k_cache.view(torch.float8_e4m3fn)
+    dense_fp8 = one_byte and indices is None
     return flash_mla.flash_mla_with_kvcache(
         q,
         k_cache,
@@ -128,7 +133,9 @@ def flash_mla_with_kvcache(
         extra_topk_length=extra_topk_length,
         kv_format=supported_format,
         descale_q=_single_scale(descale_q) if q.dtype == torch.float8_e4m3fn else None,
-        descale_k=_single_scale(descale_k) if one_byte and indices is None else None,
+        descale_k=_single_scale(descale_k) if dense_fp8 else None,
+        precision=decode_precision.requested() if dense_fp8 else None,
+        backend=decode_precision.backend(q.device.type) if dense_fp8 else None,
     )
 
 

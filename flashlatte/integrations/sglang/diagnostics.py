@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flashlatte.integrations import decode_precision
 from flashlatte.integrations.sglang.hooks import Hook, missing_targets
 from flashlatte.layers.config import MLAConfig
 
@@ -63,6 +64,15 @@ def _unregistered_reason() -> str | None:
 
 
 def _served_operations(layers: Sequence[MLAConfig], *, v4: bool) -> str:
+    if precision := decode_precision.requested():
+        if v4 or any(layer.indexer is not None for layer in layers):
+            return decode_precision.needs(
+                "a model without an indexer, which SGLang runs with --attention-backend flashmla"
+            )
+        return (
+            f"with --attention-backend flashmla --kv-cache-dtype fp8_e4m3, which {decode_precision.VARIABLE}="
+            f"{precision} needs, FlashLatte runs decode and SGLang runs prefill"
+        )
     if v4:
         return "on Hopper FlashLatte runs decode, sparse prefill and the indexer; SGLang runs caches of V4.1"
     if any(layer.attn_sink for layer in layers):

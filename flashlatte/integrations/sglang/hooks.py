@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flashlatte import deep_gemm
-from flashlatte.integrations.sglang import attention, fa3, indexer
+from flashlatte.integrations import decode_precision
+from flashlatte.integrations.sglang import attention, fa3, indexer, start
 
 
 class Hook(NamedTuple):
@@ -64,9 +66,20 @@ HOOKS = (
     Hook(f"{_TOPK}.topk_transform_ragged_v2", indexer.topk_transform_ragged_v2, optional=True),
 )
 
+# Only with FLASHLATTE_DECODE_PRECISION: SGLang imports this module late.
+START = Hook(
+    "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends", start.init_attention_backends
+)
+
+
+def active_hooks() -> tuple[Hook, ...]:
+    """The hooks to register."""
+    return (*HOOKS, START) if os.environ.get(decode_precision.VARIABLE) else HOOKS
+
 
 def missing_targets(exists: Callable[[Hook], bool]) -> list[str]:
     """Targets of replacements that are not in use: ``exists`` is False for all targets of the function."""
-    in_use = {hook.function for hook in HOOKS if exists(hook)}
-    first = {hook.function: hook.target for hook in reversed(HOOKS) if not hook.optional}
+    hooks = active_hooks()
+    in_use = {hook.function for hook in hooks if exists(hook)}
+    first = {hook.function: hook.target for hook in reversed(hooks) if not hook.optional}
     return [target for function, target in first.items() if function not in in_use][::-1]

@@ -13,6 +13,7 @@ import importlib
 import os
 from typing import Any
 
+from flashlatte.integrations import decode_precision
 from flashlatte.integrations.vllm import compat, support
 
 __all__ = ["cpu_platform", "register"]
@@ -42,12 +43,15 @@ def register() -> None:
     DeepSeek-V4's layers take no attention backend. With CUSTOM they use FlashLatte's attention and indexer selection
     (vLLM 0.32 and later, on CUDA). DeepSeek-V4.1 and dots3 with CUSTOM are refused.
 
+    ``FLASHLATTE_DECODE_PRECISION=fp8`` selects products in e4m3 for decode over an fp8 cache. A configuration in which
+    it would have no effect is refused (``check_decode_precision``).
+
     If vLLM is missing or its version is not supported, the function logs one warning and registers nothing.
 
     Raises:
-        ValueError: ``FLASHLATTE_VLLM`` has another value.
+        ValueError: ``FLASHLATTE_VLLM`` or ``FLASHLATTE_DECODE_PRECISION`` has another value.
     """
-    chosen = mode()
+    chosen, precision = mode(), decode_precision.requested()
     reason = compat.version_refusal()
     if reason is not None:
         compat.warn_once("FlashLatte is not registered: %s", reason)
@@ -66,6 +70,8 @@ def register() -> None:
         models = support.CPU_INDEXER_MODELS if on_cpu else support.INDEXER_MODELS
         compat.configure_models(models, after=configure_indexer_model)
         compat.configure_models(support.GLM_NEXT_MODELS, after=use_ds_mla_cache)
+    if precision is not None:
+        compat.configure_models(compat.architectures(), before=check_decode_precision, mark="precision_checked")
     if chosen == "auto":
         for name in compat.AUTOMATIC_DENSE:
             compat.register_attention(name, DENSE)
@@ -100,6 +106,25 @@ def check_kimi_model(vllm_config: Any, architecture: str) -> None:
     """
     is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
     support.refuse(vllm_config, support.KIMI_FP8_UNSUPPORTED if is_fp8 else None)
+
+
+def check_decode_precision(vllm_config: Any, architecture: str) -> None:
+    """Refuse a configuration in which ``FLASHLATTE_DECODE_PRECISION`` has no effect, or that merges results by lse.
+
+    The backends check the cache, the layers and the GPU. A draft model may use another backend.
+
+    Raises:
+        ValueError: the configuration does not select FlashLatte, has another kind of attention than ``dense_decode``,
+            or uses decode context parallelism.
+    """
+    if vllm_config.model_config.runner_type == "draft":
+        return
+    if not support.selects_flashlatte(vllm_config):
+        raise ValueError(decode_precision.needs("--attention-backend CUSTOM"))
+    if architecture in support.V4_MODELS:
+        raise ValueError(decode_precision.needs(support.PRECISION_NEEDS))
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        raise ValueError(decode_precision.needs("decode without context parallelism, which merges results by lse"))
 
 
 def configure_v4_model(vllm_config: Any, architecture: str) -> None:

@@ -160,11 +160,13 @@ def configure_models(
     architectures: Iterable[str],
     before: Callable[[Any, str], None] | None = None,
     after: Callable[[Any, str], None] | None = None,
+    mark: str = "configured_by_flashlatte",
 ) -> None:
     """Register functions that vLLM calls when it configures one of these models: ``f(vllm_config, architecture)``.
 
     vLLM calls them once, before weights load, and sends the result to its other processes. ``before`` runs before
-    vLLM's own configuration of the model, ``after`` after it. A second registration has no effect.
+    vLLM's own configuration of the model, ``after`` after it. A second registration with the same ``mark`` has no
+    effect.
     """
     from vllm.model_executor.models.config import (  # pyright: ignore[reportMissingImports]
         MODELS_CONFIG_MAP,
@@ -173,8 +175,15 @@ def configure_models(
 
     for architecture in architectures:
         known = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
-        if not hasattr(known, "configured_by_flashlatte"):
-            MODELS_CONFIG_MAP[architecture] = _configured(architecture, known, before, after)
+        if not hasattr(known, mark):
+            MODELS_CONFIG_MAP[architecture] = _configured(architecture, known, before, after, mark)
+
+
+def architectures() -> tuple[str, ...]:
+    """All architectures that vLLM knows."""
+    from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
+
+    return tuple(ModelRegistry.get_supported_archs())
 
 
 def _configured(
@@ -182,6 +191,7 @@ def _configured(
     known: type,
     before: Callable[[Any, str], None] | None,
     after: Callable[[Any, str], None] | None,
+    mark: str,
 ) -> type:
     def verify(vllm_config: Any) -> None:
         if before is not None:
@@ -190,7 +200,7 @@ def _configured(
         if after is not None:
             after(vllm_config, architecture)
 
-    members = {"configured_by_flashlatte": True, "verify_and_update_config": staticmethod(verify)}
+    members = {mark: True, "verify_and_update_config": staticmethod(verify)}
     return type(known.__name__, (known,), members)
 
 

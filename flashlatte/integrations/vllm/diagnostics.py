@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations import vllm
+from flashlatte.integrations import decode_precision, vllm
 from flashlatte.integrations.vllm import compat, support
 from flashlatte.layers.config import MLAConfig
 
@@ -78,6 +78,11 @@ def _unregistered_reason() -> str | None:
 
 
 def _vllm_option(device_type: str, model: MLAConfig) -> str:
+    precision = decode_precision.requested()
+    if precision is not None:
+        on_cpu = f"{vllm.ON_CPU}=1 and " if device_type == "cpu" else ""
+        needs = f"which {decode_precision.VARIABLE}={precision} needs"
+        return f"{on_cpu}--attention-backend CUSTOM --kv-cache-dtype fp8, {needs}"
     if device_type == "cpu":
         return f"{vllm.ON_CPU}=1"
     return "--attention-backend CUSTOM" + (", or FLASHLATTE_VLLM=auto" if model.indexer is None else "")
@@ -89,13 +94,18 @@ def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | No
     if model.window is not None:
         return support.WINDOW_UNSUPPORTED
     if model.indexer is None:
-        return support.dense_refusal(device_type, model.head_dim, dtype, "auto", None)
+        precision = decode_precision.requested()
+        if precision is not None and model.attn_sink:
+            return decode_precision.needs(support.PRECISION_NEEDS_NO_SINKS)
+        return support.dense_refusal(device_type, model.head_dim, dtype, "fp8" if precision else "auto", None)
     return compat.indexer_refusal() or support.sparse_refusal(device_type, model.head_dim, dtype, "auto", None)
 
 
 def _v4_refusal(model_type: str | None) -> str | None:
     if model_type == "deepseek_v41":
         return support.V41_UNSUPPORTED
+    if decode_precision.requested() is not None:
+        return decode_precision.needs(support.PRECISION_NEEDS)
     if (reason := compat.v4_refusal()) or not torch.cuda.is_available():
         return reason or support.V4_NEEDS_CUDA
     return None if torch.cuda.get_device_capability() >= compat.E4M3_CAPABILITY else support.V4_NEEDS_E4M3

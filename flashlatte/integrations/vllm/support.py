@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.integrations import decode_precision
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.kv_cache.v32 import V32Format
 from flashlatte.ops import dense_decode as _dense_decode  # noqa: F401  (registers the operation's implementations)
@@ -57,6 +58,9 @@ KIMI_FP8_UNSUPPORTED = (
     "Kimi's layers quantise the queries of a prefill over an fp8 cache, and FlashLatte's prefill takes 16 bits"
 )
 NEEDS_CUSTOM = "models with an indexer need --attention-backend CUSTOM"
+# What FLASHLATTE_DECODE_PRECISION needs.
+PRECISION_NEEDS = "a model whose layers all attend to all tokens, without an indexer"
+PRECISION_NEEDS_NO_SINKS = "layers without attention sinks, which are applied by lse"
 WINDOW_UNSUPPORTED = "its backends for MLA take no sliding windows"
 # By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
 WITHOUT_MLA = {
@@ -111,6 +115,8 @@ def dense_refusal(
 ) -> str | None:
     """Why no implementation supports dense decode with these sizes, or None. CPUs use the reference."""
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
+    if reason := decode_precision.refusal(device_type, head_size, dtype, cache_dtype, block_size or PAGE_SIZE):
+        return reason
     if cache_dtype != torch.float8_e4m3fn and (reason := _dtypes_refusal(dtype, kv_cache_dtype, cache_dtype)):
         return reason
     return _operation_refusal("dense_decode", device_type, head_size, dtype, cache_dtype, block_size)
@@ -120,6 +126,8 @@ def sparse_refusal(
     device_type: str, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None
 ) -> str | None:
     """Why no implementation supports sparse decode with these sizes, or None. CPUs use the reference."""
+    if decode_precision.requested() is not None:
+        return decode_precision.needs(PRECISION_NEEDS)
     if kv_cache_dtype == "fp8_ds_mla":
         return _operation_refusal("sparse_decode", device_type, head_size, dtype, V32Format.name, block_size)
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)

@@ -53,12 +53,22 @@ def test_contexts_are_random_keys_or_prefilled(checkpoint, tmp_path):
     assert all(line["agreement"] == {"custom": [line["requests"], 0.0]} for line in lines)
 
 
+def test_decode_in_e4m3_is_a_backend_of_its_own(checkpoint, tmp_path):
+    file = tmp_path / "steps.jsonl"
+    given = [str(checkpoint("v3", first_k_dense_replace=3)), "--backends", "CUSTOM,CUSTOM+fp8", "--cases", "3x140"]
+    given += ["--kv-cache-dtype", "fp8", "--steps", "2", "--rounds", "2", "--dtype", "float32"]
+    assert bench.run_named("vllm-steps", [*given, "--options", json.dumps(OPTIONS), "--json", str(file)]) == 0
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [line["backend"] for line in lines] == ["custom", "custom+fp8"]
+    assert 0 < lines[1]["agreement"]["custom"][1] < 0.5
+
+
 def test_a_random_context_depends_on_the_request_alone(checkpoint):
     """Also after other requests, which leave their rows in the pages, and in other pages."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     given = {"cases": "1x17,3x70", "prefill": "", "random_contexts": True, "rounds": 2, "steps": 2, "memory": 0.5}
-    given |= {"model": str(checkpoint("v3", first_k_dense_replace=3)), "worker": "CUSTOM", "load_format": "random"}
+    given |= {"model": str(checkpoint("v3", first_k_dense_replace=3)), "backend": "CUSTOM", "load_format": "random"}
     given |= {"dtype": "float32", "kv_cache_dtype": "auto", "options": json.dumps(OPTIONS)}
     engine = EngineSteps(argparse.Namespace(**given))
     try:

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
+from flashlatte.integrations import decode_precision
 from flashlatte.integrations.vllm import compat, support
 from flashlatte.integrations.vllm.backends import common
 from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
@@ -127,6 +128,8 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
     supports_dcp: bool = True
     supports_pcp: bool = False  # vLLM's default for MLA is True; untested here
     sinks: torch.Tensor | None = None  # float32 [h], a logit in the denominator of each head's softmax
+    precision: str | None = None  # of dense_decode
+    decode_backend: str | None = None
 
     def __init__(
         self,
@@ -174,6 +177,10 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
                 "context parallelism"
             )
         self.sinks = sinks
+        self.precision = decode_precision.requested()
+        self.decode_backend = decode_precision.backend(current_platform.device_type)
+        if sinks is not None and self.precision is not None:
+            raise NotImplementedError(decode_precision.needs(support.PRECISION_NEEDS_NO_SINKS))
         self.expansion = Expansion(
             kv_b=lambda latent: self.kv_b_proj(latent)[0],
             latent_dim=self.kv_lora_rank,
@@ -227,6 +234,8 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             causal=True,
             k_scale=cache.scale,
             batch_invariant=common.BATCH_INVARIANT,
+            precision=self.precision,
+            backend=self.decode_backend,
         )
         apply_sink(out, lse.transpose(1, 2), self.sinks)
         returns_lse = self.need_to_return_lse_for_decode
