@@ -114,10 +114,12 @@ def sparse_attention() -> Iterator[tuple[str, Run, Tolerances]]:
 
 def indexer_loss() -> Iterator[tuple[str, Run, Tolerances]]:
     names = ("d_index_q", "d_index_k", "d_index_weights")
-    for case, dense in (
-        (SparsePrefillCase(s_q=5, s_kv=200, h_q=128, topk=130, empty_rows=0.2), False),
-        (SparsePrefillCase(s_q=3, s_kv=90, h_q=17, topk=70, head_dim=512, topk_lengths=True, duplicates=True), False),
-        (SparsePrefillCase(s_q=150, s_kv=150, h_q=3, topk=65, head_dim=48, d_v=32, strided=True), True),
+    few_heads = SparsePrefillCase(s_q=3, s_kv=90, h_q=17, topk=70, head_dim=512, topk_lengths=True, duplicates=True)
+    for case, dense, deterministic in (
+        (SparsePrefillCase(s_q=5, s_kv=200, h_q=128, topk=130, empty_rows=0.2), False, False),
+        (few_heads, False, False),
+        (few_heads, False, True),
+        (SparsePrefillCase(s_q=150, s_kv=150, h_q=3, topk=65, head_dim=48, d_v=32, strided=True), True, True),
     ):
         given, draw = case.inputs(DEVICE), Draw(1, DEVICE)
         shapes = ((case.s_q, 20, 128), (case.s_kv, 128), (case.s_q, 20))
@@ -134,12 +136,14 @@ def indexer_loss() -> Iterator[tuple[str, Run, Tolerances]]:
             arguments: tuple[torch.Tensor, ...] = (*leaves, given["q"], given["kv"]),
             leaves: list[torch.Tensor] = leaves,
             seen: dict[str, Any] = seen,
+            deterministic: bool = deterministic,
         ) -> dict[str, torch.Tensor]:
-            loss, _ = flashlatte.indexer_loss(*arguments, **seen, deterministic=True, backend=backend)
+            loss, _ = flashlatte.indexer_loss(*arguments, **seen, deterministic=deterministic, backend=backend)
             return {"loss": loss, **dict(zip(names, torch.autograd.grad(loss, leaves), strict=True))}
 
         tolerances = {"loss": compare.INDEXER_LOSS, **dict.fromkeys(names, compare.INDEXER_LOSS_GRADIENT)}
-        yield f"{brief(case)}{', dense' * dense}", run, tolerances
+        options = f"{', dense' * dense}{', deterministic' * deterministic}"
+        yield f"{brief(case)}{options}", run, tolerances
 
 
 def dense_prefill() -> Iterator[tuple[str, Run, Tolerances]]:

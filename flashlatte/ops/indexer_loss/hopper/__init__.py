@@ -1,4 +1,4 @@
-"""The indexer's loss with its target computed in Gluon for Hopper (SM90): docs/kernels/indexer-loss.md."""
+"""The indexer's loss in Gluon for Hopper (SM90): docs/kernels/indexer-loss.md has the schedules."""
 
 from flashlatte.ops.indexer_loss.hopper.launch import loss_and_gradients
 

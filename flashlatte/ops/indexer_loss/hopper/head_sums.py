@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
+from flashlatte.kernels.hopper.mla_tiles import KEYS
 
 # Warps of a warpgroup.
 WARPS = gl.constexpr(4)
@@ -25,10 +25,39 @@ def allocate_sums(STAGES: gl.constexpr, PARTS: gl.constexpr):
     return gl.allocate_shared_memory(gl.float32, [STAGES, PARTS, KEYS], _SUMS)
 
 
+@gluon.constexpr_function
+def _exchanged(step, columns):
+    """The layout of [4 warps, 2 rows, rows left, columns] after exchange number ``step`` of three.
+
+    Before, bits 2 to 4 of the lane are those of eight rows. Each exchange makes one of them a bit of the column, and
+    then a thread has two rows, which it adds.
+    """
+    bits = (5, 4, 3) if columns == 64 else (4, 3, 0)
+    of_column = [bit for bit in range(columns.bit_length() - 1) if bit not in (1, 2, *bits[: step + 1])]
+    of_rows = [[0, 0, 1, 0], [0, 0, 2, 0]][: 2 - step]
+    exchanged = [[0, 0, 0, 1 << bit] for bit in reversed(bits[: step + 1])]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1, 0, 0], *([0, 0, 0, 1 << bit] for bit in of_column)],
+        lane_bases=[[0, 0, 0, 2], [0, 0, 0, 4], *of_rows, *exchanged],
+        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0]],
+        block_bases=[],
+        shape=[WARPS.value, 2, 1 << (2 - step), columns],
+    )
+
+
 @gluon.jit
 def store_sums(tile, sums):
-    """Store the sums of each warp over its heads in ``sums`` [4, keys]."""
-    sums.store(gl.sum(tile.reshape([WARPS, ROWS // WARPS, tile.shape[1]]), axis=1))
+    """Store the sums of each warp over its heads in ``sums`` [4, keys], 64 or 32 keys.
+
+    Of 64 keys a thread has 16, in two rows. Lanes exchange half of their sums three times, with 14 shuffles. A plain
+    sum over lanes takes 48 and leaves the result in all of them.
+    """
+    COLUMNS: gl.constexpr = tile.shape[1]
+    rows = gl.sum(tile.reshape([WARPS, 2, 8, COLUMNS]), axis=1)
+    for step in gl.static_range(3):
+        halves = rows.reshape([WARPS, 2, 1 << (2 - step), COLUMNS])
+        rows = gl.sum(gl.convert_layout(halves, _exchanged(step, COLUMNS)), axis=1)
+    sums.store(rows.reshape([WARPS, COLUMNS]))
 
 
 @gluon.jit

@@ -59,9 +59,9 @@ _SUMS_FULL = gl.constexpr(FIRST_FREE + 3)
 _SUMS = gl.constexpr(4)
 # The stage of the first tile. q of the consumers arrives in the stages before it.
 _FIRST_STAGE = gl.constexpr(2)
-# Registers per thread. The first consumer gets the rest of 12 warps with 168 each: 232.
-_CONSUMER_REGISTERS = gl.constexpr(232)
-_PRODUCER_REGISTERS = gl.constexpr(40)
+# Registers per thread. The first consumer gets the rest of 12 warps with 168 each: 224.
+_CONSUMER_REGISTERS = gl.constexpr(224)
+_PRODUCER_REGISTERS = gl.constexpr(56)
 
 
 class TargetHeads(NamedTuple):
