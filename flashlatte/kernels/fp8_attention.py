@@ -1,4 +1,4 @@
-"""The arithmetic of ``precision="fp8"``: quantized queries and probabilities.
+"""The arithmetic of attention with ``precision="fp8"``: quantized queries and probabilities.
 
 Keys and values of an e4m3 cache are exact operands. Queries are rounded to e4m3 with a power-of-two scale for each
 token and head. Their rope, the columns after those of a value, is rounded to the sum of two e4m3 terms: it costs a
