@@ -1,10 +1,10 @@
 """The arithmetic of attention with ``precision="fp8"``: quantized queries and probabilities.
 
-Keys and values of an e4m3 cache are exact operands; those of 16 bits are rounded to e4m3 with one power-of-two scale for
-all of them, which the softmax can apply without an instruction more. Queries are rounded to e4m3 with a power-of-two scale for each
-token and head. Their rope, the columns after those of a value, is rounded to the sum of two e4m3 terms: it costs a
-tenth of a score's products, and without it errors exceed FlashMLA's where few keys dominate
-(docs/notes/dense-decode-fp8.md). P is rounded to e4m3, its sum is not.
+Keys and values of an e4m3 cache are exact operands. Those of 16 bits are rounded to e4m3 with one power-of-two scale,
+which costs the softmax nothing. Queries are rounded to e4m3 with a power-of-two scale for each token and head. Their
+rope, the columns after those of a value, is rounded to the sum of two e4m3 terms: it costs a tenth of a score's
+products, and without it errors exceed FlashMLA's where few keys dominate (docs/notes/dense-decode-fp8.md). P is rounded
+to e4m3, its sum is not.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class SparseDecode(Problem):
 
 @dataclass(frozen=True)
 class SparsePrefill(Problem):
-    """Attributes: ``overlap``, the share of a query's tokens that the one before it has too, if above 0."""
+    """Attributes: ``overlap``, the share of a query's tokens that the one before it has too, if above 0; ``precision``
+    of the operation's argument."""
 
     head_dim: int
     h_q: int
@@ -87,12 +88,14 @@ class SparsePrefill(Problem):
     s_kv: int
     s_q: int = 4096
     overlap: float = 0.0
+    precision: str | None = None
     operation: ClassVar[str] = "sparse_prefill"
 
     @property
     def name(self) -> str:
         overlap = f"-overlap{100 * self.overlap:.0f}" if self.overlap else ""
-        return f"d{self.head_dim}-h{self.h_q}-top{self.topk}-kv{self.s_kv}{overlap}"
+        precision = f"-precision-{self.precision}" if self.precision else ""
+        return f"d{self.head_dim}-h{self.h_q}-top{self.topk}-kv{self.s_kv}{overlap}{precision}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flashlatte.kv_cache.fp8 import E4M3_MAX
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
-# Rows that a program loads at a time, and its most passes over them.
+# Rows that a program loads at a time.
 _ROWS = 8
 _PROGRAMS_PER_SM = 4
 # Most programs that compute maxima; a power of two.
@@ -93,8 +93,8 @@ def quantize_kernel(
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write ``rows`` [s_kv, 512 + ROPE], and the scale: the smallest power of two for which the largest of ``maxima`` is
-    at most 448."""
+    """Write ``rows`` [s_kv, 512 + ROPE], and the scale: the smallest power of two for which the largest of ``maxima``
+    is at most 448."""
     number = tl.arange(0, MAXIMA)
     amax = tl.max(tl.load(maxima + number, mask=number < programs, other=0.0), 0)
     bits = (tl.maximum(amax, _SMALLEST) * (1.0 / _LARGEST)).to(tl.int32, bitcast=True)
