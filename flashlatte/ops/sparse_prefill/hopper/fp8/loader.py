@@ -13,25 +13,34 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3.tiles import SLOT_EMPTY, SLOTS
 from flashlatte.kernels.hopper.mla_tiles import COPY, KEYS, LATENT
 from flashlatte.kernels.hopper.ptx.registers import opaque
+from flashlatte.kernels.hopper.ptx.threads import one_per_thread
 from flashlatte.ops.sparse_prefill.hopper.fp8.queries import PIECES, copy_queries, quantize_piece
 from flashlatte.ops.sparse_prefill.hopper.state import indices_of, num_selected, num_steps
-from flashlatte.runtime.gluon_compat import cp_async
+from flashlatte.runtime.gluon_compat import cp_async, cta_barrier
 
 # A thread copies 16 bytes at a time, eight adjacent threads the 128 bytes of a swizzled row.
 _ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
 _COLUMNS = gl.constexpr(gl.SliceLayout(0, COPY))
+_THREADS = gl.constexpr(one_per_thread(128))
 
 
 @gluon.jit
-def _load_indices(row, first, count):
-    position = first + gl.arange(0, KEYS, _ROWS)
-    return gl.load(row + position, mask=position < count, other=-1, eviction_policy="evict_first")
+def _copy_indices(args, row, first, count, parity):
+    """Start copying the indices of a step, from ``first`` of the list ``row`` of ``count`` indices on.
+
+    Indices come from HBM. In registers, the compiler would spill them, and wait for them at once.
+    """
+    thread = gl.arange(0, 2 * KEYS, _THREADS)
+    cp_async(args.shared.indices.index(parity), row + first + thread, mask=first + thread < count)
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _valid_or_none(indices, s_kv):
-    """int32 indices, -1 for invalid ones."""
-    return gl.where((indices >= 0) & (indices < s_kv), indices, -1).to(gl.int32)
+def _indices_of_block(args, first, count, parity, NUMBER: gl.constexpr):
+    """Indices [64] of block NUMBER of a step, -1 for invalid ones."""
+    indices = args.shared.indices.index(parity).slice(NUMBER * KEYS, KEYS).load(_ROWS)
+    position = first + NUMBER * KEYS + gl.arange(0, KEYS, _ROWS)
+    return gl.where((indices >= 0) & (indices < args.work.s_kv) & (position < count), indices, -1).to(gl.int32)
 
 
 @gluon.jit
@@ -75,8 +84,7 @@ def load(args, HAS_ROPE: gl.constexpr):
         quantize_piece(args, first, 0, piece, HAS_ROPE)
     row = indices_of(work, first)
     count = num_selected(work, first)
-    indices0 = _load_indices(row, 0, count)
-    indices1 = _load_indices(row, KEYS, count)
+    _copy_indices(args, row, 0, count, 0)
     slot = 0
     parity = 0
     for tile in range(first, work.tiles, gl.num_programs(0)):
@@ -87,15 +95,17 @@ def load(args, HAS_ROPE: gl.constexpr):
         pieces = gl.where(next_tile < work.tiles, PIECES, 0)
         pieces_per_step = (PIECES + steps - 1) // steps
         for step in range(steps):
+            # Also the keys of the last step but one, but not those of the last step, whose copies are in no group yet.
+            async_copy.wait_group(0)
+            cta_barrier()
+            first_index = step * (2 * KEYS)
             is_last = step == steps - 1
-            next_first = gl.where(is_last, 0, (step + 1) * (2 * KEYS))
+            next_index = gl.where(is_last, 0, first_index + 2 * KEYS)
             next_list = gl.where(is_last, next_row, row)
             next_list_count = gl.where(is_last, next_count, count)
-            _load_block(args, slot, _valid_or_none(indices0, work.s_kv), HAS_ROPE)
-            # Indices come from HBM: those of the next step, also across tiles, are loaded a step ahead.
-            indices0 = _load_indices(next_list, next_first, next_list_count)
-            _load_block(args, slot + 1, _valid_or_none(indices1, work.s_kv), HAS_ROPE)
-            indices1 = _load_indices(next_list, next_first + KEYS, next_list_count)
+            _copy_indices(args, next_list, next_index, next_list_count, (slot >> 1) ^ 1)
+            _load_block(args, slot, _indices_of_block(args, first_index, count, slot >> 1, 0), HAS_ROPE)
+            _load_block(args, slot + 1, _indices_of_block(args, first_index, count, slot >> 1, 1), HAS_ROPE)
             slot ^= 2
             if step == 0:
                 # Keys are loaded earlier, because the consumers release the queries after the last step.
@@ -107,6 +117,7 @@ def load(args, HAS_ROPE: gl.constexpr):
         row = next_row
         count = next_count
         parity ^= 1
-    # The consumers' last arrivals.
+    # The copy of indices behind the last tile, and the consumers' last arrivals.
+    async_copy.wait_group(0)
     for last in gl.static_range(SLOTS):
         barriers.wait(SLOT_EMPTY + last, barriers.ALL_THREADS)

@@ -43,6 +43,7 @@ class Fp8PrefillShared(NamedTuple):
     """Shared memory in addition to ``e4m3.tiles.Fp8Tiles``.
 
     Attributes:
+        indices: [2, 128], the indices of even and of odd steps.
         selected: int32 [4, 64], 0 for keys of a slot that an index did not select.
         least: int32 [4, 4], below 0 if a slot has such keys among those that a warp of the loader copied.
         q_scales: float32 [2, 64], the scale of each query of even and of odd tiles.
@@ -50,6 +51,7 @@ class Fp8PrefillShared(NamedTuple):
         q_full, q_empty: mbarriers of the queries.
     """
 
+    indices: Any
     selected: Any
     least: Any
     q_scales: Any
@@ -78,8 +80,9 @@ class Fp8PrefillArgs(NamedTuple):
 
 
 @gluon.jit
-def allocate():
+def allocate(INDEX: gl.constexpr):
     shared = Fp8PrefillShared(
+        gl.allocate_shared_memory(INDEX, [2, 2 * KEYS], VECTOR),
         gl.allocate_shared_memory(gl.int32, [SLOTS, KEYS], VECTOR),
         gl.allocate_shared_memory(gl.int32, [SLOTS, 4], VECTOR),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], VECTOR),
