@@ -261,6 +261,10 @@ SPARSE_PREFILL = (
     Case(SparsePrefill(512, 128, 2048, 32768)),
     # FlashMLA refuses fewer than 64 heads.
     *(Case(SparsePrefill(576, h_q, 2048, 32768, overlap=overlap)) for h_q in (16, 32) for overlap in (0.0, 0.5, 0.9)),
+    *(
+        Case(SparsePrefill(head_dim, h_q, 2048, s_kv, precision="fp8"))
+        for head_dim, h_q, s_kv in ((576, 128, 32768), (576, 128, 131072), (576, 64, 32768), (512, 128, 32768))
+    ),
 )
 
 # A training step of 4,096 tokens.

@@ -39,6 +39,7 @@ SPARSE_PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536)
 
 # e4m3 products: a kernel and the reference round P relative to different maxima, and each is off by up to 8%.
 DENSE_DECODE_FP8_OUT = Tolerance(8e-4, 2.01 / 128, 1e-2)
+SPARSE_PREFILL_FP8_OUT = Tolerance(1e-3, 3.01 / 128, 1e-2)
 
 # Rounding error of float32 sums of a few thousand terms.
 FLOAT32 = Tolerance(2e-6, 2e-5, 1e-9)

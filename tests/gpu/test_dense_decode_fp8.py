@@ -12,7 +12,7 @@ from gpu.harness import DEVICE, Arguments, Results
 
 import flashlatte
 from flashlatte import flash_mla
-from flashlatte.ops.dense_decode import fp8
+from flashlatte.kernels import fp8_attention
 from flashlatte.testing import oracles
 from flashlatte.testing.cases import DenseDecodeCase
 
@@ -95,7 +95,7 @@ def test_equal_weights_of_many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     results = decode(arguments)
     errors = []
     for eighth in range(8):
-        monkeypatch.setattr(fp8, "P_EXPONENT", 5 + eighth / 8)
+        monkeypatch.setattr(fp8_attention, "P_EXPONENT", 5 + eighth / 8)
         errors.append(error(decode(arguments, "reference"), expected))
     assert error(results, expected) < 1.1 * max(errors) + 0.005
 

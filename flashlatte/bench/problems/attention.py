@@ -76,7 +76,8 @@ class SparseDecode(Problem, operation="sparse_decode"):
 
 @dataclass(frozen=True)
 class SparsePrefill(Problem, operation="sparse_prefill"):
-    """Attributes: ``overlap``, the share of a query's tokens that the one before it has too, if above 0."""
+    """Attributes: ``overlap``, the share of a query's tokens that the one before it has too, if above 0; ``precision``
+    of the operation's argument."""
 
     head_dim: int
     h_q: int
@@ -84,11 +85,13 @@ class SparsePrefill(Problem, operation="sparse_prefill"):
     s_kv: int
     s_q: int = 4096
     overlap: float = 0.0
+    precision: str | None = None
 
     @property
     def name(self) -> str:
         overlap = f"-overlap{100 * self.overlap:.0f}" if self.overlap else ""
-        return f"d{self.head_dim}-h{self.h_q}-top{self.topk}-kv{self.s_kv}{overlap}"
+        precision = f"-precision-{self.precision}" if self.precision else ""
+        return f"d{self.head_dim}-h{self.h_q}-top{self.topk}-kv{self.s_kv}{overlap}{precision}"
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,21 @@ class SparsePrefillWorkload(Workload):
         distinct_keys = self.indices.unique().numel()
         self.bytes_moved = 2 * (s_q * h_q * (head_dim + HEAD_DIM_V) + distinct_keys * head_dim)
         self.queries_compared = spread(s_q, QUERIES_COMPARED, device)
+        self.precision = problem.precision
         self.tolerances = {
-            "out": compare.SPARSE_PREFILL_OUT,
+            "out": compare.SPARSE_PREFILL_FP8_OUT if problem.precision else compare.SPARSE_PREFILL_OUT,
             "max_logits": compare.SPARSE_PREFILL_LSE,
             "lse": compare.SPARSE_PREFILL_LSE,
         }
         self.call = dispatch.CallSpec(
-            problem.operation, device, self.q.dtype, head_dim=head_dim, head_dim_v=HEAD_DIM_V, h_q=h_q, h_kv=1
+            problem.operation,
+            device,
+            self.q.dtype,
+            head_dim=head_dim,
+            head_dim_v=HEAD_DIM_V,
+            h_q=h_q,
+            h_kv=1,
+            optional_features=f"precision={problem.precision!r}" if problem.precision else None,
         )
 
     def run(self, backend: str, outputs: Outputs | None = None) -> Results:
@@ -55,6 +63,7 @@ class SparsePrefillWorkload(Workload):
             self.kv,
             self.indices[queries],
             attn_sink=self.attn_sink,
+            precision=self.precision,
             backend=backend,
             **(outputs or {}),
         )

@@ -108,11 +108,11 @@ def phase_of(step):
 
 
 @gluon.jit
-def mbarriers(COUNT: gl.constexpr):
-    """COUNT mbarriers [COUNT, 1] of one arrival each."""
+def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """COUNT mbarriers [COUNT, 1] of ARRIVALS arrivals each."""
     allocated = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
-        mbarrier.init(allocated.index(index), count=1)
+        mbarrier.init(allocated.index(index), count=ARRIVALS)
     return allocated
 
 

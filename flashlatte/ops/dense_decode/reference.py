@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from flashlatte.kernels import fp8_attention
 from flashlatte.kernels.softmax import attend
 from flashlatte.kv_cache.fp8 import raw_view
-from flashlatte.ops.dense_decode import fp8
 
 
 class DenseDecodeParams(NamedTuple):
@@ -35,7 +35,7 @@ class DenseDecodeParams(NamedTuple):
 @torch.no_grad()
 def dense_decode(params: DenseDecodeParams) -> None:
     k_cache, out = params.k_cache, params.out
-    q = params.q if params.precision is None else fp8.quantize_queries(params.q, out.shape[-1])
+    q = params.q if params.precision is None else fp8_attention.quantize_queries(params.q, out.shape[-1])
     block_table = params.block_table
     num_pages, page_size, h_kv, head_dim = k_cache.shape
     batch, s_q, h_q, head_dim_v = out.shape
@@ -59,7 +59,7 @@ def dense_decode(params: DenseDecodeParams) -> None:
         scores = torch.einsum("skgd,nkd->skgn", queries, rows) * params.softmax_scale
         p, row_lse = attend(scores, visible[:, None, None, :])
         if params.precision is not None:
-            p = fp8.round_probabilities(p)
+            p = fp8_attention.round_probabilities(p)
         values = torch.einsum("skgn,nkd->skgd", p, rows[..., :head_dim_v])
 
         out[request] = values.flatten(1, 2).to(out.dtype)

@@ -16,6 +16,8 @@ from flashlatte.runtime.torch_op import dispatched_op
 OPERATION = "sparse_prefill"
 # A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 1024
+# Accepted values of ``precision``.
+_PRECISIONS = (None, "fp8")
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
@@ -27,7 +29,13 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     )
 
 
+def _is_untried_on_hopper(call: dispatch.CallSpec) -> bool:
+    return call.optional_features is not None
+
+
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
+    if call.optional_features:
+        return f"has no {call.optional_features}: it multiplies in q's dtype"
     return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
 
 
@@ -45,7 +53,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, _is_untried_on_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.sparse_prefill),
 )
@@ -63,6 +71,7 @@ def sparse_prefill(
     topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     empty_lse: float = -math.inf,
+    precision: str | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of many query tokens, each over selected tokens of a contiguous latent.
@@ -81,6 +90,12 @@ def sparse_prefill(
         topk_length: int32 or int64 [s_q]: the number of indices that count, from the first; all if None.
         out: [s_q, h_q, d_v] in q's dtype to write to; last stride 1. It must not share memory with an input.
         empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0 and its max_logits -inf.
+        precision: None multiplies in q's dtype. "fp8" multiplies in e4m3: kv is rounded to e4m3 with one scale, each
+            row of q with a scale of its own, and so are the probabilities. The scale of kv follows the largest finite
+            value in any of its rows, also of those that no index selects: a huge one makes all others imprecise. Its
+            error is about 20 times that of None if the weights of a query are similar, 35 times if few keys dominate
+            (docs/guide/numerics.md). Only "hopper" and "reference" have it. The kernel of "hopper" has not run on a GPU
+            yet: it must be named, with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
@@ -95,6 +110,8 @@ def sparse_prefill(
     check_operands(q, kv, indices, topk_length, attn_sink, d_v, checks.FLOAT_DTYPES)
     s_q, h_q, head_dim = q.shape
     device = q.device
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision must be None or 'fp8', got {precision!r}")
     scale = checks.softmax_scale(softmax_scale, head_dim)
     if out is None:
         out = q.new_empty(s_q, h_q, d_v)
@@ -113,6 +130,7 @@ def sparse_prefill(
         h_q=h_q,
         h_kv=1,
         rows_aligned=all(checks.rows_aligned(rows) for rows in (q, kv, out)),
+        optional_features=None if precision is None else f"precision={precision!r}",
     )
     gradients.warn_if_dropped(OPERATION, q, kv, attn_sink)
     empty_lse = checks.empty_lse(empty_lse)
@@ -130,6 +148,7 @@ def sparse_prefill(
         out=out,
         max_logits=max_logits,
         lse=lse,
+        precision=precision,
     )
     _sparse_prefill(params, backend)
     return out, max_logits, lse

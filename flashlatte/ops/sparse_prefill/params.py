@@ -8,7 +8,8 @@ import torch
 
 
 class SparsePrefillParams(NamedTuple):
-    """The checked arguments of ``api.sparse_prefill``; ``max_logits`` and ``lse`` are contiguous."""
+    """The checked arguments of ``api.sparse_prefill``; ``max_logits`` and ``lse`` are contiguous. ``precision`` is
+    None or "fp8"."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -20,6 +21,7 @@ class SparsePrefillParams(NamedTuple):
     out: torch.Tensor
     max_logits: torch.Tensor
     lse: torch.Tensor
+    precision: str | None = None
 
     def of_tokens(self, tokens: slice) -> SparsePrefillParams:
         """The arguments of a part of the query tokens."""

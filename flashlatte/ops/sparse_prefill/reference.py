@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels import fp8_attention
 from flashlatte.kernels.softmax import attend, sink_weight
 from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
 
@@ -13,6 +14,8 @@ GATHERED_BYTES = 64 * 2**20
 @torch.no_grad()
 def sparse_prefill(params: SparsePrefillParams) -> None:
     q, kv, indices, out = params.q, params.kv, params.indices, params.out
+    if params.precision is not None:
+        kv = fp8_attention.quantize_keys(kv)
     s_q, _, topk = indices.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     position = torch.arange(topk, device=q.device)
@@ -27,8 +30,13 @@ def sparse_prefill(params: SparsePrefillParams) -> None:
         keys = kv[torch.where(visible, selected, 0), 0].to(wide)  # [tokens, topk, d]
         keys = torch.where(visible.unsqueeze(-1), keys, 0.0)
 
-        scores = torch.einsum("shd,snd->shn", q[tokens].to(wide), keys) * params.softmax_scale
+        queries = q[tokens].to(wide)
+        if params.precision is not None:
+            queries = fp8_attention.quantize_queries(queries, out.shape[-1])
+        scores = torch.einsum("shd,snd->shn", queries, keys) * params.softmax_scale
         p, row_lse = attend(scores, visible[:, None, :])
+        if params.precision is not None:
+            p = fp8_attention.round_probabilities(p)
         values = torch.einsum("shn,snd->shd", p, keys[..., : out.shape[-1]])
         if params.attn_sink is not None:
             values = values * sink_weight(row_lse, params.attn_sink).unsqueeze(-1)

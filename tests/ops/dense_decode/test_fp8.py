@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlatte import dense_decode
-from flashlatte.ops.dense_decode import fp8
+from flashlatte.kernels import fp8_attention
 from flashlatte.runtime import dispatch, machine
 from flashlatte.testing import oracles
 from flashlatte.testing.cases import DenseDecodeCase
@@ -64,14 +64,14 @@ def test_e4m3_queries_over_one_key_are_exact() -> None:
 def test_quantized_queries() -> None:
     """A row of any size has the same relative error, and the rope a much smaller one."""
     q = torch.randn(64, 576, generator=torch.Generator().manual_seed(0))
-    rounded = fp8.quantize_queries(q, 512)
+    rounded = fp8_attention.quantize_queries(q, 512)
     assert 0.02 < relative_error(rounded[:, :512], q[:, :512]) < 0.03
     assert relative_error(rounded[:, 512:], q[:, 512:]) < 0.001
     for size in (2.0**-60, 2.0**60):
-        assert torch.equal(fp8.quantize_queries(q * size, 512), rounded * size)
-    assert torch.equal(fp8.quantize_queries(torch.zeros(1, 576), 512), torch.zeros(1, 576))
+        assert torch.equal(fp8_attention.quantize_queries(q * size, 512), rounded * size)
+    assert torch.equal(fp8_attention.quantize_queries(torch.zeros(1, 576), 512), torch.zeros(1, 576))
     q[3, 5], q[4, 520] = torch.nan, torch.inf
-    assert torch.equal(fp8.quantize_queries(q, 512).isnan().any(-1).nonzero()[:, 0], torch.tensor([3, 4]))
+    assert torch.equal(fp8_attention.quantize_queries(q, 512).isnan().any(-1).nonzero()[:, 0], torch.tensor([3, 4]))
 
 
 def test_a_nan_of_the_cache_is_seen() -> None:

@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from support import compile as support
 from support.compile import SHARED_BYTES, Launch, Recorder
+from support.e4m3_products import check_operands_are_of_this_step, steps_of
 from support.hopper_dense_decode import decode
-from support.loops import loops
 
 from flashlatte.ops.dense_decode.hopper import launch
 from flashlatte.split_kv import combine, fp24_combine
@@ -113,15 +113,6 @@ def record(monkeypatch):
     return record
 
 
-def writers(code: list[str], at: int, register: int) -> tuple[str, list[str]]:
-    """The instruction that writes a register last before ``code[at]``, and those that write it from there to the next
-    wait for products."""
-    write = re.compile(rf"(?:@!?U?P\d+ )?(?!ST|BAR|RED|QGMMA)([A-Z][\w.]*) R{register}\b")
-    before = next(found[1] for one in reversed(code[:at]) if (found := write.match(one)))
-    end = next(i for i in range(at, len(code)) if "DEPBAR" in code[i])
-    return before, [one for one in code[at:end] if write.match(one)]
-
-
 @pytest.mark.parametrize("name", mostly_full(CALLS, "many requests"))
 def test_machine_code(record, name: str) -> None:
     launched = record(**CALLS[name])
@@ -138,26 +129,15 @@ def test_machine_code(record, name: str) -> None:
     assert code.waits <= 8
     # It reads stale registers where a loop converts numbers to e4m3 and back (docs/notes/dense-decode-fp8.md).
     assert "E4M3.UNPACK" not in code.sass
-    steps = [body for body in loops(code.sass) if sum("QGMMA" in one for one in body) == scores + 2 * 8]
-    innermost = sorted(steps, key=len)[:2]
-    assert len(innermost) == 2
+    innermost = steps_of(code.sass, scores + 2 * 8)
     # With small pages or unaligned rows an address may spill.
     allowed = 0 if name == "many requests" else 3
     assert all(sum(bool(re.search(r"\b(?:STL|LDL)\b", one)) for one in body) <= allowed for body in innermost)
 
 
 def test_operands_in_registers_are_of_this_step(record) -> None:
-    """ptxas (12.8) has kept operands of e4m3 products in registers that it used for others, too."""
     code = support.compile_gluon(launch.dense_decode_kernel.fn, record(**CALLS["many requests"]))
-    steps = sorted((body for body in loops(code.sass) if sum("QGMMA" in one for one in body) == 36), key=len)[:2]
-    for step in steps:
-        operands = [(at, found[1]) for at, one in enumerate(step) if (found := re.match(r"QGMMA\S+ R\d+, R(\d+)", one))]
-        assert len(operands) == 16
-        for at, first in operands:
-            for register in range(int(first), int(first) + 4):
-                before, after = writers(step, at, register)
-                assert before in ("PRMT", "IMAD.MOV.U32", "MOV")
-                assert not after
+    check_operands_are_of_this_step(code.sass, 36)
 
 
 def test_plan(record) -> None:

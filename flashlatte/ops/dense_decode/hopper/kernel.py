@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.e4m3 import tiles as e4m3_tiles
 from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
 from flashlatte.ops.dense_decode.hopper import (
     consumers,
@@ -26,7 +27,6 @@ from flashlatte.ops.dense_decode.hopper.few_rows.consumer import consume
 from flashlatte.ops.dense_decode.hopper.few_rows.loader import load
 from flashlatte.ops.dense_decode.hopper.fp8 import consumers as fp8_consumers
 from flashlatte.ops.dense_decode.hopper.fp8 import loader as fp8_loader
-from flashlatte.ops.dense_decode.hopper.fp8 import tiles as fp8_tiles
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs
@@ -71,7 +71,7 @@ def dense_decode_kernel(
         shared = few_rows_tiles.allocate()
         full = None
     elif CONFIG.fp8:
-        shared = fp8_tiles.allocate()
+        shared = e4m3_tiles.allocate(1)
         full = None
     else:
         shared = tiles.allocate(query.q.dtype.element_ty, CONFIG)

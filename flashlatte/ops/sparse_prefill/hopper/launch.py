@@ -8,6 +8,7 @@ import torch
 
 from flashlatte.ops.sparse_prefill import by_token
 from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
+from flashlatte.ops.sparse_prefill.hopper.fp8.launch import sparse_prefill_fp8
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
 from flashlatte.ops.sparse_prefill.hopper.producer import SparsePrefillQueries
 from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
@@ -32,6 +33,9 @@ MAX_ROUNDS_RATIO = 1.1
 def sparse_prefill(params: SparsePrefillParams) -> None:
     q, kv, indices = params.q, params.kv, params.indices
     checks.begins_aligned("hopper", q=q, kv=kv, out=params.out)
+    if params.precision is not None:
+        sparse_prefill_fp8(params)
+        return
     s_q, heads, _ = q.shape
     topk = indices.shape[-1]
     group = queries_per_tile(s_q, heads, topk, kv.shape[0], machine.num_sms(q.device))

@@ -1,11 +1,1 @@
-"""Products in e4m3 for ``precision="fp8"``: quantized queries, and P in e4m3.
-
-```
-loader         four warps   TMA into a ring of four blocks of 64 keys
-even consumer  four warps   scores of block 0 → softmax → P; left half of the columns of outᵀ = Vᵀ · Pᵀ
-odd consumer   four warps   the same for block 1 and the right half
-```
-
-WGMMA takes e4m3 operands only with adjacent keys, and cache rows have adjacent columns. So the output is transposed:
-values go through registers, which transposes them (``kernels.hopper.ptx.e4m3_values``), and P through shared memory.
-"""
+"""Dense decode with products in e4m3, for ``precision="fp8"``, on ``kernels.hopper.e4m3``."""

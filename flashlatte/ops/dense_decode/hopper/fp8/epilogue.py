@@ -9,17 +9,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper.e4m3.steps import OFFSET, in_order
+from flashlatte.kernels.hopper.e4m3.tiles import SCORE_COLS
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROWS
 from flashlatte.kernels.hopper.softmax import inverse, lse2_of
-from flashlatte.ops.dense_decode.fp8 import P_EXPONENT, P_MARGIN
 from flashlatte.ops.dense_decode.hopper import schedule
-from flashlatte.ops.dense_decode.hopper.fp8.tiles import SCORE_COLS
 from flashlatte.split_kv.gluon_device import PARTIAL, write_partial
 from flashlatte.split_kv.outputs import row_pointers, write_lse, write_out
-
-# P is relative to row_max - OFFSET, and row_max is raised if a block exceeds it by more than MARGIN.
-OFFSET = gl.constexpr(P_EXPONENT)
-MARGIN = gl.constexpr(P_MARGIN)
 
 
 @gluon.constexpr_function
@@ -35,13 +31,6 @@ _FOUR_COLUMNS = gl.constexpr(
 _EIGHT_COLUMNS = gl.constexpr(
     _store_layout([[0, 1], [0, 2], [0, 4], [1, 0], [32, 0]], [[2, 0], [4, 0], [8, 0], [16, 0], [0, 8]])
 )
-
-
-@gluon.jit
-def _in_order(tile):
-    """A tile of the output [64 columns, 64 rows] as [64 rows, 64 columns], in the order of the columns
-    (``ptx.e4m3_values``). No values move."""
-    return tile.reshape([4, 2, 8, ROWS]).permute((3, 0, 2, 1)).reshape([ROWS, 64])
 
 
 @gluon.jit
@@ -86,11 +75,11 @@ def write(out, split, args, last, ODD: gl.constexpr, CONFIG: gl.constexpr):
     continues = split.begin > 0
     if (continues == 0) & (split.end == split.steps):
         for i in gl.static_range(4):
-            values = _in_order(out[i] * factor)
+            values = in_order(out[i] * factor)
             _write_result(values, row, lse2, split, args, ODD * HALF + i * 64, CONFIG.out_align)
         if not ODD:
             write_lse(outputs, split.item, work.group.kv_head, work.group.first_row + row, lse2)
     elif results.scratch is not None:
         partial = results.scratch + schedule.partial(work, continues, CONFIG) * PARTIAL
         for i in gl.static_range(4):
-            _write_partial(_in_order(out[i] * factor), row, lse2, partial, args, ODD * HALF + i * 64)
+            _write_partial(in_order(out[i] * factor), row, lse2, partial, args, ODD * HALF + i * 64)

@@ -11,9 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.e4m3.tiles import SLOT_EMPTY, SLOTS
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE
 from flashlatte.ops.dense_decode.hopper import schedule
-from flashlatte.ops.dense_decode.hopper.fp8.tiles import SLOT_EMPTY, SLOTS
 from flashlatte.ops.dense_decode.hopper.producer import load_boxes
 from flashlatte.split_kv import device
 

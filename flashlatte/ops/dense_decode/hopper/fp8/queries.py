@@ -2,6 +2,7 @@
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -10,16 +11,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.e4m3.rounding import largest_of, scale_of, two_terms
+from flashlatte.kernels.hopper.e4m3.tiles import SCORE_ROWS, TILE, latent_of, rope_of
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROPE
-from flashlatte.kv_cache.fp8 import E4M3_MAX
-from flashlatte.ops.dense_decode.fp8 import SMALLEST_AMAX
-from flashlatte.ops.dense_decode.hopper.fp8.tiles import REQUEST, SCORE_ROWS, latent_of, rope_of
 from flashlatte.ops.dense_decode.hopper.producer import query_pointers
 
 # Rows that a consumer quantizes.
 _ROWS = gl.constexpr(32)
-_LARGEST = gl.constexpr(E4M3_MAX)
-_SMALLEST = gl.constexpr(SMALLEST_AMAX)
 
 
 @gluon.jit
@@ -30,25 +28,9 @@ def _load(args, item, FIRST_ROW: gl.constexpr, FIRST_COL: gl.constexpr, COLS: gl
 
 
 @gluon.jit
-def _amax(x):
-    return gl.max(gl.abs(x.to(gl.float32)), 1)
-
-
-@gluon.jit
 def _store(tile, x, FIRST_ROW: gl.constexpr, FIRST_COL: gl.constexpr):
     rows = tile.slice(FIRST_ROW, _ROWS, dim=0)
     rows.slice(FIRST_COL, x.shape[1], dim=1).store(x)
-
-
-@gluon.jit
-def _round(x):
-    """float32 ``x`` rounded to the four significant bits of e4m3 (below 2^-6, e4m3 has fewer).
-
-    By integer operations: where a loop converts numbers to e4m3 and back, ptxas (12.8) reads those of the previous
-    iteration (docs/notes/dense-decode-fp8.md).
-    """
-    bits = x.to(gl.int32, bitcast=True)
-    return ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -62,23 +44,20 @@ def quantize(args, item, ODD: gl.constexpr, CONFIG: gl.constexpr):
     q = args.tiles.q
     left = _load(args, item, FIRST_ROW, 0, HALF)
     right = _load(args, item, FIRST_ROW, HALF, HALF)
-    amax = gl.maximum(_amax(left), _amax(right))
+    amax = gl.maximum(largest_of(left), largest_of(right))
     if CONFIG.has_rope:
         rope = _load(args, item, FIRST_ROW, LATENT, ROPE)
-        amax = gl.maximum(amax, _amax(rope))
-    bits = (gl.maximum(amax, _SMALLEST) * (1.0 / _LARGEST)).to(gl.int32, bitcast=True)
-    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+        amax = gl.maximum(amax, largest_of(rope))
+    scale = scale_of(amax)
     args.tiles.q_scale.slice(FIRST_ROW, _ROWS).store(scale)
     inverse = (1.0 / scale)[:, None]
     latent = latent_of(q, 0)
     _store(latent, (left.to(gl.float32) * inverse).to(gl.float8e4nv), FIRST_ROW, 0)
     _store(latent, (right.to(gl.float32) * inverse).to(gl.float8e4nv), FIRST_ROW, HALF)
     if CONFIG.has_rope:
-        scaled = rope.to(gl.float32) * inverse
-        first_term = _round(scaled)
-        second_term = (scaled - first_term).to(gl.float8e4nv)
-        _store(rope_of(q, 0), first_term.to(gl.float8e4nv), FIRST_ROW, 0)
+        first_term, second_term = two_terms(rope.to(gl.float32) * inverse)
+        _store(rope_of(q, 0), first_term, FIRST_ROW, 0)
         _store(rope_of(q, 1), second_term, FIRST_ROW, 0)
     fence_async_shared()
-    barriers.wait(REQUEST, barriers.PAIR_THREADS)
+    barriers.wait(TILE, barriers.PAIR_THREADS)
     return args.tiles.q_scale.load(SCORE_ROWS) * args.scale

@@ -1,4 +1,4 @@
-"""Shared memory, layouts and barriers of the e4m3 kernel.
+"""Shared memory, layouts and barriers of the e4m3 kernels.
 
 Rows of e4m3 values are stored as pairs of bytes, because TMA descriptors have elements of two bytes. The latent has a
 128-byte swizzle, the rope a 64-byte swizzle.
@@ -38,8 +38,8 @@ _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # Named barriers. First of four: a slot is empty (both consumers to the loader).
 SLOT_EMPTY = gl.constexpr(FIRST_FREE)
-# Both consumers wait: at the end of a request, and when its queries are stored.
-REQUEST = gl.constexpr(FIRST_FREE + 4)
+# Both consumers wait: at the end of a tile of queries, and, if they store the queries, when these are stored.
+TILE = gl.constexpr(FIRST_FREE + 4)
 # Between the consumers: row_max of block 0 (even to odd) and of block 1 (odd to even); P of both, one barrier for even
 # and one for odd steps, because the even consumer may be a step ahead of the odd one's wait.
 ROW_MAX0_FULL = gl.constexpr(FIRST_FREE + 5)
@@ -91,7 +91,8 @@ def _allocate_rows(LATENTS: gl.constexpr, ROPES: gl.constexpr):
 
 
 @gluon.jit
-def allocate():
+def allocate(ARRIVALS: gl.constexpr):
+    """ARRIVALS: at the mbarrier of a slot when it is full."""
     k = _allocate_rows(SLOTS, SLOTS)
     q = _allocate_rows(1, 2)
     k_offset = offset_of(0, find_tiles((k.latent.index(0),)))
@@ -107,7 +108,7 @@ def allocate():
         gl.allocate_shared_memory(gl.float32, [ROWS], _VECTOR),
         gl.allocate_shared_memory(gl.float32, [ROWS], _VECTOR),
         gl.allocate_shared_memory(gl.float32, [ROWS], _VECTOR),
-        mbarriers(SLOTS),
+        mbarriers(SLOTS, ARRIVALS),
     )
 
 

@@ -1,9 +1,10 @@
-"""The arithmetic of ``precision="fp8"``: quantized queries and probabilities.
+"""The arithmetic of attention with ``precision="fp8"``: quantized queries and probabilities.
 
-Keys and values of an e4m3 cache are exact operands. Queries are rounded to e4m3 with a power-of-two scale for each
-token and head. Their rope, the columns after those of a value, is rounded to the sum of two e4m3 terms: it costs a
-tenth of a score's products, and without it errors exceed FlashMLA's where few keys dominate
-(docs/notes/dense-decode-fp8.md). P is rounded to e4m3, its sum is not.
+Keys and values of an e4m3 cache are exact operands. Those of 16 bits are rounded to e4m3 with one power-of-two scale,
+which costs the softmax nothing. Queries are rounded to e4m3 with a power-of-two scale for each token and head. Their
+rope, the columns after those of a value, is rounded to the sum of two e4m3 terms: it costs a tenth of a score's
+products, and without it errors exceed FlashMLA's where few keys dominate (docs/notes/dense-decode-fp8.md). P is rounded
+to e4m3, its sum is not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ def quantize_queries(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     rope = scaled[..., head_dim_v:] - rounded[..., head_dim_v:]
     rounded[..., head_dim_v:] += to_e4m3(rope).float()
     return rounded * scale
+
+
+def quantize_keys(kv: torch.Tensor) -> torch.Tensor:
+    """The values of quantized keys of any shape, as float32, with one scale: the smallest power of two for which all
+    finite values are at most 448. Infinities become the largest value, NaN stays NaN."""
+    kv = kv.float()
+    amax = torch.where(kv.isfinite(), kv.abs(), 0.0).amax().clamp_min(SMALLEST_AMAX)
+    scale = round_up_to_power_of_two(amax / E4M3_MAX)
+    return to_e4m3(kv / scale).float() * scale
 
 
 def round_probabilities(p: torch.Tensor) -> torch.Tensor:
