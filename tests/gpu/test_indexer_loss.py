@@ -12,7 +12,6 @@ from gpu.harness import DEVICE, Arguments
 from support.indexer_loss_calls import LEAVES, NAMES, arguments, with_gradients
 
 from flashlatte import indexer_loss
-from flashlatte.runtime import dispatch
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.cases import SparsePrefillCase
 
@@ -53,12 +52,6 @@ ORACLE_CASES = (
 ON_BOTH_STAGES = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 ON_BOTH_SUMS = pytest.mark.parametrize("deterministic", [False, True])
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Hopper kernels run too."""
-    monkeypatch.setenv(dispatch.UNTRIED, "1")
 
 
 @ON_EVERY_BACKEND

@@ -11,7 +11,6 @@ from gpu import harness
 from gpu.harness import DEVICE, Arguments, Results
 
 import flashlatte
-from flashlatte.runtime import dispatch
 from flashlatte.testing.cases import SparsePrefillCase
 
 pytestmark = pytest.mark.gpu
@@ -38,11 +37,6 @@ LARGER = (
     SparsePrefillCase(s_q=1000, s_kv=100_000, h_q=64, topk=2048, invalid_share=0.0, head_dim=512),
 )
 TYPICAL = SparsePrefillCase(s_q=200, s_kv=3000, h_q=128, topk=1024, topk_lengths=True, empty_rows=0.05)
-
-
-@pytest.fixture(autouse=True)
-def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(dispatch.UNTRIED, "1")
 
 
 def prefill(arguments: Arguments, backend: str = "hopper", **options: Any) -> Results:

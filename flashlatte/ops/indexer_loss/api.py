@@ -62,7 +62,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, dispatch.every_call),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.loss_and_gradients),
 )
@@ -126,8 +126,7 @@ def indexer_loss(
             the same on every rank; so are then the results and the gradients, which must not be summed over these
             ranks. The numbers of heads may differ. A rank that does not make the call lets the others wait until the
             group's timeout.
-        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused. "hopper" has not run on
-            a GPU yet. It runs only if named, and with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment. It takes
+        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused. "hopper" takes
             head dims 576 and 512 and up to 128 heads.
 
     Returns:

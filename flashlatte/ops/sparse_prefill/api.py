@@ -29,10 +29,6 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     )
 
 
-def _is_untried_on_hopper(call: dispatch.CallSpec) -> bool:
-    return call.optional_features is not None
-
-
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if call.optional_features:
         return f"has no {call.optional_features}: it multiplies in q's dtype"
@@ -53,7 +49,7 @@ def _load_portable() -> dispatch.Function:
 
 dispatch.define(
     OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper, _is_untried_on_hopper),
+    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
     dispatch.Implementation("portable", _load_portable, _refuses_portable),
     dispatch.Implementation("reference", lambda: reference.sparse_prefill),
 )
@@ -94,8 +90,7 @@ def sparse_prefill(
             row of q with a scale of its own, and so are the probabilities. The scale of kv follows the largest finite
             value in any of its rows, also of those that no index selects: a huge one makes all others imprecise. Its
             error is about 20 times that of None if the weights of a query are similar, 35 times if few keys dominate
-            (docs/guide/numerics.md). Only "hopper" and "reference" have it. The kernel of "hopper" has not run on a GPU
-            yet: it must be named, with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
+            (docs/guide/numerics.md). Only "hopper" and "reference" have it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 

@@ -138,16 +138,11 @@ def test_nan_in_a_query_stays_with_the_keys_that_it_selected(emulated):
         torch.testing.assert_close(result, wanted, rtol=3e-2, atol=1e-3, equal_nan=True)
 
 
-def test_runs_only_if_named(monkeypatch):
-    """It has not run on a GPU."""
+def test_refusals(monkeypatch):
     monkeypatch.setattr(machine, "compute_capability", lambda _: (9, 0))
     device = torch.device("cuda", 0)
     call = dispatch.CallSpec(api.OPERATION, device, torch.bfloat16, head_dim=576, index_dim=128, h_q=128, h_kv=1)
-    with pytest.raises(ValueError, match="it has not run on a GPU yet, and needs FLASHLATTE_UNTRIED_KERNELS=1"):
-        dispatch.select(call, "hopper")
-    monkeypatch.setenv(dispatch.UNTRIED, "1")
-    assert dispatch.select(call) == "portable"
-    assert dispatch.select(call, "hopper") == "hopper"
+    assert dispatch.select(call) == "hopper"
     for change, reason in (
         ({"h_q": 129}, "takes up to 128 heads, not 129"),
         ({"head_dim": 192}, "takes head dims 576 and 512, not 192"),

@@ -81,16 +81,12 @@ def test_portable_has_no_fp8() -> None:
 
 
 @pytest.mark.skipif(machine.interpreting(), reason="hopper does not run in the interpreter")
-def test_hopper_must_be_named_and_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel has not run on a GPU. Calls without a precision are not concerned."""
+def test_hopper_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "compute_capability", lambda _: (9, 0))
     call = dispatch.CallSpec(
         "sparse_prefill", torch.device("cuda", 0), torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128, h_kv=1
     )
     fp8_call = replace(call, optional_features="precision='fp8'")
-    monkeypatch.delenv(dispatch.UNTRIED, raising=False)
-    with pytest.raises(ValueError, match=r"it has not run on a GPU yet, and needs FLASHLATTE_UNTRIED_KERNELS=1"):
-        dispatch.select(fp8_call, "hopper")
-    monkeypatch.setenv(dispatch.UNTRIED, "1")
-    assert dispatch.select(fp8_call, "hopper") == dispatch.select(call) == "hopper"
+    assert dispatch.select(fp8_call) == dispatch.select(call) == "hopper"
+    monkeypatch.setattr(machine, "compute_capability", lambda _: (8, 0))
     assert dispatch.select(fp8_call) == "reference"
