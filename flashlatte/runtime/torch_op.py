@@ -7,59 +7,40 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
 import torch
 
-from flashlatte.runtime import dispatch
 from flashlatte.runtime.recording import NAMESPACE, record_writes, watched
 from flashlatte.runtime.repeat import repeats_launches
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST = ("cpu", "cuda", "xpu")
 
-_Params = TypeVar("_Params", bound=tuple[Any, ...])
+_Args = ParamSpec("_Args")
 
 
-def register_op(
-    name: str, *, mutates: Sequence[str], record: type[tuple[Any, ...]] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def register_op(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[_Args, None]], Callable[_Args, None]]:
     """Register a function that returns nothing and writes to its arguments as ``torch.ops.flashlatte.<name>``.
 
     The schema is inferred from the function's annotations. If its first parameter is a named tuple, the registered
-    operation takes the fields instead, and the decorated function takes the named tuple. ``mutates`` names the tensors
-    or fields that it writes. With ``record``, the class of the named tuple, the decorated function takes fields, too.
+    operation takes the fields instead; the decorated function takes the named tuple. ``mutates`` names the tensors or
+    fields that it writes.
 
     A call costs 6 µs. ``torch.library.custom_op`` has a Python wrapper, with which a call that mutates two arguments
     costs 80 µs, more than a decode kernel takes.
     """
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
+    def register(function: Callable[_Args, None]) -> Callable[_Args, None]:
         first, *_ = inspect.signature(function, eval_str=True).parameters.values()
-        fields = first.annotation if record is None and hasattr(first.annotation, "_fields") else record
-        flat = function if fields is None else _with_fields(function, fields)
+        is_record = hasattr(first.annotation, "_fields")
+        flat = _with_fields(function, first.annotation) if is_record else function
         registered = _define(name, flat, mutates, _mutating_fake(_positions(flat, mutates)))
-        if fields is record:
+        if not is_record:
             return registered
-        return lambda params, *others: registered(*params, *others)
+        return lambda params, *others: registered(*params, *others)  # type: ignore[return-value]
 
     return register
-
-
-def dispatched_op(operation: str, params: type[_Params], *, mutates: Sequence[str]) -> Callable[[_Params, str], None]:
-    """Register ``torch.ops.flashlatte.<operation>``, which runs the implementation of a backend.
-
-    Args:
-        params: a named tuple, which every implementation takes. The registered operation takes its fields and
-            ``backend``; the returned function takes an instance and ``backend``.
-        mutates: the fields that implementations write.
-    """
-
-    def run(args: Any, backend: str) -> None:
-        dispatch.implementation(operation, backend)(args)
-
-    run.__annotations__["args"] = params
-    return register_op(operation, mutates=mutates)(run)
 
 
 def register_differentiable_op(
@@ -77,7 +58,7 @@ def register_differentiable_op(
         backward: takes (ctx, *gradients of the results), None for a result without a gradient; returns a gradient or
             None for each argument.
         setup_context: takes (ctx, inputs, output), and saves the tensors that ``backward`` needs.
-        record: as in ``register_op``.
+        record: the class of the first parameter, a named tuple. The operation takes its fields instead.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -13,11 +13,11 @@ from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.ops.dense_prefill.params import DensePrefillParams
-from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
+from flashlatte.ops.indexer_loss.reference import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.paged_attention.reference import PagedAttentionParams
-from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
+from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
-from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 
 BF16 = torch.bfloat16
 UNLIMITED = 2**31 - 1

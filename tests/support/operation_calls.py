@@ -60,8 +60,9 @@ def _sparse_decode(backend: str, form: str, heads: int = 16, extra: bool = False
     )
 
 
-def _sparse_prefill(backend: str, s_q: int = 3, heads: int = 128, topk: int = 128) -> None:
-    flashlatte.sparse_prefill(_rows(s_q, heads, 576), _rows(200, 1, 576), _ints(s_q, 1, topk), backend=backend)
+def _sparse_prefill(backend: str, s_q: int = 3, heads: int = 128, topk: int = 128, **options: Any) -> None:
+    operands = _rows(s_q, heads, 576), _rows(200, 1, 576), _ints(s_q, 1, topk)
+    flashlatte.sparse_prefill(*operands, backend=backend, **options)
 
 
 def _sparse_attention(backend: str) -> None:
@@ -269,6 +270,7 @@ CALLS: list[Callable[[], None]] = [
     lambda: _sparse_decode("hopper", "v32", heads=128, extra=True),
     *(functools.partial(_sparse_prefill, backend) for backend in ("portable", "hopper")),
     lambda: _sparse_prefill("hopper", s_q=400, heads=16, topk=512),
+    lambda: _sparse_prefill("hopper", precision="fp8"),
     *(functools.partial(_sparse_attention, backend) for backend in ("portable", "hopper")),
     *NOT_REPEATED,
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),

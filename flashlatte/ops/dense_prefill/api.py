@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from flashlatte.ops.dense_prefill import reference
 from flashlatte.ops.dense_prefill.params import DensePrefillParams
 from flashlatte.runtime import checks, dispatch, ragged, refusals
 from flashlatte.runtime.gradients import refuse_tangents
@@ -39,45 +38,6 @@ def _refuses_hopper_backward(call: dispatch.CallSpec) -> str | None:
 
 def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
-
-
-def _load_hopper_forward() -> dispatch.Function:
-    from flashlatte.ops.dense_prefill.hopper.forward import forward
-
-    return forward
-
-
-def _load_portable_forward() -> dispatch.Function:
-    from flashlatte.ops.dense_prefill.portable import forward
-
-    return forward
-
-
-def _load_hopper_backward() -> dispatch.Function:
-    from flashlatte.ops.dense_prefill.hopper.backward import backward
-
-    return backward
-
-
-def _load_portable_backward() -> dispatch.Function:
-    from flashlatte.ops.dense_prefill.portable import backward
-
-    return backward
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("hopper", _load_hopper_forward, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable_forward, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.forward),
-)
-
-dispatch.define(
-    BACKWARD,
-    dispatch.Implementation("hopper", _load_hopper_backward, _refuses_hopper_backward),
-    dispatch.Implementation("portable", _load_portable_backward, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.backward),
-)
 
 
 def dense_prefill(
@@ -194,7 +154,7 @@ def dense_prefill(
     if out is not None:
         lse = _empty_lse(q)
         if total_q:
-            _dense_prefill_out(*params, chosen, out, lse)
+            _dense_prefill_out(params, chosen, out, lse)
         return out, lse
     chosen_backward = dispatch.select(call(BACKWARD), backend) if recorded else ""
     return _dense_prefill(*params, chosen, chosen_backward, deterministic)
@@ -243,7 +203,7 @@ def _dense_prefill_backward(
     gradients = _fake_backward(*params)
     if params.q.shape[0] == 0:
         return gradients[0], gradients[1].zero_(), gradients[2].zero_()
-    dispatch.implementation(BACKWARD, backend)(params, out, lse, dout, dlse, deterministic, *gradients)
+    _run_backward(params, out, lse, dout, dlse, deterministic, *gradients, backend)
     return gradients
 
 
@@ -255,13 +215,48 @@ def _dense_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _fake_forward(*params)
     if params.q.shape[0]:
-        dispatch.implementation(OPERATION, backend)(params, out, lse)
+        _run_forward(params, out, lse, backend)
     return out, lse
 
 
-@register_op("dense_prefill_out", mutates=("out", "lse"), record=DensePrefillParams)
+@register_op("dense_prefill_out", mutates=("out", "lse"))
 def _dense_prefill_out(params: DensePrefillParams, backend: str, out: torch.Tensor, lse: torch.Tensor) -> None:
-    dispatch.implementation(OPERATION, backend)(params, out, lse)
+    _run_forward(params, out, lse, backend)
+
+
+@dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
+def _run_forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.dense_prefill.hopper.forward import forward
+    elif backend == "portable":
+        from flashlatte.ops.dense_prefill.portable import forward
+    else:
+        from flashlatte.ops.dense_prefill.reference import forward
+
+    forward(params, out, lse)
+
+
+@dispatch.implemented(BACKWARD, hopper=_refuses_hopper_backward, portable=_refuses_portable)
+def _run_backward(
+    params: DensePrefillParams,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    deterministic: bool,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    backend: str,
+) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.dense_prefill.hopper.backward import backward
+    elif backend == "portable":
+        from flashlatte.ops.dense_prefill.portable import backward
+    else:
+        from flashlatte.ops.dense_prefill.reference import backward
+
+    backward(params, out, lse, dout, dlse, deterministic, dq, dk, dv)
 
 
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:

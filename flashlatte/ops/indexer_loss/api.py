@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashlatte.ops.indexer_loss import reference
-from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
+from flashlatte.ops.indexer_loss.reference import IndexerLossParams, IndexerLossResults
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.process_groups import group_name
@@ -46,26 +45,6 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
         or (None if (call.h_q or 0) <= _HOPPER_MAX_HEADS else f"takes up to {_HOPPER_MAX_HEADS} heads, not {call.h_q}")
         or _refuses_portable(call)
     )
-
-
-def _load_hopper() -> dispatch.Function:
-    from flashlatte.ops.indexer_loss.hopper import loss_and_gradients
-
-    return loss_and_gradients
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.indexer_loss.portable import loss_and_gradients
-
-    return loss_and_gradients
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.loss_and_gradients),
-)
 
 
 def indexer_loss(
@@ -273,5 +252,17 @@ def _indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, its number of rows, and the gradients of the loss, which are empty unless ``with_gradient``."""
     results = _fake_forward(*params)
-    dispatch.implementation(OPERATION, backend)(params, results)
+    _run(params, results, backend)
     return results
+
+
+@dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
+def _run(params: IndexerLossParams, results: IndexerLossResults, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.indexer_loss.hopper import loss_and_gradients
+    elif backend == "portable":
+        from flashlatte.ops.indexer_loss.portable import loss_and_gradients
+    else:
+        from flashlatte.ops.indexer_loss.reference import loss_and_gradients
+
+    loss_and_gradients(params, results)

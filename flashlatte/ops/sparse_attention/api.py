@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from flashlatte.ops.sparse_attention import reference
-from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
+from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
 from flashlatte.ops.sparse_prefill.api import check_operands
-from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
@@ -39,26 +38,6 @@ def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
         or refusals.unaligned(call)
         or (None if (call.h_q or 0) <= _HOPPER_MAX_HEADS else f"takes up to {_HOPPER_MAX_HEADS} heads, not {call.h_q}")
     )
-
-
-def _load_hopper() -> dispatch.Function:
-    from flashlatte.ops.sparse_attention.hopper import backward
-
-    return backward
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.sparse_attention.portable import backward
-
-    return backward
-
-
-dispatch.define(
-    BACKWARD,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.backward),
-)
 
 
 def sparse_attention(
@@ -196,11 +175,23 @@ def _sparse_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     gradients = _fake_backward(*params)
     if params.q.shape[0]:
-        dispatch.implementation(BACKWARD, backend)(params, gradients)
+        _run_backward(params, gradients, backend)
     else:
         gradients.dkv.zero_()
         gradients.d_sink.zero_()
     return gradients
+
+
+@dispatch.implemented(BACKWARD, hopper=_refuses_hopper, portable=_refuses_portable)
+def _run_backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGradients, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.sparse_attention.hopper import backward
+    elif backend == "portable":
+        from flashlatte.ops.sparse_attention.portable import backward
+    else:
+        from flashlatte.ops.sparse_attention.reference import backward
+
+    backward(params, gradients)
 
 
 @register_differentiable_op(OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep)

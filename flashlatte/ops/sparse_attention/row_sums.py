@@ -13,7 +13,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.kernels.triton.online_softmax import LOG2_E, sink_weight
-from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams
+from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel

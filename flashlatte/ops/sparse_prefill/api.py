@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from flashlatte.ops.sparse_prefill import reference
-from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
-from flashlatte.runtime.torch_op import dispatched_op
+from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "sparse_prefill"
 # A whole row is one tile in shared memory.
@@ -33,26 +32,6 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
     if call.optional_features:
         return f"has no {call.optional_features}: it multiplies in q's dtype"
     return refusals.triton_attention(call, _PORTABLE_MAX_HEAD_DIM)
-
-
-def _load_hopper() -> dispatch.Function:
-    from flashlatte.ops.sparse_prefill.hopper import sparse_prefill
-
-    return sparse_prefill
-
-
-def _load_portable() -> dispatch.Function:
-    from flashlatte.ops.sparse_prefill.portable import sparse_prefill
-
-    return sparse_prefill
-
-
-dispatch.define(
-    OPERATION,
-    dispatch.Implementation("hopper", _load_hopper, _refuses_hopper),
-    dispatch.Implementation("portable", _load_portable, _refuses_portable),
-    dispatch.Implementation("reference", lambda: reference.sparse_prefill),
-)
 
 
 @repeats_launches
@@ -149,7 +128,17 @@ def sparse_prefill(
     return out, max_logits, lse
 
 
-_sparse_prefill = dispatched_op(OPERATION, SparsePrefillParams, mutates=("out", "max_logits", "lse"))
+@register_op(OPERATION, mutates=("out", "max_logits", "lse"))
+@dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
+def _sparse_prefill(params: SparsePrefillParams, backend: str) -> None:
+    if backend == "hopper":
+        from flashlatte.ops.sparse_prefill.hopper import sparse_prefill
+    elif backend == "portable":
+        from flashlatte.ops.sparse_prefill.by_token import sparse_prefill
+    else:
+        from flashlatte.ops.sparse_prefill.reference import sparse_prefill
+
+    sparse_prefill(params)
 
 
 def check_operands(

@@ -33,7 +33,7 @@ from flashlatte.kernels.triton.online_softmax import (
     within,
 )
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_rows, token_rows
-from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, Pointer
 from flashlatte.runtime.strides import row_align
 from flashlatte.runtime.triton_kernel import kernel

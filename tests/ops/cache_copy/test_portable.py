@@ -39,15 +39,15 @@ def test_pairs_on_the_device_of_which_some_do_not_exist(src, dst, width, gap, dt
     cache = memory[:, : 5 * width].unflatten(1, (5, width))
     other = random_bytes(5, 5, width, seed=seed + 1)
     pairs = list(zip(src, dst, strict=False))
-    lists = [torch.tensor(one, dtype=dtype) for one in zip(*pairs, strict=True)]
+    sources, targets = (torch.tensor(one, dtype=dtype) for one in zip(*pairs, strict=True))
 
     expected = copied(cache, other, pairs)
-    api._copy_pages(cache, other, *lists, True, "portable")
+    api._copy_pages(cache, other, sources, targets, True, "portable")
     assert other.equal(expected)
 
     between_pages = memory[:, 5 * width :].clone()
     expected = copied(cache, cache, pairs)
-    api._copy_pages(None, cache, *lists, False, "portable")
+    api._copy_pages(None, cache, sources, targets, False, "portable")
     assert cache.equal(expected)
     assert memory[:, 5 * width :].equal(between_pages)
 
@@ -57,7 +57,8 @@ def test_the_reference_skips_pairs_that_do_not_exist(src, dst, disjoint):
     cache = random_bytes(6, 2, 3)
     pairs = list(zip(src, dst, strict=False))
     expected = copied(cache, cache, pairs)
-    api._copy_pages(None, cache, *(torch.tensor(one) for one in zip(*pairs, strict=True)), disjoint, "reference")
+    sources, targets = (torch.tensor(one) for one in zip(*pairs, strict=True))
+    api._copy_pages(None, cache, sources, targets, disjoint, "reference")
     assert cache.equal(expected)
 
 

@@ -37,7 +37,8 @@ def test_opcheck(requires_grad):
 def test_opcheck_with_out():
     with mock.patch.object(api, "_dense_prefill_out") as operation:
         dense_prefill(**arguments(), out=torch.empty(9, 4, 16))
-    torch.library.opcheck(torch.ops.flashlatte.dense_prefill_out.default, operation.call_args.args)
+    params, *others = operation.call_args.args
+    torch.library.opcheck(torch.ops.flashlatte.dense_prefill_out.default, (*params, *others))
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])

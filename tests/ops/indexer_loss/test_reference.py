@@ -158,7 +158,7 @@ RANGES = {"key_start": torch.zeros(5, dtype=torch.int32), "key_end": torch.ones(
         ({"lse": torch.zeros(5, 2)}, ValueError, r"^lse must have shape \[5, 3\]"),
         ({"lse": torch.zeros(5, 3).double()}, TypeError, "^lse must be float32, got float64$"),
         ({"deterministic": 0}, TypeError, "^deterministic must be True or False, got 0$"),
-        ({"backend": "hopper"}, ValueError, "has no indexer_loss in this version$"),
+        ({"backend": "hopper"}, ValueError, "takes bfloat16, float16, not float32$"),
         ({"backend": "portable"}, ValueError, "takes bfloat16, float16, not float32$"),
         ({"index_scale": 0.0}, ValueError, "^index_scale must be a finite number above 0, got 0.0$"),
         ({"group": "ranks"}, TypeError, "^group must be a process group that this rank is in, or None, got 'ranks'$"),

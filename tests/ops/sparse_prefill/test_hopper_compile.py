@@ -23,7 +23,7 @@ from support import compile as support  # noqa: E402
 from flashlatte.ops.sparse_prefill import by_token  # noqa: E402
 from flashlatte.ops.sparse_prefill.hopper import launch, unions  # noqa: E402
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel  # noqa: E402
-from flashlatte.ops.sparse_prefill.params import SparsePrefillParams  # noqa: E402
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 

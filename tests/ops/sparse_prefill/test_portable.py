@@ -9,7 +9,7 @@ from support.marks import mostly_full
 
 from flashlatte import sparse_prefill
 from flashlatte.ops.sparse_prefill import by_token
-from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.testing import compare
 from flashlatte.testing.cases import SparsePrefillCase
 

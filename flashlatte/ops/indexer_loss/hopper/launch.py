@@ -8,8 +8,8 @@ from flashlatte.ops.indexer_loss.hopper.gradients import IndexGradients
 from flashlatte.ops.indexer_loss.hopper.index_kernel import index_kernel
 from flashlatte.ops.indexer_loss.hopper.index_tiles import INDEX_DIM
 from flashlatte.ops.indexer_loss.hopper.target_kernel import TargetHeads, attention_target_kernel
-from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.indexer_loss.portable.launch import IndexerLossLaunches
+from flashlatte.ops.indexer_loss.reference import IndexerLossParams, IndexerLossResults
 from flashlatte.runtime import checks
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe

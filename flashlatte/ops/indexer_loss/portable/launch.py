@@ -11,7 +11,6 @@ from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.head_dims import tile_widths
 from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
-from flashlatte.ops.indexer_loss.params import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.indexer_loss.portable.config import ATTENTION, INDEX_KEYS, INDEX_QUERIES
 from flashlatte.ops.indexer_loss.portable.gradient_kernels import (
     index_queries_kernel,
@@ -19,6 +18,7 @@ from flashlatte.ops.indexer_loss.portable.gradient_kernels import (
     selected_keys_kernel,
 )
 from flashlatte.ops.indexer_loss.portable.loss_kernels import logits_kernel, loss_kernel, lse_kernel, target_kernel
+from flashlatte.ops.indexer_loss.reference import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.indexer_loss.seen_keys import AttentionRows, IndexerRows, SlotRanges
 from flashlatte.runtime.process_groups import sum_over_ranks
 from flashlatte.runtime.strides import row_align

@@ -18,7 +18,7 @@ from flashlatte.ops.sparse_attention.hopper.state import (
     SparseBackwardPiece,
     SparseBackwardRows,
 )
-from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
+from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_attention.row_sums import row_sums, selection_of
 from flashlatte.runtime import checks, machine
 from flashlatte.runtime.strides import strides_in_use

@@ -10,9 +10,9 @@ from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows
-from flashlatte.ops.sparse_attention.params import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_attention.portable.config import KEYS, QUERIES
 from flashlatte.ops.sparse_attention.portable.kernels import SparseBackwardQueries, keys_kernel, queries_kernel
+from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_attention.row_sums import row_sums, selection_of
 from flashlatte.runtime.strides import row_align
 

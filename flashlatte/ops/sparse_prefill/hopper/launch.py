@@ -13,7 +13,7 @@ from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
 from flashlatte.ops.sparse_prefill.hopper.producer import SparsePrefillQueries
 from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
 from flashlatte.ops.sparse_prefill.hopper.unions import MAX_POSITIONS, build_unions
-from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime import checks, machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe

@@ -13,7 +13,7 @@ from flashlatte.ops.sparse_prefill.hopper.fp8.state import Fp8QueryBuffers, Fp8W
 from flashlatte.ops.sparse_prefill.hopper.fp8.workspace import quantize_keys
 from flashlatte.ops.sparse_prefill.hopper.producer import SparsePrefillQueries
 from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
-from flashlatte.ops.sparse_prefill.params import SparsePrefillParams
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
