@@ -40,6 +40,15 @@ def _begin_step(args, steps_taken, NUMBER: gl.constexpr, HAS_ROPE: gl.constexpr)
 
 
 @gluon.jit
+def _release_output(steps_taken):
+    """Release the slots of the step before, from which the output has been stored."""
+    tma.store_wait(0)
+    slot = steps.slot_of(steps_taken - 1, 0)
+    barriers.arrive_at(SLOT_EMPTY + slot, barriers.ALL_THREADS)
+    barriers.arrive_at(SLOT_EMPTY + slot + 1, barriers.ALL_THREADS)
+
+
+@gluon.jit
 def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
     for slot in gl.static_range(SLOTS):
         barriers.arrive(SLOT_EMPTY + slot, barriers.ALL_THREADS)
@@ -58,8 +67,11 @@ def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
         score_max = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
         for step in range(step_count):
             scores = _begin_step(args, steps_taken, ODD, HAS_ROPE)
+            if (step == 0) & (steps_taken > 0):
+                _release_output(steps_taken)
             score_max = gl.maximum(score_max, gl.max(scores, 1))
-            # The blocks of the last step are released after the output has been stored from them.
+            # The output is stored from the blocks of the last step, which are released after the next tile's first
+            # scores.
             releases = step < step_count - 1
             if ODD:
                 state = steps.take_odd_step(state, scores, tiles, factor, address, releases, steps_taken)
@@ -79,10 +91,8 @@ def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
         if ODD:
             score_max = gl.maximum(score_max, shared.score_max0.load(SCORE_ROWS))
             store_statistics(args, state.row_max, score_max, factor, tile)
-        tma.store_wait(0)
-        barriers.arrive_at(SLOT_EMPTY + last - 1, barriers.ALL_THREADS)
-        barriers.arrive_at(SLOT_EMPTY + last, barriers.ALL_THREADS)
         parity ^= 1
+    _release_output(steps_taken)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from flashlatte.kernels.hopper.e4m3.tiles import SLOT_EMPTY, SLOTS
 from flashlatte.kernels.hopper.mla_tiles import COPY, KEYS, LATENT
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.ptx.threads import one_per_thread
-from flashlatte.ops.sparse_prefill.hopper.fp8.queries import PIECES, copy_queries, quantize_piece
+from flashlatte.ops.sparse_prefill.hopper.fp8.queries import PIECES, copy_queries, prefetch_queries, quantize_piece
 from flashlatte.ops.sparse_prefill.hopper.state import indices_of, num_selected, num_steps
 from flashlatte.runtime.gluon_compat import cp_async, cta_barrier
 
@@ -80,6 +80,7 @@ def _load_block(args, slot, indices, HAS_ROPE: gl.constexpr):
 def load(args, HAS_ROPE: gl.constexpr):
     work = args.work
     first = gl.program_id(0)
+    prefetch_queries(args, first, HAS_ROPE)
     for piece in range(PIECES):
         quantize_piece(args, first, 0, piece, HAS_ROPE)
     row = indices_of(work, first)

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from flashlatte.kernels.hopper.e4m3.rounding import largest_of, scale_of, two_terms
 from flashlatte.kernels.hopper.mla_tiles import COPY, LATENT, ROPE, ROWS
+from flashlatte.kernels.hopper.ptx.copies import prefetch_l2
 from flashlatte.ops.sparse_prefill.hopper.fp8.state import VECTOR
 from flashlatte.ops.sparse_prefill.hopper.state import list_of
 from flashlatte.runtime.gluon_compat import cp_async, cta_barrier, reinterpret
@@ -24,8 +25,25 @@ _PIECE = gl.constexpr(4)
 PIECES = gl.constexpr(ROWS.value // _PIECE.value)
 # Bytes of a quantized query.
 WIDTH = gl.constexpr(LATENT.value + 2 * ROPE.value)
+# Elements of a line of 128 bytes, and a line a thread.
+_LINE = gl.constexpr(64)
+_LINES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
 _LATENT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 _ROPE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def prefetch_queries(args, tile, HAS_ROPE: gl.constexpr):
+    """Prefetch a tile's queries into the L2."""
+    queries, work = args.queries, args.work
+    head = tile % work.head_blocks * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, _LINES))
+    offset = list_of(work, tile).to(gl.int64) * queries.token_stride
+    offset += gl.minimum(head, queries.heads - 1).to(gl.int64) * queries.head_stride
+    rows = queries.q + offset * 8
+    col = gl.arange(0, LATENT // _LINE, gl.SliceLayout(0, _LINES)) * _LINE
+    prefetch_l2(rows[:, None] + col[None, :])
+    if HAS_ROPE:
+        prefetch_l2(rows + LATENT)
 
 
 @gluon.jit
