@@ -90,10 +90,10 @@ def sparse_prefill(
         topk_length: int32 or int64 [s_q]: the number of indices that count, from the first; all if None.
         out: [s_q, h_q, d_v] in q's dtype to write to; last stride 1. It must not share memory with an input.
         empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0 and its max_logits -inf.
-        precision: None multiplies in q's dtype. "fp8" multiplies in e4m3: kv is rounded to e4m3 with one scale, each row
-            of q with a scale of its own, and so are the probabilities. The scale of kv follows the largest finite value
-            in any of its rows, also of those that no index selects: a huge one makes all others imprecise. Its error is
-            about 20 times that of None if the weights of a query are similar, 35 times if few keys dominate
+        precision: None multiplies in q's dtype. "fp8" multiplies in e4m3: kv is rounded to e4m3 with one scale, each
+            row of q with a scale of its own, and so are the probabilities. The scale of kv follows the largest finite
+            value in any of its rows, also of those that no index selects: a huge one makes all others imprecise. Its
+            error is about 20 times that of None if the weights of a query are similar, 35 times if few keys dominate
             (docs/guide/numerics.md). Only "hopper" and "reference" have it. The kernel of "hopper" has not run on a GPU
             yet: it must be named, with ``FLASHLATTE_UNTRIED_KERNELS=1`` in the environment.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
