@@ -202,6 +202,46 @@ def take_odd_step(state, scores, tiles, factor, address, releases, steps_taken):
 
 
 @gluon.jit
+def take_step(state, scores, tiles, factor, address, is_first, releases, steps_taken, ODD: gl.constexpr):
+    """A step of either consumer, given the scores of its block, which adds block 0 and then block 1.
+
+    Other than ``take_even_step`` and ``take_odd_step``, it leaves no block to the next step: the slot of block 1 is
+    released a softmax and a product earlier, and there is nothing to add after the last step. The even consumer does
+    not wait for the odd one's softmax, because it adds block 0 first.
+
+    Arguments as of ``take_even_step``; ``releases``: whether to release the slots of both blocks.
+    """
+    slot = slot_of(steps_taken, ODD)
+    slot0 = slot_of(steps_taken, 0)
+    # row_max of the block before this one.
+    row_max = state.row_max
+    if ODD:
+        barriers.wait(ROW_MAX0_FULL, barriers.PAIR_THREADS)
+        row_max = tiles.row_max.index(slot0).load(SCORE_ROWS)
+    else:
+        if not is_first:
+            barriers.wait(ROW_MAX1_FULL, barriers.PAIR_THREADS)
+            row_max = tiles.row_max.index((slot ^ 2) + 1).load(SCORE_ROWS)
+    raised = _raise_row_max(row_max, scores, factor)
+    tiles.row_max.index(slot).store(raised)
+    tiles.alpha.index(slot).store(exp2(row_max - raised))
+    barriers.arrive(ROW_MAX1_FULL if ODD else ROW_MAX0_FULL, barriers.PAIR_THREADS)
+    p = exp2(scores * factor[:, None] - (raised - OFFSET)[:, None])
+    row_sum = state.row_sum * exp2(state.row_max - raised) + gl.sum(p, 1)
+    _publish_p(p, tiles.p.index(slot))
+    barriers.arrive_at((P1_FULL if ODD else P0_FULL) + (steps_taken & 1), barriers.PAIR_THREADS)
+    values = _load_values(address, slot0)
+    if ODD:
+        barriers.wait_at(P0_FULL + (steps_taken & 1), barriers.PAIR_THREADS)
+    out = _add_block(state.out, values, tiles, slot0, releases)
+    if not ODD:
+        # Before values are loaded: only the odd consumer has waited for block 1.
+        barriers.wait_at(P1_FULL + (steps_taken & 1), barriers.PAIR_THREADS)
+    out = _add_block(out, _load_values(address, slot0 + 1), tiles, slot0 + 1, releases)
+    return Fp8State(out, raised, row_sum)
+
+
+@gluon.jit
 def in_order(tile):
     """A tile of the output [64 columns, 64 rows] as [64 rows, 64 columns], in the order of the columns
     (``ptx.e4m3_values``). No values move."""

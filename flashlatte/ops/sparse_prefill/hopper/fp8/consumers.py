@@ -12,8 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import steps
-from flashlatte.kernels.hopper.e4m3.tiles import SCORE_COLS, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
+from flashlatte.kernels.hopper.e4m3.tiles import ROW_MAX1_FULL, SCORE_COLS, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, ROWS
+from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.e4m3_values import thread_address
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.ops.sparse_prefill.hopper.fp8.epilogue import start_store_out, store_statistics
@@ -73,21 +74,19 @@ def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
             # The output is stored from the blocks of the last step, which are released after the next tile's first
             # scores.
             releases = step < step_count - 1
-            if ODD:
-                state = steps.take_odd_step(state, scores, tiles, factor, address, releases, steps_taken)
-            else:
-                state = steps.take_even_step(state, scores, tiles, factor, address, step == 0, releases, steps_taken)
+            state = steps.take_step(state, scores, tiles, factor, address, step == 0, releases, steps_taken, ODD)
             steps_taken += 1
         mbarrier.arrive(shared.q_empty, count=1)
-        out = state.out
         if ODD:
             tiles.row_sum1.store(state.row_sum)
         else:
+            # Its row_max is that of block 0.
+            barriers.wait(ROW_MAX1_FULL, barriers.PAIR_THREADS)
+            row_max1 = tiles.row_max.index(steps.slot_of(steps_taken - 1, 1)).load(SCORE_ROWS)
+            tiles.row_sum0.store(state.row_sum * exp2(state.row_max - row_max1))
             shared.score_max0.store(score_max)
-            out = steps.finish_even(state, tiles, address, False, steps_taken)
         barriers.wait(TILE, barriers.PAIR_THREADS)
-        last = steps.slot_of(steps_taken - 1, 1)
-        start_store_out(args, out, tile, last, ODD)
+        start_store_out(args, state.out, tile, steps.slot_of(steps_taken - 1, 1), ODD)
         if ODD:
             score_max = gl.maximum(score_max, shared.score_max0.load(SCORE_ROWS))
             store_statistics(args, state.row_max, score_max, factor, tile)

@@ -96,6 +96,9 @@ def load(args, HAS_ROPE: gl.constexpr):
         pieces = gl.where(next_tile < work.tiles, PIECES, 0)
         pieces_per_step = (PIECES + steps - 1) // steps
         for step in range(steps):
+            if step == 0:
+                # The compiler would keep pointers in registers.
+                prefetch_queries(args, opaque(next_tile), HAS_ROPE)
             # Also the keys of the last step but one, but not those of the last step, whose copies are in no group yet.
             async_copy.wait_group(0)
             cta_barrier()
