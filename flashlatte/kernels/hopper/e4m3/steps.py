@@ -3,12 +3,12 @@ output.
 
 ```
                 time →
-even consumer   scores 0 | softmax 0 | + block 1 of the previous step | + block 0 | scores 0 of the next step …
+even consumer   scores 0 | softmax 0 | + block 0 | + block 1 | scores 0 of the next step …
 odd consumer    scores 1 | softmax 1 | + block 0 | + block 1 | scores 1 of the next step …
 ```
 
-The even consumer adds block 1 a step late, so it never waits for the odd one's softmax. row_max goes even → odd → even
-once a step, before P is computed.
+row_max goes even → odd → even once a step, before P is computed. In dense decode, the even consumer adds block 1 in the
+next step, after its softmax (``take_even_step``).
 """
 
 # Triton's annotations and calls are not Python's.

@@ -1,7 +1,8 @@
 """The epilogue of a tile: normalize, and write out, max_logits and lse."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

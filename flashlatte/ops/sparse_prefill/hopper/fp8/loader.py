@@ -1,7 +1,8 @@
 """The loader: four warps that gather the selected rows of the workspace into the ring."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ so they wait in global memory, in the L2.
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
