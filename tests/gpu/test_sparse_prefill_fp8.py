@@ -46,16 +46,17 @@ def prefill(arguments: Arguments, backend: str = "hopper", **options: Any) -> Re
 
 
 def check(arguments: Arguments, results: Results) -> None:
-    """The error is at most a tenth larger than the reference's, plus the rounding to 16 bits.
+    """The error is at most a tenth larger than the reference's, plus the rounding to 16 bits and the truncated sums.
 
-    Hopper's e4m3 products keep 14 bits of each of the 20 partial sums of a logit.
+    Hopper's e4m3 products keep 14 bits of each of the 20 partial sums of a logit, and of a sum of values, which
+    loses up to 2⁻¹⁷ of itself with each key (docs/notes/dense-decode-fp8.md).
     """
     reference = prefill(arguments, "reference")
     expected = flashlatte.sparse_prefill(**arguments, backend="reference")[0].double()
     assert not results["out"].isnan().any()
     norm = expected.norm().clamp_min(1e-9)
     errors = [(x["out"].double() - expected).norm() / norm for x in (results, reference)]
-    assert errors[0] < 1.1 * errors[1] + 0.005
+    assert errors[0] < 1.1 * errors[1] + 0.005 + arguments["indices"].shape[2] * 2.0**-17
     largest = reference["max_logits"].abs().nan_to_num(posinf=0.0).max().item()
     for name in ("max_logits", "lse"):
         torch.testing.assert_close(results[name], reference[name], atol=1e-3 + 20 * 2.0**-13 * largest, rtol=1e-5)

@@ -91,7 +91,8 @@ def dense_decode(
         batch_invariant: make a request's result bitwise independent of the other requests of the batch.
         precision: None multiplies in q's dtype, to which e4m3 keys are converted exactly. "fp8" (float8_e4m3fn cache
             only) multiplies in e4m3: each row of q is rounded to e4m3 with a scale, and so are the probabilities. Its
-            error is about 15 times that of None if the weights of a query are similar, 25 times if few keys dominate
+            error is about 15 times that of None if the weights of a query are similar, 25 times if few keys dominate.
+            Sums have 14 bits on Hopper: values with a common sign lose 6% in 4,096 keys, and a third in 32,768
             (docs/guide/numerics.md). Only "hopper" and "reference" have it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.

@@ -68,7 +68,8 @@ def sparse_prefill(
         precision: None multiplies in q's dtype. "fp8" multiplies in e4m3: kv is rounded to e4m3 with one scale, each
             row of q with a scale of its own, and so are the probabilities. The scale of kv follows the largest finite
             value in any of its rows, also of those that no index selects: a huge one makes all others imprecise. Its
-            error is about 20 times that of None if the weights of a query are similar, 35 times if few keys dominate
+            error is about 20 times that of None if the weights of a query are similar, 35 times if few keys dominate.
+            Sums have 14 bits on Hopper: values with a common sign lose 1 to 3% with 2,048 indices
             (docs/guide/numerics.md). Only "hopper" and "reference" have it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.

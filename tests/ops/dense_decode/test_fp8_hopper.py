@@ -120,19 +120,19 @@ def test_machine_code(record, name: str) -> None:
     code = support.compile_gluon(launch.dense_decode_kernel.fn, launched)
     assert code.shared <= SHARED_BYTES[90]
     products = re.findall(r"\bQGMMA\.(\S+)", code.sass)
-    # Both consumers: scores of a block, in which the rope has two terms, and two blocks times half of the values. The
-    # even one adds the last block of a request after the loop.
+    # Both consumers: scores of a block, in which the rope has two terms, and two blocks times half of the values.
     scores = 512 // 32 + (0 if "no rope" in name else 2 * 64 // 32)
-    assert len(products) == 2 * (scores + 2 * 8) + 8
+    assert len(products) == 2 * (scores + 2 * 8)
     assert set(products) == {"64x64x32.F32.E4M3.E4M3"}
     # ptxas waits after every product if it lacks registers (its message C7512).
     assert code.waits <= 8
     # It reads stale registers where a loop converts numbers to e4m3 and back (docs/notes/dense-decode-fp8.md).
     assert "E4M3.UNPACK" not in code.sass
     innermost = steps_of(code.sass, scores + 2 * 8)
-    # With small pages or unaligned rows an address may spill.
-    allowed = 0 if name == "many requests" else 3
-    assert all(sum(bool(re.search(r"\b(?:STL|LDL)\b", one)) for one in body) <= allowed for body in innermost)
+    # Nothing spills. Triton 3.7 and 3.8 reload up to two addresses.
+    for body in innermost:
+        assert not any(re.search(r"\bSTL\b", one) for one in body)
+        assert sum(bool(re.search(r"\bLDL\b", one)) for one in body) <= 2
 
 
 def test_operands_in_registers_are_of_this_step(record) -> None:

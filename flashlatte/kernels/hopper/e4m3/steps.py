@@ -7,8 +7,7 @@ even consumer   scores 0 | softmax 0 | + block 0 | + block 1 | scores 0 of the n
 odd consumer    scores 1 | softmax 1 | + block 0 | + block 1 | scores 1 of the next step …
 ```
 
-row_max goes even → odd → even once a step, before P is computed. In dense decode, the even consumer adds block 1 in the
-next step, after its softmax (``take_even_step``).
+row_max goes even → odd → even once a step, before P is computed.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -136,80 +135,16 @@ def _add_block(out, values, tiles, slot, releases):
 
 
 @gluon.jit
-def take_even_step(state, scores, tiles, factor, address, is_first, releases, steps_taken):
-    """A step of the even consumer, given the scores of block 0: adds block 1 of the previous step and block 0.
+def take_step(state, scores, tiles, factor, address, is_first, releases, steps_taken, ODD: gl.constexpr):
+    """A step of either consumer, given the scores of its block, which adds block 0 and then block 1.
+
+    The even consumer does not wait for the odd one's softmax, because it adds block 0 first.
 
     Args:
         factor: [64], of the scores of each row: softmax_scale · log2(e) and the scales of q and keys.
         address: of the values in shared memory (``e4m3_values.thread_address``).
         is_first: whether it is the first step of the queries.
-        releases: whether to release the slot of block 0.
-    """
-    slot = slot_of(steps_taken, 0)
-    previous = (slot ^ 2) + 1
-    row_max = state.row_max
-    if not is_first:
-        barriers.wait(ROW_MAX1_FULL, barriers.PAIR_THREADS)
-        row_max = tiles.row_max.index(previous).load(SCORE_ROWS)
-    row_max0 = _raise_row_max(row_max, scores, factor)
-    tiles.row_max.index(slot).store(row_max0)
-    tiles.alpha.index(slot).store(exp2(row_max - row_max0))
-    barriers.arrive(ROW_MAX0_FULL, barriers.PAIR_THREADS)
-    p = exp2(scores * factor[:, None] - (row_max0 - OFFSET)[:, None])
-    row_sum = state.row_sum * exp2(state.row_max - row_max0) + gl.sum(p, 1)
-    _publish_p(p, tiles.p.index(slot))
-    barriers.arrive_at(P0_FULL + (steps_taken & 1), barriers.PAIR_THREADS)
-    out = state.out
-    if not is_first:
-        values = _load_values(address, previous)
-        barriers.wait_at(P1_FULL + ((steps_taken & 1) ^ 1), barriers.PAIR_THREADS)
-        out = _add_block(out, values, tiles, previous, True)
-    out = _add_block(out, _load_values(address, slot), tiles, slot, releases)
-    return Fp8State(out, row_max0, row_sum)
-
-
-@gluon.jit
-def finish_even(state, tiles, address, RELEASES: gl.constexpr, steps_taken):
-    """Add block 1 of the last step, and store row_sum. Returns the output."""
-    last = slot_of(steps_taken - 1, 1)
-    barriers.wait(ROW_MAX1_FULL, barriers.PAIR_THREADS)
-    row_max1 = tiles.row_max.index(last).load(SCORE_ROWS)
-    tiles.row_sum0.store(state.row_sum * exp2(state.row_max - row_max1))
-    values = _load_values(address, last)
-    barriers.wait_at(P1_FULL + ((steps_taken - 1) & 1), barriers.PAIR_THREADS)
-    return _add_block(state.out, values, tiles, last, RELEASES)
-
-
-@gluon.jit
-def take_odd_step(state, scores, tiles, factor, address, releases, steps_taken):
-    """A step of the odd consumer, given the scores of block 1: adds both blocks. Arguments as of ``take_even_step``."""
-    slot = slot_of(steps_taken, 1)
-    barriers.wait(ROW_MAX0_FULL, barriers.PAIR_THREADS)
-    row_max0 = tiles.row_max.index(slot - 1).load(SCORE_ROWS)
-    row_max1 = _raise_row_max(row_max0, scores, factor)
-    tiles.row_max.index(slot).store(row_max1)
-    tiles.alpha.index(slot).store(exp2(row_max0 - row_max1))
-    barriers.arrive(ROW_MAX1_FULL, barriers.PAIR_THREADS)
-    p = exp2(scores * factor[:, None] - (row_max1 - OFFSET)[:, None])
-    row_sum = state.row_sum * exp2(state.row_max - row_max1) + gl.sum(p, 1)
-    _publish_p(p, tiles.p.index(slot))
-    barriers.arrive_at(P1_FULL + (steps_taken & 1), barriers.PAIR_THREADS)
-    values = _load_values(address, slot - 1)
-    barriers.wait_at(P0_FULL + (steps_taken & 1), barriers.PAIR_THREADS)
-    out = _add_block(state.out, values, tiles, slot - 1, releases)
-    out = _add_block(out, _load_values(address, slot), tiles, slot, releases)
-    return Fp8State(out, row_max1, row_sum)
-
-
-@gluon.jit
-def take_step(state, scores, tiles, factor, address, is_first, releases, steps_taken, ODD: gl.constexpr):
-    """A step of either consumer, given the scores of its block, which adds block 0 and then block 1.
-
-    Other than ``take_even_step`` and ``take_odd_step``, it leaves no block to the next step: the slot of block 1 is
-    released a softmax and a product earlier, and there is nothing to add after the last step. The even consumer does
-    not wait for the odd one's softmax, because it adds block 0 first.
-
-    Arguments as of ``take_even_step``; ``releases``: whether to release the slots of both blocks.
+        releases: whether to release the slots of both blocks.
     """
     slot = slot_of(steps_taken, ODD)
     slot0 = slot_of(steps_taken, 0)

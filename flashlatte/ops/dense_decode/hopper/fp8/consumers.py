@@ -14,8 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import steps
-from flashlatte.kernels.hopper.e4m3.tiles import SCORE_COLS, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
+from flashlatte.kernels.hopper.e4m3.tiles import ROW_MAX1_FULL, SCORE_COLS, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
 from flashlatte.kernels.hopper.mla_tiles import COPY, HALF, KEYS, ROWS
+from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.e4m3_values import thread_address
 from flashlatte.kernels.hopper.ptx.threads import ballot_negative
 from flashlatte.kernels.hopper.word_layouts import as_words
@@ -114,20 +115,17 @@ def _consume(args, ODD: gl.constexpr, CONFIG: gl.constexpr):
             state = steps.empty_state()
             for step in range(begin, end):
                 scores = _begin_step(args, request, step, steps_taken, ODD, CONFIG)
-                if ODD:
-                    state = steps.take_odd_step(state, scores, tiles, factor, address, True, steps_taken)
-                else:
-                    is_first = step == begin
-                    state = steps.take_even_step(state, scores, tiles, factor, address, is_first, True, steps_taken)
+                state = steps.take_step(state, scores, tiles, factor, address, step == begin, True, steps_taken, ODD)
                 steps_taken += 1
-            out = state.out
             if ODD:
                 tiles.row_sum1.store(state.row_sum)
             else:
-                out = steps.finish_even(state, tiles, address, True, steps_taken)
+                barriers.wait(ROW_MAX1_FULL, barriers.PAIR_THREADS)
+                row_max1 = tiles.row_max.index(steps.slot_of(steps_taken - 1, 1)).load(SCORE_ROWS)
+                tiles.row_sum0.store(state.row_sum * exp2(state.row_max - row_max1))
             # The row sums are stored, and the queries may be overwritten.
             barriers.wait(TILE, barriers.PAIR_THREADS)
-            epilogue.write(out, split, args, steps.slot_of(steps_taken - 1, 1), ODD, CONFIG)
+            epilogue.write(state.out, split, args, steps.slot_of(steps_taken - 1, 1), ODD, CONFIG)
         length = device.key_count(item + 1, args.key_lengths)
 
 
