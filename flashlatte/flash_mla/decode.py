@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 
 from flashlatte.flash_mla import positions, schedule
 from flashlatte.flash_mla.schedule import FlashMLASchedMeta
@@ -263,18 +264,22 @@ def _whole_rows(block_table: torch.Tensor) -> torch.Tensor:
     lengths to the table's width. SGLang captures CUDA graphs with lengths of 1 and a slice of one column, and replays
     them with other lengths, whose pages it writes to further columns of the buffer.
     """
-    if not isinstance(block_table, torch.Tensor) or block_table.dim() != 2 or block_table.shape[0] == 0:
+    if not isinstance(block_table, torch.Tensor):
         return block_table
-    rows, columns = block_table.shape
-    row_stride, column_stride = block_table.stride()
-    if row_stride <= columns or (column_stride != 1 and columns > 1):
-        return block_table
-    width = row_stride
-    # The storage may end before a whole last row does. torch.compile cannot trace this; as_strided raises there.
-    if not torch.compiler.is_compiling():
-        elements = block_table.untyped_storage().nbytes() // block_table.element_size()
-        width = min(width, elements - block_table.storage_offset() - (rows - 1) * row_stride)
-    return block_table.as_strided((rows, width), (row_stride, 1))
+    # Torch-function modes intercept attribute reads too.
+    with DisableTorchFunction():
+        if block_table.dim() != 2 or block_table.stride(0) <= block_table.shape[1]:
+            return block_table
+        rows, columns = block_table.shape
+        row_stride, column_stride = block_table.stride()
+        if columns > 1 and column_stride != 1:
+            return block_table
+        width = row_stride
+        # The storage may end before a whole last row does. torch.compile cannot trace this; as_strided raises there.
+        if not torch.compiler.is_compiling():
+            elements = block_table.untyped_storage().nbytes() // block_table.element_size()
+            width = min(width, elements - block_table.storage_offset() - (rows - 1) * row_stride)
+        return block_table.as_strided((rows, width), (row_stride, 1))
 
 
 def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:
