@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 
 from flashlatte.flash_mla import positions, schedule
 from flashlatte.flash_mla.schedule import FlashMLASchedMeta
@@ -56,8 +57,10 @@ def flash_mla_with_kvcache(
         k_cache: dense: [pages, page_size, h_kv, d] in q's dtype, or float8_e4m3fn with ``is_fp8_kvcache``; sparse:
             [pages, page_size, 1, width] one-byte with ``is_fp8_kvcache``, ``width`` that of ``kv_format``, or
             [pages, page_size, 1, d] in q's dtype without.
-        block_table: dense: int32 or int64 [b, max_pages]. Unused in sparse decode, where indices are cache positions.
-        cache_seqlens: dense: int32 or int64 [b]. Unused in sparse decode.
+        block_table: dense: int32 or int64 [b, max_pages]. A slice of a wider buffer's columns stands for the buffer's
+            whole rows, as in FlashMLA. Unused in sparse decode, where indices are cache positions.
+        cache_seqlens: dense: int32 or int64 [b], clamped to 0 and to the keys of a whole row of block_table. Unused in
+            sparse decode.
         head_dim_v: width of a value (512).
         tile_scheduler_metadata, num_splits: the results of ``get_mla_metadata`` or ``get_mla_decoding_metadata``;
             they hold nothing, and any call may reuse them.
@@ -123,7 +126,7 @@ def flash_mla_with_kvcache(
         return _dense(
             q,
             k_cache,
-            block_table,
+            _whole_rows(block_table),
             cache_seqlens,
             head_dim_v,
             softmax_scale,
@@ -252,6 +255,31 @@ def _sparse(
             batch_invariant=batch_invariant,
             backend=backend,
         )
+
+
+def _whole_rows(block_table: torch.Tensor) -> torch.Tensor:
+    """Extend a slice of a table's columns to the buffer's whole rows. Other tables are returned unchanged.
+
+    FlashMLA finds a row by the stride and reads as many columns as the length needs, but ``dense_decode`` clamps
+    lengths to the table's width. SGLang captures CUDA graphs with lengths of 1 and a slice of one column, and replays
+    them with other lengths, whose pages it writes to further columns of the buffer.
+    """
+    if not isinstance(block_table, torch.Tensor):
+        return block_table
+    # Torch-function modes intercept attribute reads too.
+    with DisableTorchFunction():
+        if block_table.dim() != 2 or block_table.stride(0) <= block_table.shape[1]:
+            return block_table
+        rows, columns = block_table.shape
+        row_stride, column_stride = block_table.stride()
+        if columns > 1 and column_stride != 1:
+            return block_table
+        width = row_stride
+        # The storage may end before a whole last row does. torch.compile cannot trace this; as_strided raises there.
+        if not torch.compiler.is_compiling():
+            elements = block_table.untyped_storage().nbytes() // block_table.element_size()
+            width = min(width, elements - block_table.storage_offset() - (rows - 1) * row_stride)
+        return block_table.as_strided((rows, width), (row_stride, 1))
 
 
 def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:

@@ -54,6 +54,34 @@ def test_dense_decode_takes_tensors_as_schedule():
         assert all(x.equal(y) for x, y in zip(given, expected, strict=True))
 
 
+@pytest.mark.parametrize("draft_tokens", [1, 3])
+def test_dense_decode_with_the_table_of_a_captured_graph(draft_tokens):
+    """SGLang captures with lengths of 1 and the buffer's first column; a replay has longer lengths and more columns."""
+    q, cache = draw(2, draft_tokens, 4, 576).bfloat16(), draw(12, 64, 1, 576, seed=1).bfloat16()
+    buffer, lengths = torch.ones(4, 6, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    schedule, splits = attention.get_mla_metadata(untouched, lengths, 4, 1)
+    captured: dict[str, Any] = {
+        "q": q,
+        "k_cache": cache,
+        "block_table": buffer[:2, :1],
+        "cache_seqlens": lengths,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": schedule,
+        "num_splits": splits,
+        "softmax_scale": 0.1,
+        "causal": True,
+    }
+    attention.flash_mla_with_kvcache(untouched, **captured)
+
+    table = torch.tensor([[3, 1, 7, 11, 5], [2, 0, 9, 4, 10]], dtype=torch.int32)
+    buffer[:2, :5] = table
+    lengths.copy_(torch.tensor([300, 65]))
+    given = attention.flash_mla_with_kvcache(untouched, **captured)
+    captured["block_table"] = table
+    expected = attention.flash_mla_with_kvcache(untouched, **captured)
+    assert all(x.equal(y) for x, y in zip(given, expected, strict=True))
+
+
 def test_sparse_decode_over_v32_with_an_empty_table():
     q, cache = draw(2, 1, 4, 576).bfloat16(), kv_cache.pack(draw(2, 64, 1, 576, seed=1), "v32")
     indices = torch.randint(-1, 128, (2, 1, 64), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
