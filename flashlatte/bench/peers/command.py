@@ -29,8 +29,9 @@ from flashlatte.bench.workloads import prepare
 from flashlatte.bench.workloads.base import Results, Workload, compare
 from flashlatte.testing.compare import Tolerance
 
-# Only shows that both compute the same: e4m3 queries and probabilities are coarse.
-IN_E4M3 = Tolerance(1.0, 1.0, 5e-3)
+# Only shows that both compute the same: e4m3 queries and probabilities are coarse. Over 131,072 keys of equal weights
+# FlashMLA's result has a cosine difference of 0.020 from the exact one (docs/notes/dense-decode-fp8.md).
+IN_E4M3 = Tolerance(1.0, 1.0, 3e-2)
 # Requests, query tokens, heads, keys.
 DECODE = (
     (128, 1, 128, 4096),
