@@ -232,7 +232,7 @@ MINICPM3 = {
         (
             [],
             "",
-            "dense_decode, sparse_decode, sparse_prefill, sparse_attention_backward, dense_prefill, "
+            "dense_decode, sparse_decode, sparse_prefill, sparse_attention_backward, indexer_loss, dense_prefill, "
             "dense_prefill_backward, paged_attention,",
         ),
         (["--dtype", "fp32"], " but dense_decode, .*, turboquant_decode", "index_logits, paged_index_logits, topk"),

@@ -17,7 +17,6 @@ reasons). A kernel is imported when it first runs, so the references need neithe
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec
@@ -27,8 +26,6 @@ import torch
 from flashlatte.runtime import repeat
 
 BACKENDS = ("hopper", "portable", "reference")
-# The environment variable that admits kernels that no GPU has run yet (``Implementation.untried``).
-UNTRIED = "FLASHLATTE_UNTRIED_KERNELS"
 
 Function = Callable[..., Any]
 _Args = ParamSpec("_Args")
@@ -75,11 +72,6 @@ def accepts_all(call: CallSpec) -> str | None:
     return None
 
 
-def no_call(call: CallSpec) -> bool:
-    """The ``untried`` of an implementation that has run on a GPU."""
-    return False
-
-
 # Why an implementation cannot run a call, in words that follow "it ", or None if it can.
 Refuses = Callable[[CallSpec], str | None]
 
@@ -93,14 +85,11 @@ class Implementation:
         load: imports and returns the function, which takes what the operation's other implementations take: a record
             of the checked arguments (``ops/<operation>/reference.py``). Called once, when it first runs.
         refuses: returns why the implementation cannot run a call, in words that follow "it ", or None if it can.
-        untried: returns whether the kernel that would run a call has not run on a GPU yet. It then runs only calls that
-            name the backend, with ``UNTRIED=1`` in the environment.
     """
 
     backend: str
     load: Callable[[], Function]
     refuses: Refuses = accepts_all
-    untried: Callable[[CallSpec], bool] = no_call
 
     def __post_init__(self) -> None:
         if not self.backend.isidentifier():
@@ -132,7 +121,6 @@ def implemented(
     portable: Refuses,
     hopper: Refuses | None = None,
     reference: Refuses = accepts_all,
-    hopper_untried: Callable[[CallSpec], bool] = no_call,
 ) -> Callable[[Callable[_Args, None]], Callable[_Args, None]]:
     """Decorate the function of an operation that takes a call's arguments and ``backend``, and runs the implementation.
 
@@ -141,15 +129,14 @@ def implemented(
 
     Args:
         portable, hopper, reference: ``Implementation.refuses`` of each. None: the operation has no such implementation.
-        hopper_untried: ``Implementation.untried`` of "hopper".
     """
 
     def decorate(function: Callable[_Args, None]) -> Callable[_Args, None]:
-        def own(backend: str, refuses: Refuses, untried: Callable[[CallSpec], bool] = no_call) -> Implementation:
+        def own(backend: str, refuses: Refuses) -> Implementation:
             run: Function = function
-            return Implementation(backend, lambda: functools.partial(run, backend=backend), refuses, untried)
+            return Implementation(backend, lambda: functools.partial(run, backend=backend), refuses)
 
-        best = () if hopper is None else (own("hopper", hopper, hopper_untried),)
+        best = () if hopper is None else (own("hopper", hopper),)
         define(operation, *best, own("portable", portable), own("reference", reference))
 
         @functools.wraps(function)
@@ -199,7 +186,7 @@ def select(call: CallSpec, backend: str | None = None) -> str:
     known = _REGISTRY[call.operation]
     if backend is None:
         for name, candidate in known.items():
-            if candidate.refuses(call) is None and not candidate.untried(call):
+            if candidate.refuses(call) is None:
                 return name
         reasons = "; ".join(f"{choice.backend} {choice.refusal}" for choice in explain(call))
         raise ValueError(f"no implementation of {call.operation} can serve this call: {reasons}")
@@ -211,25 +198,14 @@ def select(call: CallSpec, backend: str | None = None) -> str:
 
 
 def explain(call: CallSpec) -> list[Choice]:
-    """Every backend, best first, with the reason why it does not accept the call or is not chosen for it."""
-    choices = []
-    for name in _names(call.operation):
-        reason = refusal(call, name)
-        if reason is None and _REGISTRY[call.operation][name].untried(call):
-            reason = "runs if backend names it"
-        choices.append(Choice(name, reason))
-    return choices
+    """Every backend, best first, with the reason why it does not accept the call."""
+    return [Choice(name, refusal(call, name)) for name in _names(call.operation)]
 
 
 def refusal(call: CallSpec, backend: str) -> str | None:
-    """Why a call that names ``backend`` cannot run, in words that follow "it ", or None."""
+    """Why ``backend`` cannot run a call, in words that follow "it ", or None."""
     candidate = _REGISTRY[call.operation].get(backend)
-    if candidate is None:
-        return f"has no {call.operation} in this version"
-    reason = candidate.refuses(call)
-    if reason is None and candidate.untried(call) and os.environ.get(UNTRIED) != "1":
-        return f"has not run on a GPU yet, and needs {UNTRIED}=1 in the environment"
-    return reason
+    return f"has no {call.operation} in this version" if candidate is None else candidate.refuses(call)
 
 
 @functools.cache

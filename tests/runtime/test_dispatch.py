@@ -113,27 +113,6 @@ def test_another_compute_capability_is_a_reason(operation, monkeypatch):
     assert dispatch.select(call) == "hopper"
 
 
-def test_kernels_that_have_not_run_must_be_named_and_admitted(operation, monkeypatch):
-    monkeypatch.delenv(dispatch.UNTRIED, raising=False)
-    operation(
-        Implementation("hopper", nothing, takes(F32), untried=lambda call: call.cache_format == "new"),
-        Implementation("portable", nothing),
-    )
-    new, tried = (CallSpec("toy", CPU, F32, cache_format=form) for form in ("new", "old"))
-    refusal = "has not run on a GPU yet, and needs FLASHLATTE_UNTRIED_KERNELS=1 in the environment"
-    assert dispatch.explain(new)[0] == Choice("hopper", refusal)
-    with pytest.raises(ValueError, match=f"it {refusal}"):
-        dispatch.select(new, "hopper")
-    assert (dispatch.refusal(new, "hopper"), dispatch.refusal(tried, "hopper")) == (refusal, None)
-    monkeypatch.setenv(dispatch.UNTRIED, "1")
-    assert dispatch.explain(new)[0] == Choice("hopper", "runs if backend names it")
-    assert dispatch.refusal(new, "hopper") is None
-    assert dispatch.select(new) == "portable"
-    assert dispatch.select(new, "hopper") == dispatch.select(tried) == "hopper"
-    with pytest.raises(ValueError, match=r"it takes float32, not bfloat16"):
-        dispatch.select(CallSpec("toy", CPU, BF16, cache_format="new"), "hopper")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_fake_tensors_of_a_gpu_need_none():
     with FakeTensorMode():
@@ -170,7 +149,7 @@ def test_a_function_runs_its_own_implementations_and_registered_ones(operation):
     operation()
     calls = []
 
-    @dispatch.implemented("toy", hopper=needs_hopper, portable=takes(BF16), hopper_untried=lambda call: True)
+    @dispatch.implemented("toy", hopper=needs_hopper, portable=takes(BF16))
     def run(x: int, backend: str) -> None:
         calls.append((x, backend))
 

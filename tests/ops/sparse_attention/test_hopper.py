@@ -107,7 +107,6 @@ def test_nan_in_a_query_stays_with_the_keys_that_it_selected(emulated):
 
 
 def test_is_chosen_on_hopper_for_up_to_128_heads(monkeypatch):
-    monkeypatch.delenv(dispatch.UNTRIED, raising=False)
     monkeypatch.setattr(machine, "compute_capability", lambda _: (9, 0))
     device = torch.device("cuda", 0)
     call = dispatch.CallSpec(api.BACKWARD, device, torch.bfloat16, head_dim=576, head_dim_v=512, h_q=128)

@@ -11,7 +11,7 @@ import torch
 from support.marks import mostly_full
 
 from flashlatte import sparse_prefill
-from flashlatte.runtime import dispatch, machine
+from flashlatte.runtime import machine
 from flashlatte.testing import oracles
 from flashlatte.testing.cases import SparsePrefillCase
 
@@ -44,7 +44,6 @@ def emulate(monkeypatch):
     """Runs a call of the Hopper kernel on a CPU that emulates a GPU with some SMs. Fresh tensors hold NaN."""
     from support.emulator.emulated import Emulation
 
-    monkeypatch.setenv(dispatch.UNTRIED, "1")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
 
