@@ -55,7 +55,7 @@ def test_forward(emulation, name):
 
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", mostly_full(CASES, "window", "128"))
+@pytest.mark.parametrize("name", mostly_full(CASES, "window"))
 def test_backward(emulation, name, deterministic):
     params, queries = with_nan(CASES[name])
     out, lse = new_results(params)
