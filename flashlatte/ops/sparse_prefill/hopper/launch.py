@@ -7,16 +7,13 @@ import math
 import torch
 
 from flashlatte.ops.sparse_prefill import by_token
-from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
 from flashlatte.ops.sparse_prefill.hopper.fp8.launch import sparse_prefill_fp8
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
 from flashlatte.ops.sparse_prefill.hopper.producer import SparsePrefillQueries
-from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
+from flashlatte.ops.sparse_prefill.hopper.records import output_of, work_of
 from flashlatte.ops.sparse_prefill.hopper.unions import MAX_POSITIONS, build_unions
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime import checks, machine
-from flashlatte.runtime.strides import strides_in_use
-from flashlatte.runtime.tma_descriptors import describe
 
 ROWS_PER_TILE = 64
 # 16 bytes, the size of a copy from global memory, in two-byte elements.
@@ -73,35 +70,15 @@ def _launch(
     group: int = 1,
 ) -> None:
     """``lists``: the indices [s_q, 1, topk], or with group > 1 the entries of each group's union."""
-    q, kv, out, attn_sink = params.q, params.kv, params.out, params.attn_sink
+    q, kv = params.q, params.kv
     s_q, heads, head_dim = q.shape
     heads_per_tile = ROWS_PER_TILE // group
     head_blocks = -(-heads // heads_per_tile)
     tiles = -(-s_q // group) * head_blocks
     sparse_prefill_kernel[(min(tiles, machine.num_sms(q.device)),)](
-        SparsePrefillOutput(
-            descriptor=describe(out, out.shape, strides_in_use(out), (group, heads_per_tile, 256)),
-            max_logits=params.max_logits,
-            lse=params.lse,
-            sinks=attn_sink,
-            sink_stride=0 if attn_sink is None else attn_sink.stride(0),
-            heads=heads,
-            softmax_scale=params.softmax_scale,
-            empty_lse=params.empty_lse,
-            damaged=damaged,
-        ),
+        output_of(params, group, heads_per_tile, damaged),
         SparsePrefillQueries(q, q.stride(0) // ALIGNMENT, q.stride(1) // ALIGNMENT, heads),
-        SparsePrefillWork(
-            indices=lists,
-            index_stride=lists.stride(0),
-            lengths=lengths,
-            length_stride=0 if lengths is None else lengths.stride(0),
-            s_kv=kv.shape[0],
-            topk=lists.shape[-1],
-            head_blocks=head_blocks,
-            tiles=tiles,
-            tokens=s_q,
-        ),
+        work_of(params, lists, lengths, head_blocks, tiles),
         kv=kv,
         kv_stride=kv.stride(0) // ALIGNMENT,
         scale_log2=params.softmax_scale * math.log2(math.e),

@@ -1,0 +1,46 @@
+"""The kernels' arguments that do not depend on how a tile is computed."""
+
+from __future__ import annotations
+
+import torch
+
+from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
+from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
+from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
+from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.tma_descriptors import describe
+
+
+def output_of(
+    params: SparsePrefillParams, group: int, heads_per_tile: int, damaged: torch.Tensor | None = None
+) -> SparsePrefillOutput:
+    """The outputs of tiles of ``group`` tokens and ``heads_per_tile`` heads."""
+    out, attn_sink = params.out, params.attn_sink
+    return SparsePrefillOutput(
+        descriptor=describe(out, out.shape, strides_in_use(out), (group, heads_per_tile, 256)),
+        max_logits=params.max_logits,
+        lse=params.lse,
+        sinks=attn_sink,
+        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
+        heads=params.q.shape[1],
+        softmax_scale=params.softmax_scale,
+        empty_lse=params.empty_lse,
+        damaged=damaged,
+    )
+
+
+def work_of(
+    params: SparsePrefillParams, lists: torch.Tensor, lengths: torch.Tensor | None, head_blocks: int, tiles: int
+) -> SparsePrefillWork:
+    """``tiles`` tiles over the indices, or entries of unions, ``lists`` [s_q, 1, topk] with ``lengths`` [s_q]."""
+    return SparsePrefillWork(
+        indices=lists,
+        index_stride=lists.stride(0),
+        lengths=lengths,
+        length_stride=0 if lengths is None else lengths.stride(0),
+        s_kv=params.kv.shape[0],
+        topk=lists.shape[-1],
+        head_blocks=head_blocks,
+        tiles=tiles,
+        tokens=params.q.shape[0],
+    )
