@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,7 +25,17 @@ class GPU(NamedTuple):
     num_sms: int
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _assumed: GPU | None = None
+_caches: list[Any] = []
+
+
+def cached(function: Function) -> Function:
+    """``functools.cache`` for a property of the machine's GPU: ``assuming`` clears it."""
+    cache: Any = functools.cache(function)
+    _caches.append(cache)
+    return cache
 
 
 def assume(gpu: GPU) -> None:
@@ -51,8 +61,8 @@ def assuming(gpu: GPU) -> Iterator[None]:
 
 
 def _clear_caches() -> None:
-    _compute_capability.cache_clear()
-    num_sms.cache_clear()
+    for cache in _caches:
+        cache.cache_clear()
 
 
 def device_type(device: torch.device) -> str:
@@ -69,14 +79,14 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 compute_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-@functools.cache
+@cached
 def _compute_capability(device: torch.device) -> tuple[int, int]:
     if _assumed is not None:
         return _assumed.capability
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
-@functools.cache
+@cached
 def num_sms(device: torch.device) -> int:
     """SMs of a GPU; 4 on the CPU, where Triton's interpreter runs programs one after another."""
     if _assumed is not None:

@@ -199,7 +199,7 @@ def clusters_fill(device: torch.device, size: int) -> bool:
     return machine.device_type(device) == "cuda" and _clusters_fill(device, size)
 
 
-@functools.cache
+@machine.cached
 def _clusters_fill(device: torch.device, size: int) -> bool:
     if device.type != "cuda":  # An assumed GPU: all of its SMs are available to clusters.
         return machine.compute_capability(device) == (9, 0)

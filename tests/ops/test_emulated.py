@@ -25,17 +25,6 @@ OUT = compare.Tolerance(abs=1e-2, rel=2**-6, cos=1e-5)
 STATISTICS = compare.Tolerance(abs=1e-4, rel=1e-4, cos=1e-6)
 
 
-@pytest.fixture
-def emulation(monkeypatch):
-    """Returns a function that starts the emulation, of a GPU with some SMs. Fresh tensors hold NaN."""
-    from support.emulator.emulated import Emulation
-
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield lambda num_sms=8, **options: Emulation(monkeypatch, num_sms=num_sms, **options)
-    torch.use_deterministic_algorithms(before)
-
-
 def check(
     operation: Callable[..., Any],
     arguments: dict[str, Any],

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from support.compile import Compiled, Launch, compile_gluon, compile_launch, variant_key
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import KernelInterface
 
-from flashlatte.runtime import dispatch, triton_kernel
+from flashlatte.runtime import dispatch, machine, triton_kernel
 from flashlatte.runtime.kernel_records import flat_records
 
-CLASSES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small", None: "other"}
 NUM_SMS = 132
 
 
@@ -55,7 +56,6 @@ class Recording:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_sms: int = NUM_SMS) -> None:
         self._patch, self._num_sms = monkeypatch, num_sms
         self._found: list[Recorded] = []
-        self._replaced: tuple[int | None, int] | None = None
         for interface in {KernelInterface, getattr(triton_kernel, "Kernel", KernelInterface)}:
             monkeypatch.setattr(interface, "__getitem__", lambda kernel, grid: self._subscript(kernel, grid))
 
@@ -63,26 +63,20 @@ class Recording:
         self, operation: str, backend: str, *arguments: Any, arch: int | None = 90, **named: Any
     ) -> list[Recorded]:
         run = dispatch.implementation(operation, backend)
-        if self._replaced != (arch, len(sys.modules)):
-            self._replace_facts(arch)
-            self._replaced = (arch, len(sys.modules))
         self._found = []
-        run(*arguments, **named)
+        with self.assuming(arch):
+            run(*arguments, **named)
         return self._found
 
-    def _replace_facts(self, arch: int | None) -> None:
-        """Facts about a GPU are functions of a device, which other modules import by name."""
+    @contextlib.contextmanager
+    def assuming(self, arch: int | None) -> Iterator[None]:
+        """Treat CPU tensors as tensors on such a GPU."""
         capability = (0, 0) if arch is None else divmod(arch, 10)
-        facts = {
-            "_compute_capability": capability,
-            "gpu_class": CLASSES[arch],
-            "converts_e4m3": arch is not None and arch >= 89,
-            "num_sms": self._num_sms,
-            "clusters_fill": arch == 90,
-        }
-        for module in [module for name, module in sys.modules.items() if name.startswith("flashlatte.")]:
-            for name in facts.keys() & vars(module):
-                self._patch.setattr(module, name, lambda *_, value=facts[name]: value)
+        with self._patch.context() as patch:
+            if arch is None:
+                patch.setattr(torch.version, "hip", "7.0")
+            with machine.assuming(machine.GPU(capability, self._num_sms)):
+                yield
 
     def _subscript(self, kernel: Any, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._record, kernel, grid)

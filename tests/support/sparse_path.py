@@ -13,8 +13,6 @@ from support.compile import Launch
 from support.recording import Recorded
 
 from flashlatte.bench import problems, workloads
-from flashlatte.kernels.triton.fp8 import converts_e4m3
-from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.runtime import machine, triton_kernel
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -83,18 +81,9 @@ def launched(problem: Any, arch: int) -> list[Recorded]:
         found.setdefault(one.variant, one)
 
     workload = workloads.prepare(problem, torch.device("cpu"))
-    _forget()
-    try:
-        with machine.assuming(machine.GPU(divmod(arch, 10), NUM_SMS)), triton_kernel.launching(collect):
-            workload.run("portable")
-    finally:
-        _forget()
+    with machine.assuming(machine.GPU(divmod(arch, 10), NUM_SMS)), triton_kernel.launching(collect):
+        workload.run("portable")
     return list(found.values())
-
-
-def _forget() -> None:
-    gpu_class.cache_clear()
-    converts_e4m3.cache_clear()
 
 
 def table() -> str:

@@ -8,8 +8,6 @@ cast is wrong for subnormals.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,7 @@ import triton.language as tl
 from flashlatte.runtime import machine
 
 
-@functools.cache
+@machine.cached
 def converts_e4m3(device: torch.device) -> bool:
     """Whether Triton casts between float32 and e4m3fn in hardware on ``device``."""
     if machine.device_type(device) != "cuda" or torch.version.hip is not None or machine.interpreting():

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 NVIDIA = frozenset({"hopper", "blackwell", "ampere", "small"})
 
 
-@functools.cache
+@machine.cached
 def gpu_class(device: torch.device) -> str:
     """The GPU class, the key of the tables of configurations."""
     device_type = machine.device_type(device)

@@ -47,19 +47,14 @@ CASES = {
 
 
 @pytest.fixture
-def emulate(monkeypatch):
-    """Runs a call of the Hopper kernel on a CPU that emulates a GPU with some SMs. Fresh tensors hold NaN."""
-    from support.emulator.emulated import Emulation
-
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def emulate(emulation):
+    """Runs a call of the Hopper kernel on an emulated GPU with some SMs."""
 
     def run(inputs: dict[str, Any], num_sms: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        Emulation(monkeypatch, num_sms=num_sms, seed=6)
+        emulation(num_sms=num_sms, seed=6)
         return dense_decode(**inputs, precision="fp8", backend="hopper", **options)
 
-    yield run
-    torch.use_deterministic_algorithms(before)
+    return run
 
 
 @pytest.mark.full

@@ -38,17 +38,12 @@ CASES = {
 
 
 @pytest.fixture
-def emulated(monkeypatch):
-    """Returns the module that launches. Fresh tensors hold NaN."""
-    from support.emulator.emulated import Emulation
-
+def emulated(emulation):
+    """Returns the module that launches."""
     from flashlatte.ops.indexer_loss.hopper import launch
 
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    Emulation(monkeypatch, seed=1)
-    yield launch
-    torch.use_deterministic_algorithms(before)
+    emulation(seed=1)
+    return launch
 
 
 def check(given, lse=None, **options):

@@ -39,20 +39,15 @@ NAMES = ("out", "lse", "dq", "dkv", "d_sink")
 
 
 @pytest.fixture
-def emulated(monkeypatch):
-    """The backward passes of ``backend="reference"`` are those of Hopper. Fresh tensors hold NaN."""
-    from support.emulator.emulated import Emulation
-
+def emulated(monkeypatch, emulation):
+    """The backward passes of ``backend="reference"`` are those of Hopper."""
     from flashlatte.ops.sparse_attention.hopper import launch
 
-    Emulation(monkeypatch, seed=1)
+    emulation(seed=1)
     hopper = dispatch.Implementation("reference", lambda: launch.backward)
     monkeypatch.setitem(dispatch._REGISTRY[api.BACKWARD], "reference", hopper)
     dispatch.implementation.cache_clear()
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
     yield launch
-    torch.use_deterministic_algorithms(before)
     dispatch.implementation.cache_clear()
 
 

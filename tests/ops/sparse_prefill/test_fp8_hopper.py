@@ -40,19 +40,14 @@ CASES = {
 
 
 @pytest.fixture
-def emulate(monkeypatch):
-    """Runs a call of the Hopper kernel on a CPU that emulates a GPU with some SMs. Fresh tensors hold NaN."""
-    from support.emulator.emulated import Emulation
-
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def emulate(emulation):
+    """Runs a call of the Hopper kernel on an emulated GPU with some SMs."""
 
     def run(inputs: dict[str, Any], num_sms: int, seed: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        Emulation(monkeypatch, num_sms=num_sms, seed=seed)
+        emulation(num_sms=num_sms, seed=seed)
         return sparse_prefill(**inputs, precision="fp8", backend="hopper")
 
-    yield run
-    torch.use_deterministic_algorithms(before)
+    return run
 
 
 @pytest.mark.parametrize("name", mostly_full(CASES, "one tile a CTA"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,8 @@ SWIZZLES = (0, 32, 64, 128)
 
 
 class Emulation(Recording):
-    """Runs what implementations launch for Hopper: ``emulation("dense_decode", "hopper", params)``, or public functions
-    with ``backend="hopper"``.
+    """Runs launches of implementations for Hopper: ``emulation("dense_decode", "hopper", params)``, or while it is
+    ``running``, public functions with ``backend="hopper"``.
 
     Args:
         num_sms: of the GPU. Fewer make fewer CTAs, of which each takes about a second.
@@ -45,8 +47,13 @@ class Emulation(Recording):
         super().__init__(monkeypatch, num_sms=num_sms)
         select = dispatch.select
         monkeypatch.setattr(dispatch, "select", lambda call, backend: backend or select(call, backend))
-        self._replace_facts(90)
         self._options: dict[str, Any] = {"seed": seed, "late": late, "finds_races": finds_races}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Emulation]:
+        """Until it ends, calls with CPU tensors run on the emulated GPU."""
+        with self.assuming(90):
+            yield self
 
     def _record(self, launched: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         super()._record(launched, grid, *args, **kwargs)
