@@ -36,7 +36,7 @@ class TimedCall:
         run: one call by a backend; returns its results by name. Repeated calls give bitwise equal results.
         check: raises WrongResult if results are wrong.
         moved: bytes read and written.
-        flops: of matrix products; None if only the bytes count.
+        flops: FLOPs of the matrix products; None for operations that are measured in bytes only.
         method: "device" or "graph", as in ``flashlatte bench``.
         backend: the one that is timed on a GPU.
         more: further fields of the line.

@@ -23,8 +23,8 @@ class Result:
         ceilings: the chip's rates in this run; None on a machine without a GPU.
         status: "ok"; "wrong" (differs from the reference, so it has no time); "refused" by the backend; "failed".
         message: the difference, or the reason of a refusal or failure.
-        microseconds: of one call, as ``case.method`` says; only if the status is "ok".
-        flops, bytes_moved: of one call.
+        microseconds: time of one call, as ``case.method`` says; only if the status is "ok".
+        flops, bytes_moved: FLOPs and bytes of one call.
         gpu: its name; None on a machine without one.
     """
 

@@ -31,7 +31,7 @@ def run(
 
     Args:
         backends: None for all that serve the case, the reference only where there is no GPU.
-        ceilings: of this run; None on a machine without a GPU, where the cases are scaled down.
+        ceilings: measured ceilings of this run; None on a machine without a GPU, where the cases are scaled down.
         report: called with each result as soon as it is available.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None

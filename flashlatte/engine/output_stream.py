@@ -17,7 +17,7 @@ class OutputStream(AsyncIterator[tuple[int, RequestOutput]]):
     All methods run in the event loop's thread.
 
     Args:
-        request_ids: of the requests.
+        request_ids: ids of the requests.
         on_close: called once, with the stream, when it is closed.
 
     Attributes:

@@ -24,7 +24,7 @@ class CompletionOutput:
     """One output of a request.
 
     Attributes:
-        index: of the output in its request.
+        index: index of the output in its request.
         token_ids: generated tokens, including the one that stopped the output.
         logprobs: for each generated token, the log-probabilities of that token and of the most likely ones by token
             id; None unless ``SamplingParams.logprobs`` is given.
@@ -115,7 +115,7 @@ class RequestOutput:
     """The result of a request so far.
 
     Attributes:
-        request_id: of the request.
+        request_id: id of the request.
         prompt: its text; None if it was passed as tokens.
         prompt_token_ids: its tokens.
         outputs: ``SamplingParams.n`` outputs.

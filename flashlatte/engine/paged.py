@@ -38,7 +38,7 @@ class PagedModel:
         ranks: ranks that compute it together.
 
     Attributes:
-        config, vocabulary, max_position, dtype, device: of the model.
+        config, vocabulary, max_position, dtype, device: the model's.
         name: its model type.
         eos_token_ids: end-of-sequence tokens of the model's generation config.
         page_size: default number of tokens in a page.

@@ -36,7 +36,7 @@ def refusal(
 
     Args:
         head_dim, page_size: None if not known yet.
-        dtype: of the queries.
+        dtype: dtype of the queries.
     """
     precision = requested()
     if precision is None:

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def options_of(found: argparse.Namespace) -> SharedGpuOptions:
-    """Raises ValueError where options contradict each other, or a name or a problem is unknown."""
+    """Raise ValueError for inconsistent options, or an unknown name or problem."""
     if found.random + bool(found.case) + bool(found.problem) > 1:
         raise ValueError("--random, --case and --problem exclude each other")
     options = SharedGpuOptions(

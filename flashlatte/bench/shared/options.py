@@ -23,12 +23,12 @@ class SharedGpuOptions:
     processes, seconds: how many call kernels, and for how long.
     each: seconds of one case.
     random: draw problems instead of taking those of the bench list.
-    seed: of the random problems; each process draws others.
+    seed: seed of the random problems; each process draws different ones.
     operations, cases: only these, by name; all if None.
     problem_reprs: these problems, as ``repr`` writes them, instead of those of the bench list.
     backend: the one that is called; None for the best that serves a case.
     streams: for calls at the same time.
-    ways: of ``WAYS``, alternately.
+    ways: names in ``WAYS``, used alternately.
     load: number of further processes, which multiply matrices.
     """
 

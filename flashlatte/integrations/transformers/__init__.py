@@ -88,8 +88,8 @@ def enable(
         cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None: the model's dtype. ``v32`` needs
             kv_lora_rank 512, ``model1`` 448, and both qk_rope_head_dim 64.
         page_size: tokens in a page.
-        backend: "hopper", "portable" or "reference" for the decode operation; None chooses. It must support the model
-            on its current device.
+        backend: "hopper", "portable" or "reference" for the decode operation; None selects one. It must support the
+            model on its current device.
         k_scale: the scale of format ``fp8``; 1 if None.
         index_format: format of the index keys of models with an indexer, except Glm5Next: "index_fp8", "index_bf16",
             "index_fp32" or "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.

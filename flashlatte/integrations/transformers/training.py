@@ -36,7 +36,7 @@ class TrainingStep:
     Attributes:
         batch: its sequences.
         indexer: the model's indexer; None for a model without one.
-        losses: those of the layers' indexers.
+        losses: losses of the layers' indexers.
         positions: int [T], positions of the tokens in their sequences; None: the position_ids that a layer is given.
         rows: those that layers share.
     """

@@ -41,16 +41,16 @@ def sparse_index_logits(
         first_key: int32 or int64 [M, S]: the first key of each block. Blocks may overlap and repeat.
         num_keys: int32 or int64 [M, S]: how many keys of a block its query sees, cut to 0 to block_size.
         block_size: keys, and columns, of a block.
-        k_scale: of contiguous keys, as ``index_logits`` takes them; None for a cache.
-        dtype: of the logits, float32 or bf16, if ``out`` is None.
+        k_scale: scales of contiguous keys, as for ``index_logits``; None for a cache.
+        dtype: dtype of the logits, float32 or bf16, if ``out`` is None.
         out: [M, S · block_size], float32 or bf16 with last stride 1, to write into.
-        backend: "portable" or "reference"; None chooses.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
         logits [M, S · block_size]; -inf where a query sees no key, and for keys that are not in ``k``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("q", q, ("M", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     num_rows, heads, head_dim = q.shape

@@ -39,8 +39,8 @@ def index_select(
         num_selected: 1 to 4096.
         workspace_bytes: maximum bytes of the logits of a chunk; a chunk has at least one row.
         indices: int32 [M, num_selected] to write to.
-        backend: of the logits: "hopper", "portable" or "reference"; None selects one. "reference" and "portable" also
-            apply to the top-k.
+        backend: backend of the logits: "hopper", "portable" or "reference"; None selects one. "reference" and
+            "portable" also apply to the top-k.
 
     Returns:
         int32 [M, num_selected]: positions relative to key_start, ascending, then -1. Ties are resolved in favour of the

@@ -93,8 +93,8 @@ def indexer_loss(
         topk_length: int32 or int64 [s_q], with ``indices``: the number of indices that count, from the first; all if
             None.
         key_start, key_end: int32 or int64 [s_q], without ``indices``: a query attends to keys key_start to key_end - 1.
-        softmax_scale: of the attention, above 0; d^-0.5 if None.
-        index_scale: of the index scores, above 0; d_i^-0.5 if None.
+        softmax_scale: scale of the attention scores, above 0; d^-0.5 if None.
+        index_scale: scale of the index scores, above 0; d_i^-0.5 if None.
         use_relu: False omits the relu, as GLM-5's training may.
         deterministic: make the gradient of index_k bitwise reproducible with ``indices`` too. By default float32
             atomics sum it. (All other results are always reproducible, including the gradient of index_k without

@@ -119,7 +119,7 @@ def sparse_decode(
             ``bf16``, ``fp16`` or ``fp32``; on the reference also ``nvfp4_ds_mla``.
         indices: int32 or int64 [b, s_q, topk], topk ≥ 1: page · page_size + offset. A value outside the cache, such as
             -1, selects nothing; a token selected twice counts twice.
-        cache_format: of k_cache; None infers it.
+        cache_format: format of k_cache; None infers it.
         topk_length: int32 or int64 [b] or [b, s_q]: the number of indices that count, from the first; all if None.
         attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it. -inf has no
             effect; +inf makes out 0.

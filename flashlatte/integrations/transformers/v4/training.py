@@ -27,8 +27,8 @@ class V4TrainingStep:
         window: int32 [b · s, window], the tokens in each token's window.
         groups: compressed groups, by tokens of a group.
         shown: bool [b · s], False for padding, which has no part in the indexers' loss; None without padding.
-        configs: of each layer.
-        losses: those of the layers' indexers.
+        configs: config of each layer.
+        losses: losses of the layers' indexers.
     """
 
     max_seqlen: int

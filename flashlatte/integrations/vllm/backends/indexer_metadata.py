@@ -25,8 +25,8 @@ class IndexerMetadata:
     Attributes:
         num_tokens, num_decode_tokens: tokens of the batch, and of its decode requests.
         slot_mapping: [num_tokens], the slot of each token's key.
-        block_table, seq_lens: of the decode requests, which have the same number of tokens each. With batch invariance
-            and a prefill in the batch, each token is a request.
+        block_table, seq_lens: block table and lengths of the decode requests, which have the same number of tokens
+            each. With batch invariance and a prefill in the batch, each token is a request.
         chunks: the selection of the prefill requests, in chunks.
         sharded: how ranks share contexts; None if each has them whole. ``block_table`` and ``seq_lens`` then are of
             this rank's tokens.

@@ -57,7 +57,7 @@ def triton_convert_req_index_to_global_index(
         With ``return_valid_counts`` also the counts, int32 [T].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     _check(token_indices, NUM_TOPK_TOKENS, return_valid_counts)
     checks.flag("HAS_PREFILL_WORKSPACE", HAS_PREFILL_WORKSPACE)

@@ -70,7 +70,7 @@ class CompressConstants(NamedTuple):
     """A call's constants, in one constant of the kernels.
 
     Attributes:
-        head_dim, rope_dim: of a row.
+        head_dim, rope_dim: elements of a row, and of its rotated part.
         ratio: tokens of a group.
         overlaps: whether a row also depends on the preceding group.
         row_bytes: the encoding of a row.

@@ -33,9 +33,9 @@ class IndexKeys(NamedTuple):
     """A cache of index keys; contiguous keys are one page.
 
     Attributes:
-        start, page_stride: of the pages, in units of ``key_align`` elements.
-        stride: of contiguous keys, in the same unit.
-        scales, scale_stride: of contiguous keys. In a cache, scales follow the values of a page.
+        start, page_stride: first page and stride between pages, in units of ``key_align`` elements.
+        stride: stride between contiguous keys, in the same unit.
+        scales, scale_stride: scales of contiguous keys. In a cache, scales follow the values of a page.
     """
 
     start: Pointer
@@ -51,9 +51,10 @@ class ScoreConfig(NamedTuple):
     """The compile-time constants of the loop.
 
     Attributes:
-        encoding: of keys.
+        encoding: encoding of the keys.
         compute: the dtype of the MMA: "e4m3", "bf16" or "fp32".
-        value_width, scale_bytes: of a key in a page; value_width is None if keys are contiguous.
+        value_width, scale_bytes: bytes of a key's values and of its scale in a page; value_width is None if keys are
+            contiguous.
         block_q, block_h, block_n: queries, their heads (padded), and keys of a tile.
     """
 

@@ -29,7 +29,7 @@ class SparseBackwardPiece(NamedTuple):
     Attributes:
         scores: TMA descriptor of boxes [64 heads, 64 keys] of [tokens, key_tiles, head_blocks, dS or P, 64, 64], as a
             matrix of 64 columns.
-        first_token: of the piece.
+        first_token: first query token of the piece.
         key_tiles: tiles of 64 selected keys of a token.
         head_blocks: blocks of 64 heads.
     """
