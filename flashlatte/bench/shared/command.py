@@ -1,4 +1,4 @@
-"""Several processes call kernels on one GPU: each result must be bitwise that of the first call, and right.
+"""Several processes call kernels on one GPU: each result must be bitwise equal to the first, correct one.
 
     flashlatte bench shared-gpu --processes 16 --seconds 300 --random [--operation NAME ...] [--load 2]
     flashlatte bench shared-gpu [--case NAME ...] [--backend hopper] [--record FILE]
