@@ -166,8 +166,8 @@ def attend(
 
     operands = None
     # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
-    learns = indexer is not None and requires_gradient(indexer)
-    if indexer is not None and config is not None and (learns or not dense):
+    trains_indexer = indexer is not None and requires_gradient(indexer)
+    if indexer is not None and config is not None and (trains_indexer or not dense):
         q_input = (hidden if q_latent is None else q_latent.normalised).detach()
         unlearned = None if rotation is None else rotation.detach()
         operands = index_operands(indexer, config, hidden.detach(), q_input, unlearned, dtype, positions)
@@ -184,7 +184,7 @@ def attend(
         out, lse = _attend_selected(module, q_nope, q_rope, latent, k_rope, indices, scale, dtype, sink)
         seen = {"indices": indices}
     loss = num_rows = None
-    if learns and operands is not None:
+    if trains_indexer and operands is not None:
         with torch.no_grad():
             folded, keys = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
             # The target is the attention probabilities, which do not sum to 1 with a sink.

@@ -88,7 +88,7 @@ class Rotation(NamedTuple):
         return Rotation(cosines, sines, layout == models.INTERLEAVED)
 
     def detach(self) -> Rotation:
-        """The same rotation without gradients of its frequencies, which Mistral Large 4 learns."""
+        """The same rotation without gradients of its frequencies, which are parameters in Mistral Large 4."""
         return Rotation(self.cosines.detach(), self.sines.detach(), self.interleaved)
 
     def __call__(self, x: torch.Tensor, interleaved: bool | None = None) -> torch.Tensor:

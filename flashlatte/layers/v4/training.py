@@ -141,12 +141,12 @@ def attend(
     indices, rows, operands, selected = window, None, None, None
     indexer = None if groups is None else getattr(module.compressor, "indexer", None)
     # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
-    learns = indexer is not None and requires_gradient(indexer)
+    trains_indexer = indexer is not None and requires_gradient(indexer)
     if groups is not None and groups.first.shape[0]:
         rows = _compress(module.compressor, config, config.head_dim, hidden, groups, cosines, sines).to(dtype)
         sizes = config.indexer
         dense = dense or sizes is None or max_seqlen // config.ratio <= sizes.topk
-        if sizes is not None and (learns or not dense):
+        if sizes is not None and (trains_indexer or not dense):
             operands = _index_operands(indexer, config, sizes, hidden, q_latent, groups, cosines, sines, dtype)
             selected = None if dense else select(operands, groups, sizes.topk).squeeze(1)
         visible = groups.all_visible() if selected is None else selected
@@ -160,7 +160,7 @@ def attend(
     )
 
     loss = num_rows = None
-    if learns and operands is not None and groups is not None and rows is not None:
+    if trains_indexer and operands is not None and groups is not None and rows is not None:
         total = torch.logaddexp(lse, sinks).detach()
         seen = _seen_groups(groups, selected, counted)
         loss, num_rows = indexer_loss(

@@ -29,7 +29,7 @@ def triton_convert_req_index_to_global_index(
     valid_counts_out: torch.Tensor | None = None,
     idx_mapping: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the tokens that each query selected: ``index_convert``.
+    """Slots of the tokens that the indexer selected for each query: ``index_convert``.
 
     Args:
         req_id: int32 or int64 [T], each query's request.
