@@ -40,7 +40,7 @@ def vit_attention(
             error.
 
     Returns:
-        Of q's shape with v's head dim, in q's dtype.
+        A tensor of q's shape, with v's head dim, in q's dtype.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.

@@ -59,7 +59,7 @@ def index_select(
             raise ValueError(f"{name} must have q's {rows} rows, got {value.shape[0]}")
     indices = _indices(indices, rows, num_selected, q)
     at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * max(num_keys, 1)))
-    # Also once without rows, because the operations check the arguments.
+    # At least one iteration, also without rows, because the operations check the arguments.
     for begin in range(0, max(rows, 1), at_a_time):
         part = slice(begin, begin + at_a_time)
         logits = index_logits(

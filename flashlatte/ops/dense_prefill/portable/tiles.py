@@ -97,7 +97,7 @@ def find_queries(slot, requests, window, step: tl.constexpr):
 def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOCK: tl.constexpr):
     """(tile of its request, tiles, first row, rows, first of the others, others) for one of ``tile_slots`` slots.
 
-    A tile beyond the last is empty; a tile of no request has no others.
+    A slot after the last tile is empty; a tile of rows outside every request has no others.
     """
     stretch, tile, tiles, begin, rows = find_segment(slot, cu_rows, requests, total_rows, BLOCK)
     others_begin, others = find_rows(stretch, cu_others, requests, total_others)

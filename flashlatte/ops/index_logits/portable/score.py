@@ -1,7 +1,7 @@
 """The loop over keys: it loads tiles of keys and scales, sums over heads, and stores logits.
 
 The MMA is keys times queries, [BLOCK_N, queries · heads], so a thread sums over heads in its registers. A kernel
-chooses queries and a range of positions, and brings a function that locates the keys at these positions.
+chooses queries and a range of positions, and passes a function that locates the keys at these positions.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -138,8 +138,8 @@ def _compute_type(q: torch.Tensor, encoding: str) -> str:
 def store_logits(begin, stop, source, queries, rows, LOCATE: tl.constexpr, CONFIG: tl.constexpr):
     """Store the logits of the keys at positions ``begin`` to ``stop`` to ``rows`` (``LogitRows``).
 
-    LOCATE(source, positions [BLOCK_N], CONFIG) returns a ``KeyTile``. A visible key that does not exist has -inf if
-    ``source`` says so (``fills``).
+    LOCATE(source, positions [BLOCK_N], CONFIG) returns a ``KeyTile``. For a visible key that does not exist, -inf is
+    stored if ``source.fills`` is set.
     """
     for first in range(begin, stop, CONFIG.block_n):
         position = first + tl.arange(0, CONFIG.block_n)

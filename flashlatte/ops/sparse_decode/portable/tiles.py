@@ -45,7 +45,7 @@ class SparseCache(NamedTuple):
 
 
 class TokenAddress(NamedTuple):
-    """The constants of a token's address, in one kernel constant, which Triton serialises as JSON.
+    """The constants of a token's address, in one constexpr argument, which Triton serialises as JSON.
 
     Attributes:
         tiling: tiling of ``v32``, ``v32_no_rope`` and ``model1``, else None.
