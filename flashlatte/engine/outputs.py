@@ -31,7 +31,7 @@ class CompletionOutput:
         cumulative_logprob: sum over the generated tokens; None without ``logprobs``.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended the output; else None.
-        error: the cause where ``finish_reason`` is "error".
+        error: the cause if ``finish_reason`` is "error", else None.
         new_token_ids: tokens added since ``Engine.step`` last returned the output.
     """
 
@@ -59,7 +59,7 @@ class CompletionOutput:
 
     @property
     def text(self) -> str:
-        """The generated text, without what stopped it unless ``include_stop_str_in_output``.
+        """The generated text, without the stop string or token unless ``include_stop_str_in_output`` is set.
 
         Raises:
             ValueError: the engine has no tokenizer.
