@@ -1,4 +1,4 @@
-"""The demo: its table, its exit codes, and what it says to a mistake."""
+"""The demo: its table, exit codes, and errors for invalid arguments."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The examples run as they are; each checks its own result."""
+"""The examples run unchanged; each checks its own result."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``.ci/fatbins.py``: removal of machine code from extensions, here from made-up ones."""
+"""``.ci/fatbins.py``: removal of machine code from synthetic extensions."""
 
 import importlib.util
 import sys

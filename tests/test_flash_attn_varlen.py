@@ -1,4 +1,4 @@
-"""FlashMLA's functions for prompts of varying lengths, whole and packed."""
+"""FlashMLA's functions for prompts of variable length, separate and packed."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 

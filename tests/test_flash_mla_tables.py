@@ -1,4 +1,4 @@
-"""Block tables that are slices of a wider buffer: FlashMLA reads as many columns as lengths need."""
+"""Block tables that are slices of a wider buffer: FlashMLA reads as many columns as the lengths require."""
 
 import pytest
 import torch

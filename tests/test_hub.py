@@ -1,4 +1,4 @@
-"""hub/build.py makes a kernel for the Hugging Face Hub that works without the package it was built from."""
+"""hub/build.py builds a kernel for the Hugging Face Hub that works without the package."""
 
 from __future__ import annotations
 

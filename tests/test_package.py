@@ -1,4 +1,4 @@
-"""What importing the package costs, the ways to its version, and that its types are seen from outside."""
+"""The package: import time, its version, and visibility of its types."""
 
 import subprocess
 import sys

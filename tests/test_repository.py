@@ -1,4 +1,4 @@
-"""Files that GitHub, git and pre-commit read: they parse, and agree with the Makefile and the package's metadata."""
+"""Files read by GitHub, git and pre-commit: they parse, and match the Makefile and the package's metadata."""
 
 from __future__ import annotations
 

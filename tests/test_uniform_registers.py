@@ -1,4 +1,4 @@
-"""The reader of machine code that finds registers which nothing has written."""
+"""Detection of uniform registers that machine code reads before writing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``flashlatte bench`` on a machine without a GPU: its cases, what a run says and writes, mistakes in the call."""
+"""``flashlatte bench`` without a GPU: cases, printed and recorded results, and errors in the arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel has a case of the bench list and random problems for ``flashlatte bench shared-gpu``."""
+"""Every kernel has a case of ``flashlatte bench`` and random problems for ``flashlatte bench shared-gpu``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of ``flashlatte bench NAME``, scaled down on a machine without a GPU."""
+"""The benchmarks of ``flashlatte bench NAME``, scaled down, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of ``flashlatte bench`` in ``benchmarks/results``: what they hold, which one counts, and their pictures."""
+"""Results of ``flashlatte bench`` in ``benchmarks/results``: their fields, which one of several is used, and plots."""
 
 from __future__ import annotations
 

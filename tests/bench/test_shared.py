@@ -1,4 +1,6 @@
-"""Processes that share a GPU: how other bits, wrong results, deaths and hangs are told; on the CPU, scaled down."""
+"""``flashlatte bench shared-gpu``: detection of changed bits, wrong results, crashes and hangs; scaled down on the
+CPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that are made of engines' answers; tests with engines need vLLM or SGLang."""
+"""Results computed from engines' outputs; tests with engines need vLLM or SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case of ``flashlatte bench`` runs: its check, which comes before the time, and the work that is counted."""
+"""The workload of a benchmark case: its check, which precedes the timing, and the FLOPs and bytes it reports."""
 
 from __future__ import annotations
 

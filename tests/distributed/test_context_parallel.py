@@ -1,4 +1,4 @@
-"""Decode over keys on 1 to 4 ranks, processes with gloo, against attention over all keys in one process in float64."""
+"""Decode with keys sharded over 1 to 4 gloo ranks, compared with float64 attention over all keys in one process."""
 
 from __future__ import annotations
 

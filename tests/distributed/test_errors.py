@@ -1,4 +1,4 @@
-"""What a single rank finds wrong."""
+"""Errors that a single rank detects."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The MLA layer with heads, and keys, over 2 to 4 processes against the layer in one."""
+"""The MLA layer with heads, and keys, divided over 2 to 4 processes, compared with the layer in one process."""
 
 import pytest
 import torch

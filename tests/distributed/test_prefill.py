@@ -1,4 +1,4 @@
-"""A prompt's causal attention over 2 to 4 processes against float64 in one."""
+"""Causal attention of one prompt over 2 to 4 processes, compared with float64 attention in one process."""
 
 import pytest
 import torch

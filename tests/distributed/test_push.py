@@ -1,4 +1,4 @@
-"""What one kernel stores on every rank: in Triton's interpreter, and as machine code."""
+"""The ``push`` kernel, which stores on every rank: in Triton's interpreter, and its machine code."""
 
 from __future__ import annotations
 

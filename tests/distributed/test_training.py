@@ -1,4 +1,4 @@
-"""A training step over 2 and 3 processes against one process."""
+"""A training step over 2 and 3 processes, compared with one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The guide's table of model families is the one that the deciding code gives."""
+"""The guide's table of model families is the generated one."""
 
 from __future__ import annotations
 

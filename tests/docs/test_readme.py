@@ -1,4 +1,4 @@
-"""The README is also what a package index shows, where a path that is relative to the repository leads nowhere."""
+"""The README is also shown by package indexes, where links relative to the repository do not work."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The reference has every public name."""
+"""The reference documents every public name."""
 
 import importlib
 import re

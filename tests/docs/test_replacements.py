@@ -1,4 +1,4 @@
-"""The guide's tables of functions that are replaced, and of what Hopper's kernels take, say what the code does."""
+"""The guide's tables of replaced functions, and of calls supported by the Hopper kernels, match the code."""
 
 import importlib
 import re

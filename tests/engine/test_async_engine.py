@@ -1,4 +1,4 @@
-"""``AsyncEngine``: many tasks share one engine, and whatever one of them does, the others get their tokens."""
+"""``AsyncEngine``: tasks share one engine, and errors or cancellations of one do not affect the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``flashlatte generate`` on a checkpoint in a directory."""
+"""``flashlatte generate`` with a checkpoint directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of tokens one by one is the text of all of them, and costs as much for the last as for the first."""
+"""Incremental detokenization gives the text of all tokens, at a constant cost per token."""
 
 from __future__ import annotations
 

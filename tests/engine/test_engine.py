@@ -1,4 +1,4 @@
-"""The engine against transformers' own ``generate``, in float32, on every token."""
+"""The engine compared with transformers' ``generate``, in float32, token by token."""
 
 from __future__ import annotations
 

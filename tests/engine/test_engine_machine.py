@@ -1,4 +1,4 @@
-"""Whatever is asked of two engines in whatever order, each request gets the tokens that transformers gives it alone."""
+"""Stateful test: for any sequence of calls to two engines, each request gets transformers' tokens."""
 
 from __future__ import annotations
 

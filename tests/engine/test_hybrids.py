@@ -1,4 +1,4 @@
-"""Models with layers of linear attention: their states follow each request, whatever happens to it."""
+"""Models with layers of linear attention: states stay with their request under any scheduling."""
 
 from __future__ import annotations
 

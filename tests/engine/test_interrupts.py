@@ -1,4 +1,4 @@
-"""Whatever line of the engine an interrupt arrives at, no page is lost, and later requests get their tokens."""
+"""An interrupt at any line of the engine leaks no pages, and later requests get correct tokens."""
 
 from __future__ import annotations
 

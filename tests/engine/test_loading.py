@@ -1,4 +1,6 @@
-"""Checkpoints that lack weights, or have others, are refused by name, by one process and by each of several ranks."""
+"""Checkpoints with missing or unexpected weights raise errors that name them, on one process and on each of several
+ranks.
+"""
 
 from __future__ import annotations
 

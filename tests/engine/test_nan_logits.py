@@ -1,4 +1,4 @@
-"""A request whose logits are NaN ends with an error, and the requests beside it get their tokens."""
+"""A request with NaN logits ends with an error; concurrent requests are not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of pages against a plain model."""
+"""The page pool compared with a simple model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guesses are what a search of the whole text finds."""
+"""Draft tokens of prompt lookup are those of a search of the whole text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine over 2 and 4 processes against transformers' own ``generate``, in float32, on every token."""
+"""The engine on 2 and 4 processes compared with transformers' ``generate``, in float32, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests do to each other: nothing, whoever comes, fails, is more urgent or is aborted."""
+"""Requests do not affect each other's tokens when others are added, fail, are prioritized or are aborted."""
 
 from __future__ import annotations
 

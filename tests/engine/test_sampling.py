@@ -1,4 +1,4 @@
-"""Tokens from logits: filters by hand, draws by their frequencies."""
+"""Sampling from logits: filters compared with values computed by hand, and frequencies of draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each sampling parameter against a loop over transformers' logits in plain Python, with different plans of steps."""
+"""Each sampling parameter compared with a plain Python loop over transformers' logits, for several schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler on a plain model of a cache: every token that is computed finds all tokens before it."""
+"""The scheduler on a simple model of a cache: all earlier tokens are in the cache when a token is computed."""
 
 from __future__ import annotations
 

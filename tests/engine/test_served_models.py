@@ -1,4 +1,4 @@
-"""Which models, modules around them and checkpoints the engine takes, and which it refuses."""
+"""Models, wrapper modules and checkpoints that the engine supports, and those that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of a growing output adds up to its final text, and nothing of a stop string is ever given out."""
+"""Streamed text adds up to the final text, and never contains part of a stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in the engine: greedy tokens are transformers', however steps divide prompts."""
+"""DeepSeek-V4 in the engine: greedy tokens are those of transformers for any division of prompts into steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU tests of all operations share: thinned grids, poisoned outputs, graphs, counts of compiled kernels."""
+"""Shared parts of the GPU tests: reduced test grids, poisoned outputs, CUDA graphs, counts of compiled kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small shapes of every operation on every backend with kernels, to be run under compute-sanitizer.
+"""Small shapes of every operation on every backend with kernels, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py [PART OF A NAME]
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py --races [PART OF A NAME]

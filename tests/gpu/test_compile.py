@@ -1,4 +1,4 @@
-"""What ``flashlatte compile`` put into Triton's cache is all that the layer's steps need."""
+"""After ``flashlatte compile``, the layer's steps compile nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of queries side by side on a GPU."""
+"""``concat_mla_q`` on a GPU."""
 
 from __future__ import annotations
 

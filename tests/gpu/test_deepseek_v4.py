@@ -1,4 +1,4 @@
-"""DeepSeek-V4's operations and layer on a GPU: kernels against the reference, and steps in a CUDA graph."""
+"""DeepSeek-V4's operations and layer on a GPU: kernels compared with the reference, and steps in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1's layers on a GPU: kernels against the reference, and decode steps in a CUDA graph."""
+"""DeepSeek-V4.1's layers on a GPU: kernels compared with the reference, and decode steps in a CUDA graph."""
 
 from __future__ import annotations
 

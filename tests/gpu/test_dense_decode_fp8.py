@@ -1,4 +1,4 @@
-"""``dense_decode(precision="fp8")`` on a GPU: its errors against float64 beside those of the reference."""
+"""``dense_decode(precision="fp8")`` on a GPU: errors relative to float64, compared with those of the reference."""
 
 from __future__ import annotations
 

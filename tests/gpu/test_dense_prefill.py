@@ -1,7 +1,7 @@
 # Keyword arguments and boundaries are put together in containers of any length.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-"""Dense prefill on a GPU, forward and backward: every backend against the reference, and what kernels promise."""
+"""Dense prefill on a GPU, forward and backward: every backend compared with the reference, and other guarantees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every byte of a quantised cache becomes the number that it stands for, at every place of a row."""
+"""Dequantisation on a GPU of every byte value at every position of a row."""
 
 from __future__ import annotations
 

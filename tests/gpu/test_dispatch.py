@@ -1,4 +1,4 @@
-"""Which backend serves the shapes of MLA on the GPU that is here."""
+"""The backend that is selected for MLA shapes on this GPU."""
 
 from __future__ import annotations
 

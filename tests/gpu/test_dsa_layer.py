@@ -1,7 +1,7 @@
-"""The MLA layer with an indexer on a GPU: against float32 on the CPU, and replayed from a graph for other lengths.
+"""The MLA layer with an indexer on a GPU: compared with float32 on the CPU, and replayed from a graph with other lengths.
 
-Rounding may choose another of two tokens whose scores are nearly the same. So attention is compared along the choice
-that the GPU made, and the choice apart.
+Rounding may change the selection among tokens with nearly equal scores. Attention is therefore compared for the GPU's
+selection, and the selection separately.
 """
 
 from __future__ import annotations

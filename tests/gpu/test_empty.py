@@ -1,4 +1,4 @@
-"""Idle steps on a GPU, where a launch of no programs would be an error."""
+"""Empty steps on a GPU, for which an empty grid would be a launch error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU: decode steps as CUDA graphs, planned while the last one runs."""
+"""The engine on a GPU: decode steps as CUDA graphs, scheduled while the previous step runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's decode steps in the engine: replayed CUDA graphs against the same steps run eagerly."""
+"""DeepSeek-V4's decode steps in the engine: replayed CUDA graphs compared with eager steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CUDA graph of FlashMLA's decode as SGLang captures it: with lengths of 1 and a slice of one column of its table."""
+"""FlashMLA's decode in a CUDA graph captured as SGLang does: lengths of 1, and a block table sliced to one column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes gathered from pages on a GPU: the kernel's are the reference's."""
+"""``gather_records`` on a GPU: the kernel's bytes are those of the reference."""
 
 from __future__ import annotations
 

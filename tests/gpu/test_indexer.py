@@ -1,4 +1,4 @@
-"""The sparse-attention indexer on a GPU: every backend against the reference, bit for bit where the result is exact."""
+"""The sparse-attention indexer on a GPU: every backend compared with the reference, bitwise if the result is exact."""
 
 from __future__ import annotations
 

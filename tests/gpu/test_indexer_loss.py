@@ -1,4 +1,4 @@
-"""The indexer's loss on a GPU: its kernels against the reference, and what they promise beside values."""
+"""The indexer's loss on a GPU: its kernels compared with the reference, and other guarantees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cache bytes written and read on a GPU: the kernels' bytes are the reference's, bit for bit."""
+"""Cache writes and gathers on a GPU: the kernels' bytes are those of the reference."""
 
 from __future__ import annotations
 

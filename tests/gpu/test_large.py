@@ -1,6 +1,6 @@
-"""Inputs of a size that only a GPU can take: much work for each SM, caches and results beyond 2^31 numbers.
+"""Inputs of a size that needs a GPU: much work per SM, caches and results beyond 2^31 elements.
 
-Two sets of kernels that share little are compared, Gluon's and Triton's; smaller tests compare both with the reference.
+The Gluon and Triton kernels, which share little code, are compared; smaller tests compare both with the reference.
 """
 
 from __future__ import annotations

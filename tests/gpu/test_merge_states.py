@@ -1,4 +1,4 @@
-"""Merging partial results on a GPU: every backend against the reference."""
+"""``merge_states`` on a GPU: every backend compared with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MLA layer on a GPU: against itself in float32 on the CPU, and replayed from a CUDA graph for new lengths."""
+"""The MLA layer on a GPU: compared with float32 on the CPU, and replayed from a CUDA graph with new lengths."""
 
 from __future__ import annotations
 

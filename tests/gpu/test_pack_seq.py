@@ -1,4 +1,4 @@
-"""Requests as rows of equal length, and back, on a GPU."""
+"""``pack_seq`` and ``unpack_seq`` on a GPU."""
 
 from __future__ import annotations
 

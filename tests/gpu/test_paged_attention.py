@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: every backend against the reference, and what kernels promise."""
+"""Paged attention on a GPU: every backend compared with the reference, and other guarantees."""
 
 from __future__ import annotations
 

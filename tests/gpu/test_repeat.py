@@ -1,4 +1,4 @@
-"""Calls whose launches are repeated: the same results as the first call's, and Python's launcher left out."""
+"""Calls with repeated launches: the results of the first call, without Triton's launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values into pages on a GPU: the kernel's bytes and scales are the reference's, bit for bit."""
+"""``reshape_and_cache`` on a GPU: bytes and scales are those of the reference."""
 
 from __future__ import annotations
 

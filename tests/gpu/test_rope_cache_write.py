@@ -1,4 +1,4 @@
-"""Keys and queries rotated, and keys written, on a GPU."""
+"""``rope_cache_write`` on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors may be on another GPU than the current one, on which Triton would launch."""
+"""Tensors on a GPU other than the current device, on which Triton would launch."""
 
 import pytest
 import torch

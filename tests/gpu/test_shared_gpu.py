@@ -1,4 +1,4 @@
-"""Processes that share the GPU: every kernel gives the reference's values, and the same bits in each call."""
+"""Processes that share the GPU: every kernel matches the reference, bitwise reproducibly."""
 
 from __future__ import annotations
 

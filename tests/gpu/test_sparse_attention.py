@@ -1,4 +1,4 @@
-"""Sparse attention with gradients on a GPU: every kernel against the reference, and what they promise beside values."""
+"""Sparse attention with gradients on a GPU: every kernel compared with the reference, and other guarantees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse decode on a GPU: every backend against the reference, and what kernels promise beside right numbers."""
+"""Sparse decode on a GPU: every backend compared with the reference, and guarantees such as reproducibility."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sparse_prefill(precision="fp8")`` on a GPU: its errors against the exact result beside those of the reference."""
+"""``sparse_prefill(precision="fp8")`` on a GPU: errors relative to the exact result, compared with the reference's."""
 
 from __future__ import annotations
 

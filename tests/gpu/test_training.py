@@ -1,4 +1,4 @@
-"""Training steps of layers and of enabled transformers models on a GPU, in bf16, against float32 on references."""
+"""Training steps of layers and of enabled transformers models on a GPU, in bf16, compared with float32 references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""TurboQuant's kernels on a GPU against the references, in graphs, twice, and in caches beyond 2^31 bytes."""
+"""TurboQuant's kernels on a GPU: compared with references, in CUDA graphs, repeated, and in caches beyond 2^31
+bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches that see all of their image on a GPU, at head dims that are no powers of two."""
+"""``vit_attention`` on a GPU, at head dims that are not powers of two."""
 
 from __future__ import annotations
 

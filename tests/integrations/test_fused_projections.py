@@ -1,4 +1,4 @@
-"""Models whose projections were laid side by side, as on a GPU: the same tokens, and the same checkpoint."""
+"""Models with fused projections, as on a GPU: the same tokens, and the same checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashMLA's and DeepGEMM's functions in the wheels of vLLM and SGLang, next to those that stand in for them.
+"""Signatures of FlashMLA and DeepGEMM in the wheels of vLLM and SGLang, compared with their replacements.
 
 A new function or argument there fails a test here, which names it.
 """

@@ -1,4 +1,4 @@
-"""An enabled model against the same model with stock attention: generation and forward passes."""
+"""An enabled model compared with stock attention: generation and forward passes."""
 
 import copy
 import warnings

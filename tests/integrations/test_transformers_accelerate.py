@@ -1,4 +1,4 @@
-"""Models that ``device_map`` spread over devices: accelerate's hooks move what each module is called with."""
+"""Models split over devices by ``device_map``, for which accelerate's hooks move the arguments."""
 
 from __future__ import annotations
 

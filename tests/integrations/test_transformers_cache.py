@@ -1,4 +1,4 @@
-"""The paged latent cache against transformers' ``DynamicCache``, and the formats it can have."""
+"""The paged latent cache compared with transformers' ``DynamicCache``, in all formats."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""``enable`` and ``disable``: what they change and restore, and what is refused."""
+"""``enable`` and ``disable``: changes, restoration, and rejected models and arguments."""
 
 import copy
 import sys

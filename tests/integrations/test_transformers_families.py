@@ -1,4 +1,4 @@
-"""Every family that ``enable`` serves gives stock attention's tokens and logits; the others are refused by name."""
+"""Every supported family gives stock attention's tokens and logits; errors name the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models of e4m3 weights with scales of blocks (DeepSeek's checkpoints), where a weight is read instead of a call."""
+"""Models with block-scaled e4m3 weights (DeepSeek's checkpoints), some of which are read without calling their
+module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with layers of linear attention through ``enable``: transformers' states beside the pages."""
+"""Models with layers of linear attention under ``enable``: paged latents and transformers' states."""
 
 from __future__ import annotations
 

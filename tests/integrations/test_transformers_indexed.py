@@ -1,4 +1,4 @@
-"""DeepseekV32 and GlmMoeDsa through ``enable``: what tells them from the other families."""
+"""DeepseekV32 and GlmMoeDsa under ``enable``: behavior specific to their indexers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps of enabled models under ``torch.compile`` and FSDP2: the gradients of one plain process."""
+"""Training steps of enabled models under ``torch.compile`` and FSDP2, compared with a single process."""
 
 from __future__ import annotations
 

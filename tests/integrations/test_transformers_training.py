@@ -1,4 +1,4 @@
-"""Training steps of enabled models against transformers' own attention, in float32."""
+"""Training steps of enabled models, compared with transformers' attention, in float32."""
 
 from __future__ import annotations
 

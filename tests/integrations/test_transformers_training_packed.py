@@ -1,4 +1,4 @@
-"""Training steps of enabled models over packed sequences, against the sequences alone and stock attention."""
+"""Training steps of enabled models over packed sequences, compared with separate sequences and stock attention."""
 
 # A fixture is a module's name and an argument's.
 # ruff: noqa: F811

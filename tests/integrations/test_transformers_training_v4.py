@@ -1,4 +1,4 @@
-"""Training steps of an enabled DeepSeek-V4 against transformers' own attention, in float32."""
+"""Training steps of an enabled DeepSeek-V4, compared with transformers' attention, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 models of transformers, enabled and not: the same logits for every token, in float32."""
+"""DeepSeek-V4 models of transformers, enabled and stock: the same logits for every token, in float32."""
 
 from __future__ import annotations
 

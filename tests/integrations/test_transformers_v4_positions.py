@@ -1,4 +1,4 @@
-"""DeepSeek-V4 under ``enable``: stock attention's logits of every column, whatever the positions and the mask."""
+"""DeepSeek-V4 under ``enable``: stock attention's logits for any positions and mask."""
 
 from __future__ import annotations
 

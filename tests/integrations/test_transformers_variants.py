@@ -1,4 +1,4 @@
-"""Families with parts of their own through ``enable``: other sizes, beams, chunks, and windows."""
+"""Families with special features under ``enable``: other sizes, beams, chunks, and windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulator of Hopper finds what it says that it finds, in kernels of a few instructions."""
+"""The emulator of Hopper detects each documented fault, in kernels of a few instructions."""
 
 import numpy as np
 import pytest

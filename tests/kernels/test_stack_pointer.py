@@ -1,4 +1,6 @@
-"""``support.stack_pointer`` finds what ptxas made of an unassigned register, and nothing else."""
+"""``support.stack_pointer`` finds uses of the stack pointer that ptxas made of an unassigned register, and no
+others.
+"""
 
 import pytest
 from support.stack_pointer import stack_pointer_as_number

@@ -1,4 +1,4 @@
-"""Formats with a scale byte a block: bytes worked out by hand, bytes of the oracle, and how far rounding goes."""
+"""Formats with a scale byte per block: bytes computed by hand and by the oracle, and rounding errors."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Formats own their facts: code outside of ``kv_cache`` asks a format what it is like, and not what it is called."""
+"""Code outside of ``kv_cache`` uses the properties of formats, not their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new format needs: a class and a place in the registry. All that is not a kernel serves it then."""
+"""Adding a format: with a class and an entry in the registry, everything except kernels supports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tokens lie among ranks, against tokens that are dealt out one by one."""
+"""Sharding of tokens over ranks, compared with tokens distributed one by one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""TurboQuant records: bytes worked out by hand and by an oracle in Python, and what is read back."""
+"""TurboQuant records: bytes computed by hand and by an oracle in Python, and decoded values."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""``MLAAttention`` against transformers' own modules, in float32."""
+"""``MLAAttention`` compared with transformers' modules, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metadata builder makes of a batch, and what it says to one that contradicts itself."""
+"""Metadata built for a batch, and errors for inconsistent arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer over caches that round: how far its output is from the stock module's, and that only rounding differs."""
+"""The layer over quantised caches: its error relative to the stock module, which comes from rounding only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights from safetensors checkpoints: plain, float8 with block scales, missing and misshapen."""
+"""Weights from safetensors checkpoints: plain, float8 with block scales, missing, and of a wrong shape."""
 
 from __future__ import annotations
 

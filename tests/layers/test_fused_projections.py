@@ -1,4 +1,4 @@
-"""Projections whose weights lie one after the other are one product, and all others are called as they are."""
+"""Projections with adjacent weights are one matrix product; all others are called unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers, which have no backward, warn once where a gradient is expected of them."""
+"""Layers without a backward pass warn once if a gradient is required."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``MLAAttention`` with an indexer against transformers' own modules, in float32, and over quantised caches."""
+"""``MLAAttention`` with an indexer compared with transformers' modules, in float32, and over quantised caches."""
 
 # The drawn engines have an index cache and a selection.
 # pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false, reportOptionalSubscript=false

@@ -1,4 +1,4 @@
-"""Layers that another process unpickles, where other layers were made before."""
+"""Layers that are unpickled in a process that has created other layers."""
 
 import pickle
 from typing import Any

@@ -1,4 +1,4 @@
-"""The matrix that a linear layer of quantised weights stands for, and when it is made again."""
+"""The dequantised matrix of a quantised linear layer, and when it is recomputed."""
 
 from __future__ import annotations
 

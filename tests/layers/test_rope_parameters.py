@@ -1,4 +1,4 @@
-"""Rotary embeddings that configs describe in several ways, against those that transformers' modules compute."""
+"""Rotary embeddings from the various config formats, compared with transformers' modules."""
 
 from __future__ import annotations
 

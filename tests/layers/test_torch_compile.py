@@ -1,4 +1,4 @@
-"""``torch.compile`` of the layer: one graph without breaks, which serves other lengths too."""
+"""``torch.compile`` of the layer: one graph without breaks, reused for other lengths."""
 
 from __future__ import annotations
 

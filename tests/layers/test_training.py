@@ -1,4 +1,4 @@
-"""Gradients of ``MLAAttention.forward_training`` against transformers' own modules, in float32."""
+"""Gradients of ``MLAAttention.forward_training`` compared with transformers' modules, in float32."""
 
 from __future__ import annotations
 

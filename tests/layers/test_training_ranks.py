@@ -1,4 +1,4 @@
-"""Attention of the blocks of a rank against that of the whole batch."""
+"""Attention of one rank's blocks compared with that of the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of an MLA layer that few models have, against a plain float64 computation."""
+"""Rare features of MLA layers, compared with a plain float64 computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module whose weight a layer reads without calling it may be no more than that weight."""
+"""A module whose weight a layer reads without calling it must have no other effect."""
 
 from __future__ import annotations
 

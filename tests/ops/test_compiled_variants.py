@@ -1,4 +1,4 @@
-"""How many variants of a kernel the compiler makes: numbers that change from call to call compile nothing."""
+"""Number of compiled variants of a kernel: values that change between calls must not compile new ones."""
 
 from __future__ import annotations
 

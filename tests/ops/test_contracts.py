@@ -1,4 +1,4 @@
-"""What docstrings promise about arguments at their limits, on the reference and on the portable kernels."""
+"""Documented behavior for arguments at their limits, on the reference and on the portable kernels."""
 
 import math
 

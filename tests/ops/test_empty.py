@@ -1,4 +1,4 @@
-"""Idle steps: what is empty comes back empty, and nothing is run for it."""
+"""Empty inputs give empty results without a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations without a backward warn, once, whoever expects a gradient of them."""
+"""Operations without a backward pass warn once if a gradient is required."""
 
 from __future__ import annotations
 

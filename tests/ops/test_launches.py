@@ -1,4 +1,4 @@
-"""What operations launch: scratch, grids, and what a kernel's safety rests on in the compiler's hands."""
+"""Launches of operations: scratch, grids, and compiler assumptions on which the safety of a kernel depends."""
 
 import importlib
 import re

@@ -1,7 +1,7 @@
-"""What the compiler makes of every kernel, for GPUs that are not here: one suite for all operations.
+"""Machine code of every kernel, compiled for GPUs that need not be present.
 
-A kernel must fit the GPU's shared memory, multiply by tensor cores, and spill nothing in its main loop. How many
-instructions it has, or bytes of shared memory, is the compiler's business.
+A kernel must fit the GPU's shared memory, use tensor cores, and spill nothing in its main loop. Numbers of instructions
+and bytes of shared memory are not tested.
 """
 
 from __future__ import annotations

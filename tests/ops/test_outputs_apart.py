@@ -1,4 +1,4 @@
-"""A caller's output that begins where an input does is refused: kernels read inputs while others write results."""
+"""An ``out`` that starts at the address of an input is rejected: kernels read inputs while others write results."""
 
 from __future__ import annotations
 

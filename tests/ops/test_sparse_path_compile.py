@@ -1,4 +1,4 @@
-"""Every kernel of sparse MLA as machine code of GPUs that have no Hopper kernels: it fits their shared memory."""
+"""Every kernel of sparse MLA compiled for GPUs without Hopper kernels: it fits their shared memory."""
 
 from __future__ import annotations
 

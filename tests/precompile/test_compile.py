@@ -1,4 +1,4 @@
-"""``flashlatte compile`` for a GPU that is not here."""
+"""``flashlatte compile`` for a GPU that is not present."""
 
 from __future__ import annotations
 

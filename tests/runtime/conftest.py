@@ -1,4 +1,4 @@
-"""The stand-in for a compiled kernel that tests of repeated launches share."""
+"""The fake compiled kernel shared by tests of repeated launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house: who may import whom."""
+"""The layers of the library: a package imports only from lower layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "flashlatte"
-# From the ground up. A room imports from lower floors, or from its own room.
+# From the lowest floor to the highest. A package imports from lower floors, or from itself.
 FLOORS = (
     ("runtime",),
     ("split_kv", "kernels", "kv_cache"),

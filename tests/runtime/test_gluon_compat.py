@@ -1,4 +1,4 @@
-"""What the names of ``gluon_compat`` check while a kernel is compiled, without a GPU."""
+"""Compile-time checks of ``gluon_compat``, without a GPU."""
 
 # pyright: reportCallIssue=false, reportAssignmentType=false
 

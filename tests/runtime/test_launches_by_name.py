@@ -1,4 +1,4 @@
-"""A launch passes records and names its other arguments: two neighbours of the same type are easily swapped."""
+"""A launch passes records first and all other arguments by name: adjacent arguments of one type are easily swapped."""
 
 from __future__ import annotations
 

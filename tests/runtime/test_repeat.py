@@ -1,4 +1,4 @@
-"""Calls that repeat their launches: which do, and what is never left out."""
+"""Repetition of a call's launches: which calls repeat, and what each repetition still does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated launches of tensors that share memory: an argument is known by its address."""
+"""Repeated launches with tensors that share memory: arguments are identified by address."""
 
 from __future__ import annotations
 

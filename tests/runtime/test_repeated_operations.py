@@ -1,4 +1,4 @@
-"""A repeat launches what the call itself would launch, for every operation."""
+"""Repeated launches are those of the call itself, for every operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every operation that ``torch_op`` registers."""
+"""Properties of every operation that ``torch_op`` registers."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""What ``triton_internals`` assumes of Triton, and what is left where an assumption fails."""
+"""Assumptions of ``triton_internals`` about Triton, and the fallback if one fails."""
 
 # Triton's annotations are not Python's.
 # pyright: reportInvalidTypeForm=false

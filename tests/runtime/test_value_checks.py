@@ -1,4 +1,4 @@
-"""FLASHLATTE_CHECK=1: pages, slots, indices and lengths that do not exist are errors, in every operation."""
+"""FLASHLATTE_CHECK=1: invalid pages, slots, indices and lengths are errors, in every operation."""
 
 import contextlib
 import runpy

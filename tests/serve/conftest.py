@@ -1,4 +1,4 @@
-"""A server for the tests of a file. They are skipped where the packages of the extra are missing."""
+"""A server for the tests of a file; they are skipped if the packages of the extra are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``flashlatte serve`` on the command line: mistakes, and its start and end as a process."""
+"""``flashlatte serve`` on the command line: invalid arguments, and start and shutdown of the process."""
 
 from __future__ import annotations
 

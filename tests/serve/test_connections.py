@@ -1,4 +1,4 @@
-"""Clients that leave, do not read, do not send, or are too many; and servers that stop or fail."""
+"""Clients that disconnect, do not read, do not send, or are too many; and servers that stop or fail."""
 
 from __future__ import annotations
 

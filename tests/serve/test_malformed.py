@@ -1,4 +1,4 @@
-"""Whatever a body holds, the answer is an error of status 4xx that names the field, and nothing is left running."""
+"""Any malformed body gets a 4xx error that names the field, and leaves nothing running."""
 
 from __future__ import annotations
 

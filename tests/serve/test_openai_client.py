@@ -1,4 +1,4 @@
-"""OpenAI's own client gets from the server what the engine generates."""
+"""OpenAI's client library gets the engine's outputs from the server."""
 
 from __future__ import annotations
 

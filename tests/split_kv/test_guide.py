@@ -1,4 +1,4 @@
-"""The guide's scheduler in Python cuts as the kernels do."""
+"""The guide's scheduler in Python splits as the kernels do."""
 
 from __future__ import annotations
 

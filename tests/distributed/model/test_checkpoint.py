@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint, read as slices, against the same part of the whole model."""
+"""One rank's part of a checkpoint, read as slices, compared with the same part of the whole model."""
 
 from __future__ import annotations
 

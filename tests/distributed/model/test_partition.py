@@ -1,4 +1,4 @@
-"""What a rank keeps of experts of four bits, against the same part of what they stand for."""
+"""One rank's slices of 4-bit experts, compared with the same slices of the dequantised experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode over keys on several GPUs against attention over all keys in float64, on each rank for its heads."""
+"""Decode with keys sharded over several GPUs, compared with float64 attention over all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine over several GPUs: in float32 transformers' tokens, in bf16 with CUDA graphs those of eager steps."""
+"""The engine on several GPUs: in float32 transformers' tokens, in bf16 with CUDA graphs those of eager steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A rank that fails while the others' GPUs wait for it: it ends, and every process says which rank and why.
+"""A rank that fails while other ranks' GPUs wait for it: all processes raise an error with the rank and the reason.
 
-A process whose GPU waits for another's ends when somebody ends it, as launchers do: CUDA waits for its kernels.
+A process whose GPU waits for another one ends only when it is killed, as launchers do, because CUDA waits for its kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of the other GPUs: sums, and buffers that grow."""
+"""Peer memory: sums, and buffers that grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One prompt over several GPUs, at DeepSeek-V3's sizes, against dense_prefill of the whole on this one."""
+"""One prompt over several GPUs, at DeepSeek-V3's sizes, compared with dense_prefill on one GPU."""
 
 from __future__ import annotations
 

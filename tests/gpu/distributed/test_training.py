@@ -1,4 +1,4 @@
-"""A training step over several GPUs against the same step on this one, in float32."""
+"""A training step over several GPUs, compared with the same step on one GPU, in float32."""
 
 from __future__ import annotations
 

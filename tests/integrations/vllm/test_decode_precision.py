@@ -1,4 +1,4 @@
-"""``FLASHLATTE_DECODE_PRECISION`` in the vLLM plugin, without vLLM: what is refused, and what the doctor prints."""
+"""``FLASHLATTE_DECODE_PRECISION`` in the vLLM plugin, without vLLM: refused configurations, and the doctor's output."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""FlashLatte's sparse layer with contexts on the host: vLLM's index group says which rows are on the GPU.
+"""FlashLatte's sparse layer with contexts in host memory, whose rows vLLM's index group copies to the GPU.
 
-vLLM's own group needs CUDA; here one with the same methods copies rows between CPU tensors.
+vLLM's own group needs CUDA; here a group with the same methods copies rows between CPU tensors.
 """
 
 import inspect

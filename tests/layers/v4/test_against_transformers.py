@@ -1,4 +1,4 @@
-"""DeepSeek-V4's layer against transformers' attention, which sees each request whole and at once."""
+"""DeepSeek-V4's layer compared with transformers' attention over whole requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A padded step, as a CUDA graph holds it, follows what is put into the builder's buffers."""
+"""A padded step in a CUDA graph follows updates of the builder's buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's config, and transformers' of it, are the same layers."""
+"""A checkpoint's config and transformers' version of it give the same layers."""
 
 from __future__ import annotations
 

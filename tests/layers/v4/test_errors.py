@@ -1,4 +1,4 @@
-"""A layer, its caches and a step must be made for each other."""
+"""Errors for a layer, caches and a step that do not match."""
 
 from __future__ import annotations
 

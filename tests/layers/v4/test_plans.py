@@ -1,4 +1,4 @@
-"""Which requests attend over a workspace, and that none is larger than its limits."""
+"""Which requests attend over a workspace, and the workspace's size limits."""
 
 from __future__ import annotations
 

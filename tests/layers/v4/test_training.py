@@ -1,4 +1,4 @@
-"""Gradients of ``V4Attention.forward_training`` against transformers' attention, in float32."""
+"""Gradients of ``V4Attention.forward_training`` compared with transformers' attention, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill over a gathered workspace gives what decode over the caches gives."""
+"""Prefill over a gathered workspace has the same results as decode over the caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1's layers against the float64 reference, which sees each request whole and at once."""
+"""DeepSeek-V4.1's layers compared with a float64 reference over whole requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint weights of V4.1's layers, and what a layer refuses."""
+"""Checkpoint weights of V4.1's layers, and errors."""
 
 from __future__ import annotations
 

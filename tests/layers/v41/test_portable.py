@@ -1,4 +1,4 @@
-"""The layers with Triton's kernels, in the interpreter, against the reference operations."""
+"""The layers with Triton kernels, in the interpreter, compared with the reference operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two levels of the indexer: blocks that are published, and groups that are selected within them."""
+"""The two levels of the indexer: published blocks, and the groups selected within them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last tokens of requests in a workspace, against a loop over tokens."""
+"""The last tokens of requests in a workspace, compared with a loop over tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of ``write`` and ``gather`` give the reference's bytes, here in Triton's interpreter."""
+"""The Triton kernels of ``write`` and ``gather`` give the reference's bytes, in Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pages copied by the Triton kernel, in Triton's interpreter, against the same copies one page at a time."""
+"""Page copies of the Triton kernel, in Triton's interpreter, compared with copies of one page at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compressed rows against the formula in float64, however their tokens were divided into calls."""
+"""Compressed rows compared with the formula in float64, for any division of tokens into calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The portable kernels as machine code of a Hopper GPU that need not be there."""
+"""Compile tests of the portable kernels for a Hopper GPU, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches that see all of their image, against PyTorch's attention of each image in float64."""
+"""``vit_attention`` compared with PyTorch's attention of each image in float64."""
 
 # Calls are put together from parts.
 # pyright: reportArgumentType=false, reportCallIssue=false

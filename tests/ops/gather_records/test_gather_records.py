@@ -1,4 +1,4 @@
-"""Bytes gathered from pages, against records that were written one by one, for the reference and the kernel."""
+"""``gather_records`` compared with records written one by one, for the reference and the kernel."""
 
 import pytest
 import torch

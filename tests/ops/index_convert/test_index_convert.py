@@ -1,4 +1,4 @@
-"""Positions to slots, against a walk through the table in Python, on both backends."""
+"""Conversion of positions to slots, compared with lookups in Python, on both backends."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The portable kernels of index logits as machine code of GPUs that need not be there."""
+"""Compile tests of the portable kernels of index logits, without a GPU."""
 
 import importlib
 

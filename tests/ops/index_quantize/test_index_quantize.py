@@ -1,4 +1,4 @@
-"""Index keys in their cache: the bytes, their inverse, and both backends alike."""
+"""Index keys in their cache: bytes, the inverse, and equality of both backends."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""Index queries against the formulas in float64, and both backends alike."""
+"""Index queries compared with the formulas in float64, and equality of both backends."""
 
 import math
 from typing import Any

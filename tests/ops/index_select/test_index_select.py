@@ -1,4 +1,4 @@
-"""Selection in one call against logits and sorting, and against transformers' DeepSeek-V3.2 indexer."""
+"""Selection in one call compared with logits and sorting, and with transformers' DeepSeek-V3.2 indexer."""
 
 import pytest
 import torch

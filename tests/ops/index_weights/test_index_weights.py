@@ -1,4 +1,4 @@
-"""Head weights of index queries against float64, in both implementations."""
+"""Head weights of index queries compared with float64, in both implementations."""
 
 import pytest
 import torch

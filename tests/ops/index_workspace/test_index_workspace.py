@@ -1,4 +1,4 @@
-"""Rows of a workspace against a walk in Python."""
+"""Rows of a workspace compared with a loop in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel without products, compiled, and the memory of a call."""
+"""Compile test of the kernel without products, and the scratch memory of a call."""
 
 import pytest
 from support.launches import launches

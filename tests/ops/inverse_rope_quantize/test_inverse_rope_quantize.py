@@ -1,4 +1,4 @@
-"""Values and scales against a rotation in float64, group by group, and bit for bit against the bytes' definition."""
+"""Values and scales compared with a float64 rotation, group by group, and bitwise with the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hyper-connections against float64, in both implementations, and against transformers' module."""
+"""Hyper-connections compared with float64, in both implementations, and with transformers' module."""
 
 from __future__ import annotations
 

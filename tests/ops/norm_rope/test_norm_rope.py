@@ -1,4 +1,4 @@
-"""Norms, rotation and plain cache writes: the reference against formulas, and Triton against the reference."""
+"""Norms, rotation and plain cache writes: the reference compared with formulas, and Triton with the reference."""
 
 from __future__ import annotations
 

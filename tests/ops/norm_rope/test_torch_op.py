@@ -1,4 +1,4 @@
-"""The layer's operations as PyTorch sees them."""
+"""Registration of the layer's operations with PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests as rows of equal length and back, byte for byte, for the reference and the kernels."""
+"""``pack_seq`` and ``unpack_seq`` byte by byte, for the reference and the kernels."""
 
 import math
 

@@ -1,4 +1,6 @@
-"""Which requests each of the two kernels of the Hopper implementation takes; the Triton one in the interpreter."""
+"""Which requests each of the two kernels of the Hopper implementation processes; the Triton kernel in the
+interpreter.
+"""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Which caches of one byte a number are read by words, and what comes of it, in Triton's interpreter."""
+"""One-byte caches that are read as words: which they are, and their results in Triton's interpreter."""
 
 from __future__ import annotations
 

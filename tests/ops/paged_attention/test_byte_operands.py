@@ -1,4 +1,4 @@
-"""The PTX that makes operands of bytes, instruction by instruction, and the order in which dims come out."""
+"""The PTX that converts bytes to operands, instruction by instruction, and the resulting order of dims."""
 
 from __future__ import annotations
 

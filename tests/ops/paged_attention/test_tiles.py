@@ -1,4 +1,4 @@
-"""Which tiles of queries the slots of a call hold, in Triton's interpreter."""
+"""The tiles of queries in the slots of a call, in Triton's interpreter."""
 
 from __future__ import annotations
 

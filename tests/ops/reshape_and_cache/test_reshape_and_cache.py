@@ -1,4 +1,4 @@
-"""Keys and values written into pages: every byte against an oracle in Python, for the reference and the kernel."""
+"""``reshape_and_cache``: every byte compared with an oracle in Python, for the reference and the kernel."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""New tokens rotated and written, against float64 rotation and the cache's own quantiser."""
+"""``rope_cache_write`` compared with a float64 rotation and the cache's quantiser."""
 
 import pytest
 import torch

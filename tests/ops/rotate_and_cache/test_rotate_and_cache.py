@@ -1,4 +1,4 @@
-"""Queries and cached keys against norms and complex rotations in float64, bytes against those of the formats."""
+"""Queries and cached keys compared with norms and complex rotations in float64; bytes compared with the formats'."""
 
 from __future__ import annotations
 

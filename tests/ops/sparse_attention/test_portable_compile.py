@@ -1,4 +1,4 @@
-"""The kernels around those that multiply, compiled: the row sums, and the sums by key of the deterministic mode."""
+"""Compile tests of the kernels without products: the row sums, and the sums by key of the deterministic mode."""
 
 import pytest
 from support.launches import launches, main_kernels

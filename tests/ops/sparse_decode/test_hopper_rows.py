@@ -1,4 +1,4 @@
-"""The rows that Hopper's producers put into a tile, against the reference: compiled and emulated."""
+"""The rows that Hopper's producers store in a tile, compiled and emulated, compared with the reference."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

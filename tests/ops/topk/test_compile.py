@@ -1,4 +1,4 @@
-"""The kernels of ``topk`` as machine code of GPUs that need not be there."""
+"""Compile tests of the kernels of ``topk``, without a GPU."""
 
 import pytest
 import torch

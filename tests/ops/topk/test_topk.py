@@ -1,4 +1,4 @@
-"""Top-k against sorting in Python, on rows of every kind, on every backend."""
+"""Top-k compared with sorting in Python, on rows of every kind, on every backend."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernel as NVIDIA's GPUs run it, with codes unpacked by PTX: in Triton's interpreter and an emulator of PTX."""
+"""The kernel as on NVIDIA GPUs, with codes unpacked by PTX: in Triton's interpreter with an emulator of PTX."""
 
 import numpy as np
 import pytest

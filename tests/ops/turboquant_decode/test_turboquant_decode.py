@@ -1,4 +1,4 @@
-"""Attention over TurboQuant pages: the reference, and the kernel as Triton's interpreter runs it, against an oracle."""
+"""``turboquant_decode``: the reference, and the kernel in Triton's interpreter, compared with an oracle."""
 
 import math
 from typing import Any

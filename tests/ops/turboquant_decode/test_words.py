@@ -1,4 +1,4 @@
-"""The PTX that unpacks codes, instruction by instruction, and the order in which dims come out."""
+"""The PTX that unpacks codes, instruction by instruction, and the resulting order of dims."""
 
 import pytest
 import torch

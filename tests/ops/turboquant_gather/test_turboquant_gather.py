@@ -1,4 +1,4 @@
-"""Keys and values read out of TurboQuant pages: every number against the oracle in Python."""
+"""``turboquant_gather``: every element compared with the oracle in Python."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The kernel's quotient as GPUs compute it, from a reciprocal and fused products: it gives the division's steps."""
+"""The kernel's quotient as computed on GPUs, from a reciprocal and FMAs, gives the codes of a division."""
 
 from typing import Any
 

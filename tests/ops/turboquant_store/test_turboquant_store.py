@@ -1,4 +1,4 @@
-"""Keys and values written into TurboQuant pages: every byte against the oracle in Python."""
+"""``turboquant_store``: every byte compared with the oracle in Python."""
 
 import math
 from typing import Any
