@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("quick")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Half of a run's start-up is imports that the interpreter's tests do not need."""
+    """Ignore paths whose imports, half of a run's start-up time, the interpreter's tests do not need."""
     only_interpreted = config.option.markexpr.startswith("interpreter")
     is_test = collection_path.name.startswith("test_")
     return True if only_interpreted and is_test and "interpreter" not in collection_path.read_text() else None
@@ -47,13 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _compiles(item: pytest.Item) -> bool:
-    """Tests that read machine code stand together: the worker that begins with them compiles each kernel once."""
+    """Whether a test reads machine code. Such tests are grouped, so that one worker compiles each kernel once."""
     return item.path.stem in ("test_launches", "test_machine_code") or bool(re.search("hopper|compile", item.path.stem))
 
 
 @pytest.fixture(autouse=True)
 def compiler_forgets() -> Iterator[None]:
-    """torch.compile compiles a function a few times in a process, and then no more: tests must not add up."""
+    """Reset torch.compile, which limits the number of compilations of a function in a process."""
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()

@@ -11,7 +11,7 @@ KEPT_BYTES = 4 * 2**30
 
 @pytest.fixture(autouse=True)
 def memory_given_back() -> Iterator[None]:
-    """Tests on large caches leave room for those of other processes on the same GPU."""
+    """Free cached memory after each test, for tests of other processes on the same GPU."""
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT_BYTES:
         gc.collect()

@@ -26,7 +26,7 @@ Results = dict[str, torch.Tensor]
 def pairwise(
     axes: Mapping[str, Sequence[Any]], allowed: Callable[[Arguments], bool] = lambda _: True, *, seed: int = 0
 ) -> list[Arguments]:
-    """Rows of a grid, few of them, in which every allowed pair of values of two axes occurs; always the same rows."""
+    """A small, deterministic subset of a grid in which every allowed pair of values of two axes occurs."""
     rng = random.Random(seed)
     missing = {
         ((first, x), (second, y)): None
@@ -58,7 +58,8 @@ def ids(rows: Sequence[Arguments]) -> list[str]:
 
 @contextmanager
 def refusals_skip(backend: str) -> Iterator[None]:
-    """Skip where a backend is not built, or where the one for a single chip refuses; ``portable`` serves all else."""
+    """Skip a test if a backend is not implemented, or if a backend other than ``portable`` does not support the
+    call."""
     try:
         yield
     except ValueError as error:
@@ -68,7 +69,7 @@ def refusals_skip(backend: str) -> Iterator[None]:
 
 
 def replaced(arguments: Arguments, **changes: Any) -> Arguments:
-    """The arguments, some of them others."""
+    """The arguments with some of them replaced."""
     return arguments | changes
 
 
@@ -100,7 +101,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def assert_compiles(
     function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, compiler: str = "aot_eager"
 ) -> None:
-    """torch.compile makes one graph of the function, and its result is the eager one."""
+    """Check that torch.compile makes one graph of the function, with the eager result."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=compiler)
     torch.testing.assert_close(compiled(x), function(x), rtol=0, atol=0)
@@ -123,7 +124,7 @@ COMBINE = "flashlatte.split_kv.combine.combine_kernel"
 
 
 def compiled_variants() -> dict[str, int]:
-    """How many variants of each kernel of this package have been compiled in this process."""
+    """The number of variants of each kernel of this package that have been compiled in this process."""
     from flashlatte.runtime.triton_kernel import Kernel
 
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("flashlatte")]

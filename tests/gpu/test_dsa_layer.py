@@ -1,4 +1,5 @@
-"""The MLA layer with an indexer on a GPU: compared with float32 on the CPU, and replayed from a graph with other lengths.
+"""The MLA layer with an indexer on a GPU: compared with float32 on the CPU, and replayed from a graph with other
+lengths.
 
 Rounding may change the selection among tokens with nearly equal scores. Attention is therefore compared for the GPU's
 selection, and the selection separately.

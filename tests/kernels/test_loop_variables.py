@@ -1,7 +1,8 @@
 """Detects code in which Triton merges two names of one value into one loop variable, which keeps its first value.
 
-``x = y`` before a loop and ``x = y`` or ``y = x`` inside it compile, and give wrong results from the second iteration on:
-Triton determines loop-carried variables by a first pass over the loop's body, in which both names have the same value.
+``x = y`` before a loop and ``x = y`` or ``y = x`` inside it compile, and give wrong results from the second iteration
+on: Triton determines loop-carried variables by a first pass over the loop's body, in which both names have the same
+value.
 """
 
 from __future__ import annotations

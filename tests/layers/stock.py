@@ -1,4 +1,4 @@
-"""Attention modules of transformers with random weights, and a driver that gives their tokens to a layer."""
+"""Attention modules of transformers with random weights, and a driver that runs a layer on the same tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from flashlatte import kv_cache
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadataBuilder
 
-# Largest difference accepted, as a share of the largest number of the stock module's output.
+# Largest accepted difference, relative to the largest element of the stock module's output.
 RELATIVE = 2e-5
 
 SIZES = {
@@ -121,11 +121,11 @@ def hidden_states(lengths: Sequence[int], width: int = SIZES["hidden_size"], see
 
 
 class Engine:
-    """Batches requests' tokens for a layer, with its paged cache: what a serving engine does.
+    """Batches requests' tokens for a layer, with its paged cache, like a serving engine.
 
     Args:
         sequences: hidden states of each request.
-        index_format: of the index keys, if the layer has an indexer.
+        index_format: format of the index keys, if the layer has an indexer.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Engine:
 
 
 def assert_like_stock(model: Stock, engine: Engine, relative: float = RELATIVE) -> None:
-    """Every output so far is the stock module's for the same request."""
+    """Check that every output so far is that of the stock module for the same request."""
     for request, result in enumerate(engine.results()):
         expected = model(engine.sequences[request].float())[: len(result)]
         assert_within(result.float(), expected, relative)

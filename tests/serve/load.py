@@ -1,8 +1,9 @@
 """A load test of ``flashlatte serve``: ``python tests/serve/load.py --seconds 3600``.
 
-It starts the server on a tiny random model, with a cache that is too small for all requests. Clients send all kinds of
-requests: whole and streamed, several prompts and outputs, and nonsense. Some leave in the middle, and some read slowly.
-At the end every accepted output must have ended once, no page may be in use, and the server's memory must be flat.
+It starts the server with a tiny random model, and a cache that is too small for all requests. Clients send all kinds of
+requests: streamed or not, with several prompts and outputs, and invalid ones. Some disconnect early, and some read
+slowly. At the end every accepted output must have ended exactly once, no page may be in use, and the server's memory
+must not have grown.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WARMUP, MAX_GROWTH, MAX_GROWTH_MIB = 0.3, 1.03, 12.0
 
 @dataclass
 class Load:
-    """What the clients saw."""
+    """The clients, and counts of their results."""
 
     url: str
     until: float
@@ -48,7 +49,7 @@ class Load:
     faults: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """A prompt, of which some begin alike."""
+        """A random prompt; about half of them have a common beginning."""
         words = "".join(self.random.choices(LETTERS, k=self.random.randrange(1, 60)))
         return ("the same beginning of many prompts, " + words) if self.random.random() < 0.5 else words
 

@@ -1,4 +1,4 @@
-"""The API's server in a thread, over a small random model."""
+"""The HTTP server in a thread, with a small random model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TestServer:
             return response.status, json.loads(text) if is_json else text
 
     def wait_idle(self, seconds: float = 120.0) -> dict[str, float]:
-        """Wait until no output runs, waits or is read; the statistics then."""
+        """Wait until no output is running, waiting or being read; returns the statistics."""
         end = time.monotonic() + seconds
         while (now := self.shared.statistics())["pages_in_use"] or now["accepted"]:
             assert time.monotonic() < end, now
@@ -85,7 +85,7 @@ def serving(
     max_queue: int = 128,
     limits: ServerLimits | None = None,
 ) -> Iterator[TestServer]:
-    """A server that listens at a free port. At its end no page is in use."""
+    """A server that listens on a free port. Checks at its end that no page is in use."""
     served = served or engine()
     started = threading.Event()
     found: list[TestServer] = []

@@ -1,4 +1,4 @@
-"""Calls of the implementations of attention, with tensors whose contents do not matter."""
+"""Calls of the implementations of attention, with tensors of arbitrary contents."""
 
 from __future__ import annotations
 
@@ -413,5 +413,5 @@ def dense_prefill_backward(
 
 
 def row_format(form: str, head_dim: int) -> CacheFormat:
-    """The format of a name; with rows of this width, if they may have any."""
+    """The format of this name, with rows of this width if its width is variable."""
     return kv_cache.get_format(form, head_dim if format_class(form).plain else None)

@@ -1,4 +1,4 @@
-"""Calls of all implementations, with tensors whose contents do not matter; those of attention: ``attention_calls``."""
+"""Calls of all implementations, with tensors of arbitrary contents; for attention see ``attention_calls``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens chosen from logits as the engine's runner chooses them, for rows of different requests."""
+"""Sampling of tokens from logits as the engine's runner does, for rows of different requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def choose(
     prompt: Sequence[int] = (0,),
     output: Sequence[int] = (),
 ) -> torch.Tensor:
-    """int64 [rows], of requests that all have this prompt and output; ``positions`` may count more of it."""
+    """Sampled tokens, int64 [rows], for requests that all have this prompt and output.
+
+    Args:
+        positions: position of each row's token, as used for seeds; the length of prompt and output if None.
+    """
     rows = []
     for number, one in enumerate(params):
         request = Request("a", list(prompt), 100, sampling=one, state_index=number, pending=1)

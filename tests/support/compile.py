@@ -1,4 +1,4 @@
-"""Compiling Triton kernels for GPUs that this machine does not have, and reading what the compiler made of them."""
+"""Compiles Triton kernels for GPUs that need not be present, and reads properties of the machine code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from triton.runtime.jit import create_function_from_signature, mangle_type
 
 from flashlatte.runtime.kernel_records import flat_records
 
-# What a program may use of the shared memory of an SM, by compute capability.
+# Maximum shared memory of a program, in bytes, by compute capability.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 AMD_SHARED_BYTES = 65_536
@@ -44,15 +44,15 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel's machine code, by its numbers.
+    """Properties of a kernel's machine code.
 
     Attributes:
-        registers: per thread.
-        spills: instructions that store to or load from local memory.
+        registers: registers per thread.
+        spills: number of instructions that store to or load from local memory.
         shared: bytes of shared memory.
-        hgmma, hmma: tensor-core instructions of a warpgroup (Hopper) and of a warp.
-        waits: for tensor cores, on Hopper.
-        async_copies: 16-byte copies from global to shared memory that bypass registers.
+        hgmma, hmma: number of tensor-core instructions of a warpgroup (Hopper) and of a warp.
+        waits: number of waits for tensor cores, on Hopper.
+        async_copies: number of 16-byte copies from global to shared memory that bypass registers.
         ttgir: the kernel in Triton's GPU dialect.
         sass: the disassembly.
     """
@@ -126,7 +126,7 @@ class Launch:
 
 
 class Recorder:
-    """Stands in for a kernel and records its launches, to compile what a launcher would really launch."""
+    """Fake kernel that records its launches, so that exactly the variants that a launcher launches are compiled."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = jit_function(fn)
@@ -144,7 +144,7 @@ class Recorder:
 
 
 def jit_function(fn: Any) -> Any:
-    """What Triton compiles of a kernel."""
+    """The ``JITFunction`` that Triton compiles for a kernel."""
     return getattr(fn, "jitted", fn)
 
 
@@ -177,7 +177,7 @@ def compile_gluon(fn: Any, launch: Launch) -> Compiled:
 
 
 def amd_shared_bytes(fn: Any, launch: Launch, arch: str = "gfx942") -> int:
-    """Compile the variant of ``fn`` that a recorded launch runs for an AMD GPU; the shared memory that it takes."""
+    """Compile the variant of ``fn`` of a recorded launch for an AMD GPU; returns its bytes of shared memory."""
     target = GPUTarget("hip", arch, 64)
     fn = jit_function(fn)
     compiled = triton.compile(_source(fn, *_arguments(fn, launch)), target=target, options=launch.options)
@@ -190,7 +190,7 @@ def _arguments(fn: Any, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]
     constexprs: dict[str, Any] = {}
     for parameter in fn.params:
         value = launch.arguments[parameter.name]
-        # Triton specialises on None, and on 1 where it may.
+        # Triton specialises on None, and on 1 if the parameter allows it.
         specialised = value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize)
         if parameter.is_constexpr or specialised:
             constexprs[parameter.name] = value
@@ -216,7 +216,7 @@ def _leaves(path: tuple[int, ...], type_: Any) -> Iterator[tuple[tuple[int, ...]
 
 
 def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
-    """What Triton's cache of compiled kernels distinguishes of a launch."""
+    """The key of a launch in Triton's cache of compiled kernels."""
     fn = jit_function(fn)
     binder = create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", arch, 32)))
     _, specialization, options = binder(**launch.arguments, **launch.options)
@@ -224,9 +224,9 @@ def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
 
 
 def unused_mbarriers(ttgir: str) -> set[str]:
-    """mbarriers that are initialized and nothing else.
+    """mbarriers that are initialized and otherwise unused.
 
-    Triton lays other things over them, which nothing invalidates them for (``hopper.barriers.allocate_mbarrier``).
+    Triton reuses their memory without invalidating them (``hopper.barriers.allocate_mbarrier``).
     """
     view = r"(%\S+) = ttg\.memdesc_(?:index|subslice|reinterpret|trans) (%[^\s\[,]+)"
     whole = dict(re.findall(view, ttgir))
@@ -245,13 +245,13 @@ def unused_mbarriers(ttgir: str) -> set[str]:
 
 
 def loop_spills(sass: str) -> int:
-    """Spill instructions in the innermost loop that multiplies matrices."""
+    """Number of spill instructions in the innermost loop with matrix products."""
     bodies = [body for body in loops(sass) if any("MMA" in one for one in body)]
     return _spills(min(bodies, key=len))
 
 
 def cast_loop_spills(sass: str) -> int:
-    """Spill instructions in the innermost loop that has all products of pairs: that which casts e4m3."""
+    """Number of spill instructions in the loop that casts e4m3: the innermost one with all bf16x2 products."""
     bodies = [(sum("HMUL2" in one for one in body), body) for body in loops(sass)]
     most = max(count for count, _ in bodies)
     assert most, "no loop casts"
@@ -259,7 +259,7 @@ def cast_loop_spills(sass: str) -> int:
 
 
 def spills_in_loops(sass: str) -> int:
-    """Spill instructions in the loop that has most of them."""
+    """Number of spill instructions in the loop that has the most."""
     return max((_spills(body) for body in loops(sass)), default=0)
 
 
@@ -289,7 +289,7 @@ def _read(compiled: Any) -> Compiled:
 
 
 def _disassemble(cubin: bytes) -> str:
-    """The machine code as text. Triton's cache keeps it: nvdisasm takes longer than all else about a cached kernel."""
+    """The disassembly. It is stored in Triton's cache, because nvdisasm is the slowest step for a cached kernel."""
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")
     # Without what is not code, and without an analysis of its own that nothing here reads.
     options = ("-c", "-ndf")

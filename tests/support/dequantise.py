@@ -1,4 +1,4 @@
-"""Caches whose tokens hold every byte at every place, and decode calls that give the tokens back."""
+"""Caches whose tokens have every byte value at every position, and decode calls that return the tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALES = (0.37, 1.0 / 3, 300.7, 1e-5)
 def decoded_tokens(
     form: str, scales: tuple[float, ...], heads: int, backend: str | None, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a query that selects one token gets, bf16 [TOKENS, latent], and what it should, float32.
+    """Results of queries that select one token each, bf16 [TOKENS, latent], and the expected values, float32.
 
     The probability of the only token is 1, so the result is the token's value, rounded to bf16.
     """

@@ -1,4 +1,4 @@
-"""A plain model of a cache and a model, to run a scheduler's steps on."""
+"""A simple model of the cache and of a language model, for testing the scheduler."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NO_TOKENS = "", []
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says: a function of all tokens before, of which there are few, so that prefixes repeat."""
+    """The model's next token: a function of all earlier tokens, with few values, so that prefixes repeat."""
     return hashlib.sha256(bytes(token % 251 for token in tokens)).digest()[0] % 3
 
 
 class Machine:
-    """Runs steps: every token computed must find all tokens before it in the request's pages."""
+    """Runs steps, and checks that all earlier tokens of a computed token are in the request's pages."""
 
     def __init__(self, pages: int, page_size: int, swap_space: int, **limits: Any) -> None:
         self.size = page_size
@@ -33,7 +33,7 @@ class Machine:
         self.scheduler = Scheduler(self.pool, host_pool=self.host, **limits)
         self.device_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(pages)]
         self.host_memory: list[list[Any]] = [[EMPTY] * page_size for _ in range(swap_space)]
-        # The tokens, with their salt, that a slot's states follow.
+        # The tokens, with their salt, that are included in the states of a slot.
         self.states: list[Any] = [NO_TOKENS, *[EMPTY] * 100]
         self.host_states: list[Any] = [EMPTY] * 100
         self.in_flight: list[tuple[Step, dict[str, list[int]]]] = []
@@ -87,7 +87,7 @@ class Machine:
         inputs = [*tokens[:length], *request.draft_tokens[: one.num_drafts]]
         for position in range(one.start, one.start + one.count):
             if position < request.num_shared_tokens:
-                # Computed again, and not written: others may read it.
+                # Recomputed, but not written, since other requests may read it.
                 assert self._at(request, position) == (request.cache_salt, inputs[: position + 1])
                 continue
             place = request.pages[position // self.size], position % self.size
@@ -107,7 +107,7 @@ class Machine:
         self.in_flight[-1][1][request.id] = new
 
     def _compute_states(self, one: ScheduledRequest, inputs: list[int], written: set[tuple[int, int]]) -> None:
-        """The request's states must follow all tokens before; those after the new ones replace them."""
+        """Check that the request's states include all earlier tokens, and add the new ones."""
         if type(self.scheduler.states) is NoStates:
             assert not one.snapshots
             return
@@ -142,7 +142,7 @@ class Machine:
         raise AssertionError(f"{len(self.scheduler)} requests are left after {most_steps} steps")
 
     def check_pages(self) -> None:
-        """No page is lost, and the references are those of the requests that hold the pages."""
+        """Check that no page is leaked, and that reference counts match the requests that hold the pages."""
         holders: dict[int, int] = {}
         for request in (*self.scheduler._running, *self.scheduler._waiting):
             for page in request.pages:
@@ -168,7 +168,7 @@ class Machine:
 
 
 def run_long(machine: type[RuleBasedStateMachine], steps: int, examples: int) -> None:
-    """Run a state machine for at least so many steps, spread over so many long examples."""
+    """Run a state machine for at least ``steps`` steps in total, in ``examples`` long examples."""
     done = 0
 
     class Counted(machine):

@@ -1,4 +1,4 @@
-"""Small random models, and what transformers generates with them."""
+"""Small random models, and the tokens that transformers generates with them."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ V4_LARGE = V4_SIZES | {
 
 @functools.cache
 def model(family: str = "DeepseekV3", **changes: Any) -> Any:
-    """A model in float32 whose greedy tokens vary and lead by a margin, of sizes that may be changed."""
+    """A float32 model whose greedy tokens vary and have a margin in probability; ``changes`` of config fields."""
     import transformers
 
     if not hasattr(transformers, f"{family}Config"):
@@ -228,7 +228,7 @@ def generated_by_transformers(family: str, prompt: list[int], count: int, **opti
 
 
 def greedy(max_tokens: int = 16, **options: Any) -> SamplingParams:
-    """Parameters of greedy sampling, unless ``options`` have a temperature."""
+    """Sampling parameters, greedy unless ``options`` contain a temperature."""
     return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens} | options)
 
 

@@ -1,6 +1,6 @@
-"""An engine over as many processes as WORLD_SIZE says, one of which fails within a step, as a program to be started.
+"""A program that runs an engine on WORLD_SIZE processes, one of which fails within a step.
 
-Its arguments: the rank that fails, its step, ranks that keys are divided over, 1 for CUDA graphs.
+Arguments: the rank that fails, its step, the number of context-parallel ranks, 1 for CUDA graphs.
 """
 
 from __future__ import annotations

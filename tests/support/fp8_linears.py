@@ -1,6 +1,6 @@
 """Models whose projections are transformers' ``FP8Linear``, on a CPU, and checkpoints of such weights.
 
-Its kernels need a GPU: a product with the dequantised weight stands for them.
+Its kernels need a GPU and are replaced by a product with the dequantised weight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def install(monkeypatch: Any) -> None:
 
 
 def quantised(model: Any, *, in_blocks: bool = True) -> Any:
-    """The model, whose attentions' linear layers are quantised from now on."""
+    """``model``, with the linear layers of its attention quantised in place."""
     from transformers.integrations.finegrained_fp8 import FP8GroupedLinear, FP8Linear
 
     block = (BLOCK, BLOCK) if in_blocks else None
@@ -62,8 +62,8 @@ def quantised(model: Any, *, in_blocks: bool = True) -> Any:
 
 
 def save(model: Any, path: Path, *, scale_fmt: str | None = None, block: int = BLOCK) -> None:
-    """Save a model as DeepSeek's checkpoints are, whose blocks are 128 x 128; V3.1's scales are powers of two, and its
-    ``scale_fmt`` is "ue8m0"."""
+    """Save a model in the format of DeepSeek's checkpoints, whose blocks are 128 x 128. With ``scale_fmt`` "ue8m0", as
+    in V3.1, scales are powers of two."""
     from safetensors.torch import load_file, save_file
 
     model.save_pretrained(path)
@@ -82,7 +82,7 @@ def save(model: Any, path: Path, *, scale_fmt: str | None = None, block: int = B
 
 
 def keep_quantised(monkeypatch: Any) -> None:
-    """Let transformers read such checkpoints as on a GPU that multiplies them."""
+    """Make transformers keep such checkpoints quantised, as on a GPU that supports fp8 products."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     def keep(self: Any, **options: Any) -> None:
@@ -102,7 +102,7 @@ def codes_and_scales(
 
 
 def dense(module: Any) -> torch.Tensor:
-    """float32, number by number."""
+    """The dequantised weight, float32, computed element by element."""
     if module.block_size is None:
         return module.weight.float() * module.weight_scale_inv
     return _times(module.weight, module.weight_scale_inv)

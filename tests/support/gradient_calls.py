@@ -1,4 +1,4 @@
-"""Results and gradients of an operation that is differentiable."""
+"""Results and gradients of differentiable operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sparse_attention_gradients(
     """out, lse, dq, dkv and, with a sink, its gradient, for arguments of ``SparsePrefillCase`` and random gradients of
     out and lse; these are NaN for queries that select nothing.
 
-    An oracle's leaves are in float64, so that its gradients are.
+    An oracle gets leaves in float64, so that its gradients are float64.
     """
     is_oracle = function.__module__.endswith("oracles")
     names = [name for name in ("q", "kv", "attn_sink") if inputs[name] is not None]

@@ -10,7 +10,7 @@ from flashlatte.ops.dense_decode.hopper import launch
 
 
 def decode(**call: Any) -> None:
-    """A call of the implementation with tensors whose contents do not matter: ``attention_calls.dense_decode``."""
+    """A call of the implementation with tensors of arbitrary contents: ``attention_calls.dense_decode``."""
 
     def run(operation: str, backend: str, *arguments: Any, arch: int | None) -> list[attention_calls.Recorded]:
         launch.dense_decode(*arguments)

@@ -48,7 +48,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def decode(form: str = "v32", **call: Any) -> None:
-    """A call of the implementation with tensors whose contents do not matter: ``attention_calls.sparse_decode``.
+    """A call of the implementation with tensors of arbitrary contents: ``attention_calls.sparse_decode``.
 
     ``form``: a format's name, and the width of its rows if that varies: "bf16 512".
     """
@@ -62,7 +62,7 @@ def decode(form: str = "v32", **call: Any) -> None:
 
 
 class Recording:
-    """Calls the launcher, and returns what it launched; knows what it launched to combine equal splits."""
+    """Calls the launcher and returns its launches; ``combines`` are those of the combine kernel for equal splits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._kernels, self._combine = [Recorder(KERNEL), Recorder(CLUSTER_KERNEL)], Recorder(COMBINE_FP24)

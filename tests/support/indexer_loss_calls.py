@@ -23,7 +23,8 @@ def arguments(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """Selected keys, or ranges of keys if ``dense``. Keys that no query sees are NaN, and queries that see no key."""
+    """Selected keys, or ranges of keys if ``dense``. Keys that are visible to no query, and queries without visible
+    keys, are NaN."""
     given = case.inputs(device)
     draw = Draw(case.seed + 1, device)
     dtype = dtype or case.dtype
@@ -69,6 +70,6 @@ def with_gradients(
     leaves = {name: given[name].double() if is_oracle else given[name].detach() for name in LEAVES}
     leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
     loss, num_rows = function(**given | leaves | options)
-    # An oracle reads nothing for queries that see no key.
+    # An oracle reads nothing for queries without visible keys.
     found = torch.autograd.grad(loss * 0.5, list(leaves.values())) if loss.requires_grad else None
     return loss.detach(), num_rows, *(found or [torch.zeros_like(leaf) for leaf in leaves.values()])

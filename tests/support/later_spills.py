@@ -1,15 +1,15 @@
-"""Registers that Triton 3.8 and 3.9 want of what 3.6 and 3.7 fit in: spill instructions that are known, and no more;
-of one loop the copies from register to register; and of two kernels that run by turns the bytes.
+"""Known additional spill instructions with Triton 3.8 and 3.9; also copies between registers in one loop, and bytes of
+code of two alternating kernels.
 
-What comes first in portable dense decode: of the PTX that the later LLVM writes, ptxas, also the earlier one, computes
-descriptors in every thread that it took from uniform registers before. What the spills cost has not been timed.
+Their main cause in portable dense decode: from the PTX of the later LLVM, ptxas (also the earlier one) computes
+descriptors in every thread that were in uniform registers before. The cost of the spills has not been measured.
 """
 
 from __future__ import annotations
 
 import triton
 
-# By kernel, or by operation and what is looked at: with 3.8, with 3.9; None where as many as before are enough.
+# By kernel, or by operation and property: limit with 3.8, and with 3.9; None: the limit of earlier versions.
 _SPILLS: dict[str, tuple[int | None, int | None]] = {
     "compress portable 90, form bf16, ratio 4": (None, 20),
     "compress portable 90, form index_fp8, ratio 4": (None, 8),
@@ -84,7 +84,7 @@ _VERSION = ".".join(triton.__version__.split(".")[:2])
 
 
 def allowed(name: str, spills: int) -> int:
-    """How many there may be with this Triton, where earlier ones have ``spills`` at most."""
+    """The limit with this version of Triton, given the limit ``spills`` with 3.6 and 3.7."""
     with_3_8, with_3_9 = _SPILLS.get(name, (None, None))
     known = {"3.8": with_3_8, "3.9": with_3_9}.get(_VERSION)
     return spills if known is None else known

@@ -1,4 +1,4 @@
-"""What an operation launches, recorded."""
+"""Recorded launches of operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULES = {
     "sparse_attention_backward": "sparse_attention",
     "unpack_seq": "pack_seq",
 }
-# Kernels beside the one that attends: they merge, clear and convert rows.
+# Kernels other than the attention kernel: they merge, clear and convert rows.
 OTHERS = (
     *("combine", "find_tiles", "clear", "merge_even", "prepare", "finish"),
     *("row_sums", "rotate_queries", "sum_by_key", "loss_kernel"),

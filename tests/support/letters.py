@@ -1,4 +1,4 @@
-"""A tokenizer of one letter a token, for models with the vocabulary of ``engine_models``."""
+"""A tokenizer with one letter per token, for models with the vocabulary of ``engine_models``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHAT = (
 
 
 class Letters:
-    """A tokenizer of one letter a token."""
+    """A tokenizer with one letter per token."""
 
     def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(letter) - 30 for letter in text]

@@ -1,7 +1,7 @@
-"""The loops of a kernel's machine code, by its jumps.
+"""Finds the loops in a kernel's machine code from its jumps.
 
-A jump back is not enough to know one: where a warp waits for a barrier in vain, it jumps to code that stands behind all
-else, tries again there and jumps back.
+A backward jump alone does not identify a loop: after an unsuccessful wait for a barrier, a warp jumps to code at the
+end of the kernel, tries again and jumps back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NEVER_FALLS_THROUGH = re.compile(r"(?:BRA(?:\.U)? `|BRX|EXIT|RET)")
 
 
 def loops(sass: str) -> Iterator[list[str]]:
-    """The instructions of each loop in the order of the listing, those of the loops within among them."""
+    """The instructions of each loop, including those of inner loops, in the order of the listing."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass.splitlines():
@@ -45,7 +45,7 @@ def _leaves(instruction: str) -> bool:
 
 
 def _leading_to(last: int, head: int, before: dict[int, list[int]]) -> set[int]:
-    """The blocks between ``head`` and ``last``; none where there is a way to ``last`` that does not pass ``head``."""
+    """The blocks between ``head`` and ``last``; empty if a path to ``last`` does not pass through ``head``."""
     found, open_ = {head, last}, [last] if last != head else []
     while open_:
         block = open_.pop()

@@ -1,4 +1,4 @@
-"""A Hopper GPU as Triton sees it before it launches, where there is none."""
+"""A fake Hopper GPU for Triton, up to the launch of a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEVICES = itertools.count(100)
 
 
 class Hopper:
-    """What Triton asks its driver: kernels are bound and compiled for Hopper."""
+    """Fake Triton driver, for which kernels are bound and compiled for Hopper."""
 
     def __init__(self, **utils: Any) -> None:
         self.utils = SimpleNamespace(**utils)
@@ -36,12 +36,12 @@ class Hopper:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **utils: Any) -> None:
-    """Let Triton take this GPU for the active one."""
+    """Make the fake GPU Triton's active device."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper(**utils))
 
 
 class Compiled:
-    """Stands in for a compiled kernel, and appends its launches to a list."""
+    """Fake compiled kernel that appends its launches to a list."""
 
     packed_metadata = (12, 1, 1000)
 
@@ -64,7 +64,7 @@ class Compiled:
 
 
 def use_without_compiling(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """``use``, with a stand-in for every compiled kernel, whose launches it returns."""
+    """``use``, with a fake for every compiled kernel; returns the list of launches."""
     launches: list[tuple[Any, ...]] = []
     use(monkeypatch)
     monkeypatch.setattr("triton.compiler.compile", lambda source, **_: Compiled(source.fn.__name__, launches))
@@ -72,9 +72,10 @@ def use_without_compiling(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ..
 
 
 def use_launcher(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None]) -> Callable[[Any], Any]:
-    """Let NVIDIA's launcher end in ``launch`` instead of the driver; returns what gives a compiled kernel its launcher.
+    """Make Triton's NVIDIA launcher call ``launch`` instead of the driver; returns a function that sets a compiled
+    kernel's launcher.
 
-    A TMA descriptor is encoded as a tuple of what it is made of.
+    A TMA descriptor is encoded as a tuple of its fields.
     """
     from triton.backends.nvidia import driver
 

@@ -1,6 +1,6 @@
-"""Calls of operations that launch each of their kernels, with tensors on the CPU whose contents do not matter.
+"""Calls of operations that launch each of their kernels, with CPU tensors of arbitrary contents.
 
-What decides that there is no GPU is told otherwise (``use_hopper``), and nothing is compiled or run.
+``use_hopper`` makes the checks for a GPU succeed; nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
 
 
 def use_hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Returns a list of what is launched: grid, stream, kernel, packed metadata, and the kernel's arguments."""
+    """Returns a list of launches: grid, stream, kernel, packed metadata, and the kernel's arguments."""
     # The named backend, though the tensors are on the CPU.
     monkeypatch.setattr(dispatch, "select", lambda _, backend: backend)
     monkeypatch.setattr(machine, "num_sms", lambda _: 132)
@@ -192,7 +192,7 @@ def _index_query() -> None:
 
 
 def _index_logits(backend: str) -> None:
-    # A Hopper kernel writes what no key reaches; elsewhere that is work of PyTorch's, which is not repeated.
+    # A Hopper kernel writes the masked columns; elsewhere PyTorch does, and its operations are not repeated.
     clean = backend == "hopper"
     q, weights = _rows(3, 1, 64, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 64)
     keys, scales = _rows(200, 128, dtype=torch.float8_e4m3fn), torch.zeros(200)

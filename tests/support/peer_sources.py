@@ -1,4 +1,4 @@
-"""Python sources of the projects whose functions are stood in for, as ``.ci/peers.py`` fetches them."""
+"""Python sources of the projects whose functions FlashLatte replaces, as fetched by ``.ci/peers.py``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MISSING = "the sources of other projects are missing: python .ci/peers.py build/
 
 
 def folders(name: str) -> list[Path]:
-    """Of each fetched version of a wheel, the oldest first."""
+    """The folder of each fetched version of a wheel, the oldest first."""
     found = FOLDER.glob(f"{name}-[0-9]*")
     return sorted(found, key=lambda folder: [int(word) for word in folder.name.rpartition("-")[2].split(".")[:3]])
 
 
 @functools.cache
 def functions(file: Path) -> dict[str, ast.FunctionDef]:
-    """All functions of a file by name, those within others too."""
+    """All functions of a file by name, including nested ones."""
     return {node.name: node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}

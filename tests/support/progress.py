@@ -1,4 +1,4 @@
-"""``--progress``: one line that says how many tests have run, instead of a character for each."""
+"""``--progress``: one line with the number of finished tests, instead of a character for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a few instructions of PTX do, on tensors of 32-bit words."""
+"""Executes a few PTX instructions on tensors of 32-bit words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def run(ptx: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All registers after ``ptx``, 32-bit words in int64."""
+    """All registers after executing ``ptx``, 32-bit words in int64."""
     registers = dict(registers)
     some = next(iter(registers.values()))
 
@@ -82,7 +82,7 @@ def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch
 
 
 def prmt(a: torch.Tensor, b: torch.Tensor, selector: int | torch.Tensor) -> torch.Tensor:
-    """Four of eight bytes; those whose place has bit 3 set give their sign, eight times."""
+    """Select four of eight bytes; if bit 3 of a selector is set, the byte's sign bit is replicated instead."""
     result = torch.zeros_like(a)
     for i in range(4):
         place = selector >> 4 * i & 15

@@ -1,12 +1,11 @@
-"""Triton's interpreter without what it does over and over, half of its time. Results are its own.
+"""Makes Triton's interpreter twice as fast, by caching repeated work; results are unchanged.
 
-Before every call, one of a device function within a kernel too, it looks through all of ``triton.language`` for what to
-replace; for every number that it makes it writes down the table of types anew; and every block's shape is unwrapped,
-checked and wrapped again.
+Without it, every call, also of a device function within a kernel, searches all of ``triton.language`` for functions to
+patch; every scalar rebuilds the table of types; and the shape of every block is unwrapped, checked and wrapped again.
 
-And with two defects less: what compares two numbers keeps their type, so that as a block it is one of integers, which
-Triton 3.9 does not take for a mask any more; and Triton 3.6 counts a loop by an array of one number, which NumPy 2.4
-does not take for a number any more.
+It also fixes two defects: a comparison of two scalars keeps their type, so that its splat is a block of integers, which
+Triton 3.9 rejects as a mask; and Triton 3.6 counts loops with an array of one element, which NumPy 2.4 does not convert
+to an int.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _modules: dict[Any, list[Any]] = {}
 _dtypes: dict[str, Any] = {}
 
 
-# By shape: what a type has of it, the last as text, and what a tensor has.
+# Cached attributes by shape: those of a block type (shape, numel, the shape as text), and of a tensor (shape, numel).
 _of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 _of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
@@ -43,7 +42,7 @@ def install() -> None:
 
 
 def patch_lang(function: Any) -> Any:
-    """``_patch_lang``, which does nothing where the functions are replaced already: in what a kernel calls."""
+    """``_patch_lang``, which does nothing if the functions are already patched, as in calls within a kernel."""
     if function not in _modules:
         _modules[function] = [one for one in (tl, tl.core) if any(one is it for it in function.__globals__.values())]
     if _modules[function] and not any(tl.core.is_builtin(module.load) for module in _modules[function]):
@@ -52,7 +51,7 @@ def patch_lang(function: Any) -> Any:
 
 
 def get_np_dtype(type_: Any) -> Any:
-    """``_get_np_dtype``, whose answer depends on what a single number of a type is."""
+    """``_get_np_dtype``, cached by scalar type."""
     name = type_.scalar.name
     if name not in _dtypes:
         _dtypes[name] = _get_np_dtype(type_.scalar)
@@ -60,7 +59,7 @@ def get_np_dtype(type_: Any) -> Any:
 
 
 def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    """``block_type.__init__``, whose checks of a shape pass again if they passed."""
+    """``block_type.__init__``, which checks each shape only once."""
     key = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
     if key not in _of_types:
         _make_block_type(self, element_ty, shape)
@@ -72,7 +71,7 @@ def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def make_tensor(self: Any, handle: Any, type_: Any) -> None:
-    """``tensor.__init__``, where tensors of a shape share what it is wrapped in."""
+    """``tensor.__init__``, in which tensors of the same shape share the wrapped shape."""
     key = (*type_.shape,) if type_.is_block() else ()
     if key not in _of_tensors:
         _make_tensor(self, handle, type_)
@@ -85,13 +84,13 @@ def make_tensor(self: Any, handle: Any, type_: Any) -> None:
 
 
 def create_splat(self: Any, type_: Any, number: Any) -> Any:
-    """``create_splat``, which gives a truth value the type of one."""
+    """``create_splat``, which gives a boolean the boolean type."""
     if number.data.dtype == bool and number.dtype.scalar != tl.int1:
         number = _interpreter.TensorHandle(number.data, tl.int1)
     return _create_splat(self, type_, number)
 
 
 def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-    """``_patch_lang_tensor``, after which a tensor of one number is one."""
+    """``_patch_lang_tensor``, after which a tensor with one element converts to an int."""
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))

@@ -1,4 +1,4 @@
-"""An engine over several ranks: rank 0 takes the requests, the others follow."""
+"""Jobs with an engine over several ranks: rank 0 takes the requests, the others follow."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ POISON = 41
 
 
 def made(source: Any, options: dict[str, Any]) -> Engine:
-    """Of a model's family, or of a checkpoint."""
+    """An engine for a model family or a checkpoint."""
     settings: dict[str, Any] = SIZES | {"tensor_parallel": dist.get_world_size()} | options
     return Engine(source if isinstance(source, Path) else model(source), **settings)
 
 
 def generate(source: Any, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> Any:
-    """Rank 0: tokens, log-probabilities and cached tokens of every request, and the statistics. Others: numbers that
-    they have of each weight matrix of a layer, and of a page.
+    """Rank 0: tokens, log-probabilities and cached tokens of every request, and the statistics. Others: the number of
+    elements that they have of each weight matrix of a layer, and of a page.
     """
     engine = made(source, options)
     if not engine.leads:
@@ -55,7 +55,7 @@ def generate(source: Any, prompts: list[list[int]], sampling: SamplingParams, **
 
 
 def generate_in_float8(path: Path, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> Any:
-    """``generate`` of a float8 checkpoint, whose weights stay so."""
+    """``generate`` with a float8 checkpoint whose weights stay float8."""
     with pytest.MonkeyPatch.context() as patched:
         fp8_linears.install(patched)
         fp8_linears.keep_quantised(patched)
@@ -71,7 +71,7 @@ def poisoned(family: str) -> Any:
 
 
 def generate_poisoned(prompts: list[list[int]], sampling: SamplingParams) -> Any:
-    """Outputs of rank 0, of an engine with keys over the ranks and drafts, whose model is ``poisoned``."""
+    """Outputs on rank 0 of an engine with context parallelism and draft tokens, whose model is ``poisoned``."""
     ranks = dist.get_world_size()
     engine = Engine(
         poisoned("DeepseekV3"), **SIZES, num_speculative_tokens=2, tensor_parallel=ranks, context_parallel=ranks
@@ -83,7 +83,7 @@ def generate_poisoned(prompts: list[list[int]], sampling: SamplingParams) -> Any
 
 
 def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> None:
-    """Engines that are made differently, that of rank ``late`` when the others wait for it; ``source`` is a model."""
+    """Create engines with different options by rank, that of rank ``late`` while the others wait for it."""
     mine = {"source": "DeepseekV3"} | options[dist.get_rank()]
     if dist.get_rank() == late:
         time.sleep(1.5)
@@ -93,7 +93,7 @@ def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> N
 
 
 def another_alike() -> list[int]:
-    """An engine of each process alone, and then one of all."""
+    """Create an engine in each process separately, and then one over all processes."""
     alone = Engine(model("DeepseekV3"), **SIZES)
     (output,) = alone.generate([[1, 2, 3]], greedy(3))
     together = generate("DeepseekV3", [[1, 2, 3]], greedy(3))
@@ -102,14 +102,14 @@ def another_alike() -> list[int]:
 
 
 def of_a_model_alone() -> None:
-    """Rank 0's of a Model, which is no engine that others could share."""
+    """Create an engine on rank 0 only, from a Model, which other ranks cannot share."""
     if dist.get_rank() == 0:
         Engine(Model(model("DeepseekV3")), **SIZES)
     generate("DeepseekV3", [[1, 2, 3]], greedy(3))
 
 
 def misuse() -> str:
-    """Ask a rank for what another does."""
+    """Call methods on a rank that only another rank supports."""
     engine = made("DeepseekV3", {})
     wrong = engine.follow if engine.leads else lambda: engine.add([1, 2])
     try:
@@ -126,7 +126,7 @@ def misuse() -> str:
 
 
 def fail(rank: int, at_step: int, how: str = "error", **options: Any) -> None:
-    """One rank fails within a step, and then stays alive, as a process that hangs would, or is killed."""
+    """Make one rank fail within a step; it then stays alive, like a hanging process, or is killed."""
     engine = made("DeepseekV3", options)
     steps = 0
     compute = Model.__call__
@@ -154,14 +154,14 @@ def fail(rank: int, at_step: int, how: str = "error", **options: Any) -> None:
 
 
 def end_before_the_engine_agrees() -> None:
-    """Rank 1 is killed while it makes its caches; rank 0 waits for it in the store."""
+    """Rank 1 is killed while it creates its caches; rank 0 waits for it in the store."""
     if dist.get_rank() == 1:
         Runner.__init__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
     made("DeepseekV3", {})
 
 
 def leave() -> None:
-    """Rank 0 is done and does not close the engine."""
+    """Rank 0 finishes without closing the engine."""
     engine = made("DeepseekV3", {})
     if engine.leads:
         engine.ranks.leave()
@@ -170,7 +170,7 @@ def leave() -> None:
 
 
 def fail_when_done() -> str | None:
-    """Rank 1 fails after the last step, and rank 0, which has all its tokens, closes the engine: what it is told."""
+    """Rank 1 fails after the last step, and rank 0, which has all tokens, closes the engine; returns the error."""
     engine = made("DeepseekV3", {})
     assert isinstance(engine.ranks, Ranks)
     if not engine.leads:
@@ -190,13 +190,13 @@ def fail_when_done() -> str | None:
     try:
         engine.close()
     except RuntimeError as error:
-        engine.close()  # there is nobody left to tell
+        engine.close()  # no other rank is left
         return str(error)
     return None
 
 
 def least(numbers: list[int | None]) -> int:
-    """The smallest number; a rank of None does something else."""
+    """``all_reduce_min`` of the ranks' numbers; a rank with None makes another call."""
     ranks, number = Ranks(dist.get_world_size()), numbers[dist.get_rank()]
     if number is not None:
         return ranks.all_reduce_min(number)
@@ -205,7 +205,7 @@ def least(numbers: list[int | None]) -> int:
 
 
 def fail_when_made(kind: type) -> None:
-    """Rank 1 has no memory for its model, or for its caches."""
+    """Creation of ``kind``, the model or the caches, fails on rank 1."""
     make = kind.__init__
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -221,7 +221,7 @@ def fail_when_made(kind: type) -> None:
 
 
 def more_processes_than_gpus() -> None:
-    """Rank 1's GPU is not there; rank 0 would go on to make the groups."""
+    """Rank 1's GPU is missing; rank 0 would continue with creating the groups."""
     gpus = {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}
     with contextlib.ExitStack() as patched:
         if dist.get_rank() == 1:
@@ -232,14 +232,14 @@ def more_processes_than_gpus() -> None:
 
 
 class NeverDone:
-    """An event of a GPU that waits for another one."""
+    """An event that never completes, as on a GPU that waits for another one."""
 
     def query(self) -> bool:
         return False
 
 
 def fail_while_a_gpu_waits() -> None:
-    """Rank 1 fails, and rank 0 has nothing to do but to wait for its GPU."""
+    """Rank 1 fails while rank 0 waits for its GPU."""
     engine = made("DeepseekV3", {})
     if engine.leads:
         engine.ranks.wait(NeverDone())  # type: ignore[arg-type]

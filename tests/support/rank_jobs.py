@@ -1,4 +1,4 @@
-"""What tests of several ranks have each rank do. The whole problem is drawn by every rank from the same seed."""
+"""Functions that tests run on each of several ranks. Every rank draws the whole problem from the same seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIM, VALUE = 24, 16
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step as one process would run it: b requests, their keys in order, and queries."""
+    """A decode step without sharding: b requests, their keys in order, and queries."""
 
     lengths: tuple[int, ...]
     heads: int
@@ -35,7 +35,7 @@ class Step:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Of a key and of its value: small ones where there is a choice."""
+        """Widths of a key and of a value: small if the format allows it."""
         return (DIM, VALUE) if self.cache_format is None and self.device == "cpu" else (576, 512)
 
     @property
@@ -48,7 +48,7 @@ class Step:
 
     @functools.cached_property
     def keys(self) -> torch.Tensor:
-        """[b, longest, d], the longest a bit longer than any request."""
+        """[b, longest, d], with ``longest`` slightly larger than the length of any request."""
         return self._draw(1, len(self.lengths), max(self.lengths, default=0) + 1, self.dims[0])
 
     def _draw(self, stream: int, *shape: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Shard:
-    """A step's pages as one rank has them, NaN where it has no key."""
+    """One rank's pages of a step, with NaN in slots without a key."""
 
     cache: torch.Tensor
     block_table: torch.Tensor
@@ -67,7 +67,7 @@ class Shard:
 
 
 def shard(step: Step, sharding: Sharding, page_size: int) -> Shard:
-    """Deal a step's keys into pages by slots of the whole cache, as a server would."""
+    """Write a step's keys to pages by slots of the whole cache, as a server would."""
     page_tokens = page_size * sharding.size
     batch, longest = step.keys.shape[:2]
     columns = longest // page_tokens + 1
@@ -95,7 +95,7 @@ def own_heads(x: torch.Tensor, dim: int, context: ContextParallel) -> torch.Tens
 
 @functools.lru_cache
 def context_parallel(interleave: int, form: str | None, all_heads: bool) -> ContextParallel:
-    # On GPUs ranks compile kernels, each at its own pace, and perhaps beside other work.
+    # On GPUs ranks compile kernels, at different speeds.
     timeout = timedelta(seconds=120 if torch.cuda.is_available() else 20)
     return ContextParallel(interleave=interleave, form=form, all_heads=all_heads, timeout=timeout)
 
@@ -110,7 +110,7 @@ def decode(
     causal: bool = True,
     sink: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twice, the second of which must be the same bits."""
+    """Decode twice, and check that the results are bitwise equal."""
     context = context_parallel(interleave, form, all_heads)
     mine = shard(step, context.sharding, page_size)
     plan = context.plan(
@@ -130,7 +130,7 @@ def decode(
 
 
 def decode_before(step: Step, other: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """``step`` by "direct", where rank 0 still merges when the others have begun with ``other``."""
+    """``step`` in form "direct", with rank 0 still merging when the other ranks have started ``other``."""
 
     def late(*partials: Any) -> Any:
         if step.device == "cpu":
@@ -155,7 +155,7 @@ def out_of_reach(step: Step) -> None:
 
 
 def sparse_decode(step: Step, topk: int, *, interleave: int, form: str | None, page_size: int = 8) -> Any:
-    """Logits of every key, the k best of all ranks, and attention to them; the choice is returned too."""
+    """Logits of every key, the top k of all ranks, and attention to them; the selection is returned too."""
     context = context_parallel(interleave, form, False)
     mine = shard(step, context.sharding, page_size)
     plan = context.plan(mine.block_table, mine.cache_seqlens, page_tokens=mine.page_tokens, queries=step.queries)
@@ -174,7 +174,7 @@ def sparse_decode(step: Step, topk: int, *, interleave: int, form: str | None, p
 
 
 def index_logits(step: Step) -> torch.Tensor:
-    """[b, queries, longest], with many equal ones and some that are NaN."""
+    """[b, queries, longest], with many equal logits and some NaN."""
     generator = torch.Generator().manual_seed(step.seed + 77)
     shape = (len(step.lengths), step.queries, max(step.lengths, default=0) + 1)
     logits = torch.randint(0, 12, shape, generator=generator).float()
@@ -184,7 +184,7 @@ def index_logits(step: Step) -> torch.Tensor:
 def expected(
     step: Step, *, causal: bool = True, sink: bool = False, chosen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step in one piece: out [b, s_q, h, v] and lse [b, h, s_q], in float64."""
+    """The step without sharding: out [b, s_q, h, v] and lse [b, h, s_q], in float64."""
     lengths = torch.tensor(step.lengths, device=step.device).view(-1, 1, 1)
     key, query = (torch.arange(count, device=step.device) for count in (step.keys.shape[1], step.queries))
     last = lengths - step.queries + query.view(1, -1, 1) if causal else lengths - 1

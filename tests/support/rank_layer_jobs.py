@@ -52,7 +52,7 @@ def weights(sizes: MLAConfig) -> dict[str, torch.Tensor]:
 def run(
     layer: Any, sizes: MLAConfig, page_size: int, context: ContextParallel | None, index_format: str | None
 ) -> tuple[list[torch.Tensor], int]:
-    """The layer's output of every step, and tokens in its cache. All draw them from the same seed."""
+    """The layer's output of every step, and the number of tokens in its cache. All ranks use the same seed."""
     generator = torch.Generator().manual_seed(3)
     cache, index_cache, topk = torch.full((16, page_size, 1, 40), torch.nan), None, None
     if sizes.indexer is not None and index_format is not None:
@@ -84,7 +84,8 @@ def whole(heads: int = 8, index_format: str | None = None) -> list[torch.Tensor]
 
 
 def divided(kv_ranks: int, heads: int = 8, index_format: str | None = None) -> tuple[list[torch.Tensor], int]:
-    """Heads over all ranks, keys over groups of ``kv_ranks`` of them; and how many tokens this rank has stored."""
+    """``run`` with heads over all ranks and keys over groups of ``kv_ranks`` ranks; and the tokens stored on this
+    rank."""
     sizes = config(heads, index_format)
     layer = TensorParallelAttention(sizes)
     layer.layer.load_weights(weights(sizes))

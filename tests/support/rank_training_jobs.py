@@ -99,7 +99,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], limit: float = 1e
 def tokens_over_ranks(
     kind: str, zigzag: bool, *, device: str = "cpu", limit: float = 1e-5, checkpointed: bool = False
 ) -> None:
-    """Outputs and the gradient of the input are those of the rank's tokens; gradients of parameters add up."""
+    """Check outputs and the input's gradient for the rank's tokens, and the sum over ranks of parameters' gradients."""
     layer, hidden = training_inputs(kind, device)
     wanted = step(kind, copy.deepcopy(layer), hidden, None)
     shard = ContextShard(TOKENS, zigzag=zigzag)
@@ -117,8 +117,8 @@ def tokens_in_autocast(kind: str) -> None:
 
 
 def heads_over_ranks(kind: str, token_ranks: int = 1, *, device: str = "cpu", limit: float = 1e-5) -> None:
-    """Every rank has the whole outputs and gradients, but of weights of heads those of its heads; with ``token_ranks``
-    ranks for the tokens, those of its tokens.
+    """Check that every rank has complete outputs and gradients, those of per-head weights for its own heads, and with
+    ``token_ranks`` token ranks those of its own tokens.
     """
     layer, hidden = training_inputs(kind, device)
     wanted = step(kind, copy.deepcopy(layer), hidden, None)

@@ -1,4 +1,4 @@
-"""Processes that are ranks of a gloo group, which stay and run one function after another."""
+"""Processes of a gloo group that stay alive and run one function after another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PATIENCE = 60
 
 
 class Ranks:
-    """``size`` processes, each with this group as its default one."""
+    """``size`` processes whose default group contains all of them."""
 
     def __init__(self, size: int, timeout: float = _PATIENCE) -> None:
         self.size = size
@@ -47,7 +47,7 @@ class Ranks:
             theirs.close()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What ``function`` returns on each rank; fails with the first rank's traceback."""
+        """The result of ``function`` on each rank; raises with the first failing rank's traceback."""
         results = self.outcomes(function, *args, **kwargs)
         for rank, result in enumerate(results):
             if isinstance(result, Failure):
@@ -55,7 +55,7 @@ class Ranks:
         return results
 
     def outcomes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """The same with a ``Failure`` for a rank that raised, or whose process ended."""
+        """As ``run``, but with a ``Failure`` for a rank that raised, or whose process ended."""
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         results = []

@@ -1,4 +1,4 @@
-"""What an operation would launch on a GPU that is not here: its launches are recorded, and nothing runs."""
+"""Records the launches of an operation as on a given GPU, without a GPU; nothing runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Recorded:
     """One launch: the kernel as Triton's JITFunction, and its launch.
 
     Attributes:
-        shared_beside: bytes of shared memory that a cluster takes beside Triton's.
+        shared_beside: bytes of shared memory that a cluster takes in addition to Triton's.
     """
 
     kernel: Any
@@ -38,7 +38,7 @@ class Recorded:
 
     @property
     def variant(self) -> str:
-        """What Triton's cache of compiled kernels distinguishes."""
+        """The key of the variant in Triton's cache of compiled kernels."""
         return f"{self.name} {variant_key(self.kernel, self.launch)}"
 
     def compile(self, arch: int = 90) -> Compiled:
@@ -48,9 +48,9 @@ class Recorded:
 
 
 class Recording:
-    """Calls implementations as a GPU of a class would, and returns what they launched.
+    """Calls implementations as on a GPU of a given architecture, and returns their launches.
 
-    ``arch`` is a compute capability (90 for 9.0), or None for a GPU of AMD's.
+    ``arch`` is a compute capability (90 for 9.0), or None for an AMD GPU.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_sms: int = NUM_SMS) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for a compiled kernel, which adds on the CPU, and operations that launch it and repeat their launches."""
+"""A fake compiled kernel that adds on the CPU, and operations that launch it and repeat their launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STREAM = 77
 
 
 class Add:
-    """A compiled kernel: writes a + b + number to out, which it finds by address."""
+    """Fake compiled kernel: writes a + b + number to ``out``; it looks tensors up by address."""
 
     def __init__(self) -> None:
         self.function, self.packed_metadata = "function", "metadata"
@@ -43,7 +43,7 @@ def launch(compiled: Add, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, n
 
 
 def operation(compiled: Add, implementation: Callable[..., None] | None = None) -> tuple[Any, list[int]]:
-    """An operation over ``launch``, and a list that grows with every call that runs its Python."""
+    """An operation that calls ``launch``, and a list that grows with every call that runs its Python code."""
     ran: list[int] = []
     work = recording.watched(implementation or (lambda *args: launch(compiled, *args)))
 

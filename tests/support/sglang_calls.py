@@ -12,5 +12,5 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def untouched(*args: Any, **kwargs: Any) -> NoReturn:
-    """In place of SGLang's own function."""
+    """Replacement for SGLang's own function, which must not be called."""
     raise AssertionError("SGLang's own function was called")

@@ -1,4 +1,4 @@
-"""Memory that processes of a CPU test share, in the place of memory that GPUs read from one another."""
+"""Shared memory of CPU processes, as a substitute for peer memory of GPUs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rendezvous(size: int, device: torch.device, group: dist.ProcessGroup) -> tup
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Groups of processes on a CPU reach each other's memory."""
+    """Context manager within which process groups on a CPU have peer memory."""
     with (
         mock.patch.object(peer_memory, "rendezvous", rendezvous),
         mock.patch.object(peer_memory, "_unreachable", return_value=None),

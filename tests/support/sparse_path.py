@@ -1,7 +1,7 @@
-"""The kernels that sparse MLA launches on a GPU for which there is no Hopper kernel, recorded without a GPU.
+"""The kernels that sparse MLA launches on GPUs without Hopper kernels, recorded without a GPU.
 
-These are the kernels of FlashLatte's vLLM plugin for a model with an indexer, of FlashLatte's own layer, and those of
-dense MLA beside them.
+These are the kernels of FlashLatte's vLLM plugin for a model with an indexer, of FlashLatte's own layer, and of dense
+MLA.
 """
 
 from __future__ import annotations

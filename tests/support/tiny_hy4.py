@@ -1,6 +1,6 @@
 """A small random Hy4 on disk, for transformers and for vLLM.
 
-transformers rotates the two halves of the rope elements, vLLM's layers rotate pairs of neighbours. So vLLM's weights
+transformers rotates the two halves of the rope elements, vLLM's layers rotate adjacent pairs. vLLM's weights therefore
 have these elements in another order.
 """
 

@@ -39,9 +39,9 @@ CONFIG = {
     "eos_token_id": 257,
     "initializer_range": 0.08,
 }
-# What transformers derives of the configuration, and vLLM before 0.33 refuses.
+# Fields that transformers derives from the configuration, and vLLM before 0.33 rejects.
 DERIVED = ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")
-# What vLLM reads, and transformers leaves out or names otherwise.
+# Fields that vLLM reads, and transformers omits or names differently.
 BESIDE = {name: CONFIG[name] for name in ("compress_ratios", "num_hash_layers", "qk_rope_head_dim")} | {
     "topk_method": "noaux_tc",
     "expert_dtype": "bf16",
@@ -69,6 +69,6 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def _published(name: str) -> str:
-    """DeepSeek's name of a tensor, where transformers has saved it under another."""
+    """DeepSeek's name of a tensor that transformers has saved."""
     name = name.removeprefix("model.").replace("embed_tokens", "embed").replace("hc_head.hc_", "hc_head_")
     return name.replace("attn.norm.", "attn.kv_norm.")

@@ -1,4 +1,4 @@
-"""Rows that are hard for top-k, by name: ties, NaN, one bin of a radix, values that follow their places."""
+"""Rows that are hard for top-k, by name: ties, NaN, values in one radix bin, values correlated with their positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that PyTorch sees an operation as it is: schema, fake, and torch.compile without a graph break."""
+"""Checks of an operation's registration with PyTorch: schema, fake, and torch.compile without a graph break."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def opcheck(module: ModuleType, name: str, call: Callable[[], object], op_name: 
 
 
 def assert_compiles(function: Callable[..., Sequence[torch.Tensor]], *cases: dict[str, Any]) -> None:
-    """``function`` compiled in one graph gives, for each case, bit for bit and stride for stride, what it gives."""
+    """Check that ``function``, compiled as one graph, returns bitwise equal results with equal strides for each
+    case."""
     torch.compiler.reset()
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     for case in cases:

@@ -26,7 +26,8 @@ def relative_errors(
 ) -> dict[str, float]:
     """‖x - y‖ / ‖y‖ of the output, the indexer's loss and each gradient, with random weights and hidden states.
 
-    The step in float32 runs on references, over what the step in bf16 selected, since close scores may change places.
+    The step in float32 runs on references, with the selection of the step in bf16, since the order of close scores may
+    differ.
 
     Args:
         dense: attend to every token.

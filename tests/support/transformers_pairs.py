@@ -8,7 +8,7 @@ from flashlatte.integrations.transformers import enable
 
 
 def pair(model, **options):
-    """The model as it is, and a copy of it enabled."""
+    """The unchanged model, and an enabled copy of it."""
     return model, enable(copy.deepcopy(model), **options)
 
 

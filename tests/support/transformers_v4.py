@@ -22,7 +22,7 @@ def config_of(**change):
         "o_lora_rank": 16,
         "sliding_window": 6,
         "compress_rates": {CSA: 4, HCA: 8},
-        # With few heads many scores are 0, and among equal scores stock selects others.
+        # With few heads many scores are 0, and the stock indexer resolves ties differently.
         "index_n_heads": 16,
         "index_head_dim": 32,
         "index_topk": 3,

@@ -1,4 +1,4 @@
-"""Calls of TurboQuant's implementations, with tensors whose contents do not matter."""
+"""Calls of TurboQuant's implementations, with tensors of arbitrary contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 def _turboquant_cache(
     form: str, head_dim: int, heads: int, pages: int, page_size: int, gap: int | None
 ) -> torch.Tensor:
-    """A cache with so many bytes between heads, or as it is allocated."""
+    """A cache with a gap of this many bytes between heads, or with the default strides."""
     if gap is None:
         return turboquant.allocate(form, pages, page_size, heads, head_dim)
     width = turboquant.turboquant_format(form, head_dim).record_bytes

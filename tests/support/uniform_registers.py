@@ -1,7 +1,7 @@
-"""Uniform registers that machine code reads before it has written them.
+"""Finds uniform registers that machine code reads before writing them.
 
-CUDA 12.8's ptxas, which Triton 3.6 and 3.7 bring, drops the instruction that begins a wgmma descriptor now and then:
-the kernel compiles, and multiplies what lies anywhere in shared memory.
+CUDA 12.8's ptxas, which ships with Triton 3.6 and 3.7, sometimes drops the first instruction of a WGMMA descriptor: the
+kernel compiles, and multiplies arbitrary shared memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);")
 _OPERANDS = re.compile(r",(?![^\[]*\])")
 _REGISTER = re.compile(r"\bUR(\d+)\b")
-# CUDA 13's ptxas keeps uniform registers in others, also such as hold nothing yet.
+# CUDA 13's ptxas saves uniform registers in vector registers, also those that are not written yet.
 _SPILL = re.compile(r"MOV(\.SPILL)? (R\d+), UR(\d+)$")
 _FILL = re.compile(r"R2UR(?:\.FILL)? UR(\d+), (R\d+)$")
 _WRITE_UNIFORM = {"R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "CREDUX", "ELECT", "LDCU"}
@@ -20,7 +20,7 @@ _READ_ONLY = re.compile(r"UTMA|UBLK|USETMAXREG|UCGABAR|UPREFETCH|USTGR|UREDGR")
 
 
 def read_before_written(sass: str) -> list[str]:
-    """The instructions that do, in the order of the listing, but for those of functions that the kernel calls."""
+    """The instructions that do so, in the order of the listing, except those of called functions."""
     kernel, *functions = re.split(r"^\s*\.weak\s", sass, flags=re.MULTILINE)
     results = set().union(*(_written(match) for match in _INSTRUCTION.finditer("".join(functions))))
     written: set[int] = set()
@@ -44,7 +44,7 @@ def read_before_written(sass: str) -> list[str]:
             sources.append(target)
         unwritten = any(number not in written for operand in sources for number in _numbers(instruction, operand))
         if unwritten and instruction[1] == "UMOV":
-            # A copy reads nothing yet: ptxas copies addresses of which it works out the upper half later.
+            # A copy is not a read: ptxas copies addresses whose upper half it computes later.
             written -= _written(instruction)
             continue
         if unwritten:
@@ -54,7 +54,7 @@ def read_before_written(sass: str) -> list[str]:
 
 
 def _next_use(kernel: str, start: int, register: str) -> str:
-    """The next instruction that names a register, or nothing."""
+    """The next instruction that names a register; empty if there is none."""
     name = re.compile(rf"\b{register}\b")
     found = (match for match in _INSTRUCTION.finditer(kernel, start) if name.search(match[2]))
     return next((match[1] for match in found), "")

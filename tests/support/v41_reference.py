@@ -1,6 +1,6 @@
-"""DeepSeek-V4.1's attention in float64, from a checkpoint's config and weights, for one request at once.
+"""DeepSeek-V4.1's attention in float64, from a checkpoint's config and weights, for one whole request.
 
-No model of transformers has it. It follows vLLM 0.33 (vllm/models/deepseek_v41), and uses nothing of flashlatte.
+transformers has no such model. The code follows vLLM 0.33 (vllm/models/deepseek_v41), and does not use flashlatte.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Layer:
         return self._rotate(latents, first), keys
 
     def scores(self, keys):
-        """[n, groups], -inf where a token does not see a group."""
+        """[n, groups], -inf for groups that are not visible to a token."""
         heads, dim = self.fields["index_n_heads"], self.fields["index_head_dim"]
         q = self._rotate(self._linear("indexer.wq_b", self.latent).unflatten(1, (heads, dim)), torch.arange(self.count))
         weights = self._linear("indexer.weights_proj", self.states) / math.sqrt(heads * dim)
@@ -141,7 +141,7 @@ class _Layer:
         return chosen
 
     def best_blocks(self, scores):
-        """The candidate blocks of each token: those of the best groups, with that of the newest group."""
+        """The candidate blocks of each token: those of the best groups, and that of the newest group."""
         size, limit, chosen = self.fields["candidate_block_size"], self.fields["candidate_topk_blocks"], []
         for row, visible in zip(scores, self.visible, strict=True):
             best = [row[start : min(start + size, visible)].max().item() for start in range(0, visible, size)]

@@ -1,7 +1,8 @@
 """The sparse attention layers of GLM-5.3-Flash in vLLM: rows of 512 elements without rotated keys.
 
-vLLM's model needs packages for pictures, and its indexer CUDA. So the layers stand in a DeepSeek without rotated keys,
-and select every token up to each query. ``model_class_overrides`` names ``DeepseekV32ForCausalLM`` of this module.
+vLLM's model needs packages for images, and its indexer needs CUDA. The layers are therefore used in a DeepSeek without
+rotated keys, and select every token up to each query. ``model_class_overrides`` names ``DeepseekV32ForCausalLM`` of
+this module.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WANTED = {"architectures": [NAME], "model_type": "deepseek_v32", "index_topk": T
 
 
 def write(nope: Path, path: Path) -> Path:
-    """Write a configuration with an indexer beside the weights of a DeepSeek-V3 without rotated keys."""
+    """Write a configuration with an indexer, and the weights of a DeepSeek-V3 without rotated keys."""
     path.mkdir()
     shutil.copy(nope / "model.safetensors", path)
     (path / "config.json").write_text(json.dumps(json.loads((nope / "config.json").read_text()) | WANTED))
@@ -31,7 +32,7 @@ def write(nope: Path, path: Path) -> Path:
 
 
 class SelectsAll(torch.nn.Module):
-    """In place of the indexer. The selection has -1 also before positions, as GLM-5.3's may."""
+    """Replacement for the indexer. The selection has -1 also before valid positions, as GLM-5.3's may."""
 
     def __init__(self, *arguments: Any, **_: Any) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ def _parts(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class NoRotation(torch.nn.Module):
-    """In place of RoPE."""
+    """Replacement for RoPE that does nothing."""
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return q, k

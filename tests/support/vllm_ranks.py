@@ -1,7 +1,7 @@
 """Context parallelism in vLLM's workers on a CPU: PyTorch versions of vLLM's GPU kernels.
 
-Its CPU platform refuses to compute slots of a context that ranks share, and has neither the kernel that weighs what a
-rank computed nor the gather of a rank's pages.
+vLLM's CPU platform cannot compute slots of contexts sharded over ranks, and lacks the kernels that weight a rank's
+output and that gather a rank's pages.
 """
 
 from __future__ import annotations

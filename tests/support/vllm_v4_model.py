@@ -1,7 +1,7 @@
 """vLLM's DeepSeek-V4 for CPUs with the attention of its layers for CUDA, over FlashLatte's functions.
 
-``python -m support.vllm_v4_model MODEL OUT`` serves it, with ``TRITON_INTERPRET=1``: vLLM's Triton kernels, which make
-slots of what was chosen, run in Triton's interpreter. Caches are written by vLLM's compiled functions for CPUs.
+``python -m support.vllm_v4_model MODEL OUT`` runs it, with ``TRITON_INTERPRET=1``: vLLM's Triton kernels, which convert
+selections to slots, run in Triton's interpreter. Caches are written by vLLM's compiled functions for CPUs.
 """
 
 from __future__ import annotations

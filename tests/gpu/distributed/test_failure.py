@@ -1,6 +1,7 @@
 """A rank that fails while other ranks' GPUs wait for it: all processes raise an error with the rank and the reason.
 
-A process whose GPU waits for another one ends only when it is killed, as launchers do, because CUDA waits for its kernels.
+A process whose GPU waits for another one ends only when it is killed, as launchers do, because CUDA waits for its
+kernels.
 """
 
 from __future__ import annotations

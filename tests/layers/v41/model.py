@@ -1,4 +1,4 @@
-"""A small random DeepSeek-V4.1 of layers with caches, and its hidden states."""
+"""The layers of a small random DeepSeek-V4.1, with caches, and hidden states for them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SIZES = (
 
 
 def steps_of(lengths, seed):
-    """Spans of the requests' tokens that come together; prefill, chunks of it and decode, in one batch."""
+    """The tokens of each request in each step; steps mix prefill, its chunks, and decode."""
     rng, done, steps = random.Random(seed), [0] * len(lengths), []
     while done != lengths:
         ends = [min(n, d + rng.choice([0, 1, 1, 3, 9])) for d, n in zip(done, lengths, strict=True)]
@@ -90,7 +90,7 @@ def steps_of(lengths, seed):
 class Model:
     """The layers of a model with caches for ``requests`` requests of up to ``tokens`` tokens, pages interleaved.
 
-    Rows that nobody wrote hold NaN, in caches that can.
+    Rows that have not been written hold NaN, if the cache's format has NaN.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ Control = Callable[[Warp, "Array | None", "Array | None"], None]
 
 
 def _go(warp: Warp, mask: Array | None, active: Array | None, targets: Array | int) -> None:
-    """Lanes of ``active`` jump, the others of ``mask`` go on."""
+    """Lanes of ``active`` jump; the other lanes of ``mask`` continue with the next instruction."""
     if warp.lane_pcs is None and (active is None or active.all()) and isinstance(targets, int):
         warp.pc = targets
         return
@@ -41,7 +41,7 @@ def leave(machine: Machine, ins: Instruction) -> Control:
 
 
 class NamedBarrier:
-    """A barrier of ``expected`` threads: arrivals so far, and warps that wait."""
+    """A named barrier: arrivals so far, and waiting warps."""
 
     def __init__(self) -> None:
         self.threads = 0
@@ -49,7 +49,7 @@ class NamedBarrier:
         self.ordering = Ordering()
 
     def arrive(self, warp: Warp, expected: int, name: str, waits: bool) -> bool:
-        """Returns whether the barrier is complete; then all go on, and it is used up."""
+        """Returns whether the barrier is complete, in which case all waiting warps continue and it is reset."""
         self.threads += LANES
         warp.ordering.arrive(self.ordering, warp.cta.machine.clock)
         if waits:

@@ -12,7 +12,7 @@ from support.emulator.machine import Fault, Machine, Warp
 from support.emulator.operands import reader, writer
 from support.emulator.program import Instruction, vector
 
-# What changes neither values nor the order that this emulator has.
+# Instructions without effect in this emulator.
 _WITHOUT_EFFECT = {
     *("fence", "membar", "setmaxnreg", "griddepcontrol", "prefetch", "prefetchu", "nanosleep", "applypriority"),
 }
@@ -43,10 +43,11 @@ _PLAIN = {
 
 
 def build(machine: Machine, ins: Instruction) -> tuple[Callable[..., None], tuple[int, bool] | None, bool]:
-    """The function of an instruction, its guard, and whether it is about control.
+    """The function of an instruction, its guard, and whether it is a control-flow instruction.
 
-    A plain function takes a warp and the mask of the lanes that execute it (None for all). One about control takes a
-    warp, the lanes that are at the instruction, and those that execute it, and advances the warp.
+    The function of other instructions takes a warp and the mask of the lanes that execute it (None for all). That of a
+    control-flow instruction takes a warp, the lanes that are at the instruction, and those that execute it, and
+    advances the warp.
     """
     if ins.name in _CONTROL:
         return _CONTROL[ins.name](machine, ins), ins.guard, True

@@ -26,19 +26,19 @@ _CONVERGENT = {*("bar", "barrier", "shfl", "redux", "vote", "elect", "wgmma", "m
 
 
 class Fault(Exception):
-    """What a kernel did wrong."""
+    """An error of the emulated kernel."""
 
 
 class Warp:
     """
     Attributes:
-        registers: by slot, an array of lanes each; at first arbitrary values.
-        pc: the next instruction; None after the end. ``lane_pcs``: of each lane, where they differ.
-        waits_for: what the warp waits for, or None.
+        registers: array of lanes for each register slot; arbitrary values at first.
+        pc: index of the next instruction; None after the end. ``lane_pcs``: that of each lane, if they differ.
+        waits_for: description of the barrier or copy that the warp waits for, or None.
         copies, copy_groups: cp.async that have not been committed; groups that have not been waited for.
         stores, store_groups: the same for bulk stores.
         products, product_groups: the same for WGMMA: functions that check that the operands are unchanged.
-        failed_tests: unsuccessful tests of an mbarrier in a row.
+        failed_tests: number of consecutive unsuccessful tests of an mbarrier.
     """
 
     def __init__(self, cta: Cta, index: int) -> None:
@@ -62,7 +62,7 @@ class Warp:
         self.cluster_phase = 0
 
     def advance(self, mask: Array | None) -> None:
-        """Go on to the next instruction with the lanes of ``mask``, or with all."""
+        """Advance to the next instruction with the lanes of ``mask``, or with all."""
         if self.lane_pcs is None or mask is None:
             assert self.pc is not None
             self.pc += 1
@@ -79,9 +79,9 @@ class Warp:
 class Cta:
     """
     Attributes:
-        rank: in its cluster, whose CTAs are ``cluster``.
-        words: shared memory as unsigned integers, by their bytes.
-        mbarriers: by address. ``barriers``: named barriers, by number.
+        rank: rank in the cluster, whose CTAs are ``cluster``.
+        words: shared memory as unsigned integers, by their size in bytes.
+        mbarriers: mbarriers by address. ``barriers``: named barriers by number.
     """
 
     def __init__(self, machine: Machine, number: int, rank: int) -> None:
@@ -122,7 +122,7 @@ class Cta:
         return [(part, addresses[part]) for part in masks]
 
     def record_write(self, warp: Warp, words: Array, same: Array | None = None) -> None:
-        """Threads of ``warp`` have written these words. ``same``: where the value was there already."""
+        """Record that ``warp`` has written these words. ``same``: mask of words that already had the written value."""
         tag = self.machine.clock * MAX_WARPS + warp.number
         changed = words if same is None else words[~same]
         self.writes[0, changed], self.writes[1, changed] = tag, 0
@@ -142,14 +142,14 @@ class Machine:
     """Runs a kernel.
 
     Args:
-        shared_bytes: of a CTA.
-        seed: of the order of warps, and of the times of asynchronous copies.
-        late: whether asynchronous copies take place at random times; otherwise at once.
-        finds_races: whether a read of what another warp has written needs a barrier between.
+        shared_bytes: bytes of shared memory of a CTA.
+        seed: seed of the order of warps, and of the times of asynchronous copies.
+        late: whether asynchronous copies take place at random times; otherwise immediately.
+        finds_races: whether to check that a barrier precedes reads of data that another warp has written.
 
     Attributes:
         parameters: the bytes of each parameter. ``tensor_maps``: the TMA descriptors among them.
-        variables: where static variables begin in shared memory.
+        variables: offset of the static variables in shared memory.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Machine:
             warp.store_groups, warp.stores = deque(), []
 
     def _fire(self, all_of_them: bool = False) -> bool:
-        """Let the asynchronous copies take place whose time has come. Returns whether there were any, or will be."""
+        """Perform the asynchronous copies that are due. Returns whether any were due or are pending."""
         self._ticks += _TICKS_PER_TURN
         due = [event for event in self._events if all_of_them or event[0] <= self._ticks]
         pending = bool(self._events)
@@ -229,7 +229,7 @@ class Machine:
             if warp.pc is None or warp.waits_for is not None:
                 break
             if warp.failed_tests:
-                # Test again, and no more often than once a turn.
+                # Test again, at most once per turn.
                 tested, warp.failed_tests = warp.failed_tests, 0
                 self._step(warp)
                 self._step(warp)

@@ -16,8 +16,8 @@ class Mbarrier:
     """
     Attributes:
         pending: arrivals that the phase still expects. ``transactions``: bytes that it still expects.
-        phases: that are complete.
-        released: what the arrivals of the last complete phase had seen.
+        phases: number of complete phases.
+        released: the ordering established by the arrivals of the last complete phase.
     """
 
     def __init__(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""What a warp may rely on of what other warps have done: vector clocks."""
+"""The writes of other warps that are visible to a warp: vector clocks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ALWAYS = 2**60
 
 
 class Ordering:
-    """Of a warp, or of the arrivals at a barrier.
+    """The vector clocks of a warp, or of the arrivals at a barrier.
 
     Attributes:
-        seen: by warp, the time up to which its writes are visible.
-        fenced: by warp, the time up to which its writes are visible to asynchronous reads: a proxy fence of some warp
-            came between.
+        seen: for each warp, the time up to which its writes are visible.
+        fenced: for each warp, the time up to which its writes are visible to asynchronous reads, which a proxy fence of
+            some warp must precede.
     """
 
     def __init__(self, number: int | None = None) -> None:
@@ -28,7 +28,7 @@ class Ordering:
             self.seen[number] = _ALWAYS
 
     def fence(self, clock: int) -> None:
-        """``fence.proxy.async`` of this warp covers all that it has seen."""
+        """``fence.proxy.async`` of this warp covers all writes that are visible to it."""
         covered = self.seen.copy()
         covered[self._number] = clock
         np.maximum(self.fenced, covered, out=self.fenced)

@@ -45,7 +45,7 @@ class Instruction:
     """``name.modifiers operands``.
 
     Attributes:
-        guard: the slot of the predicate of the lanes that execute it, and whether it is negated.
+        guard: the slot of the predicate that selects the lanes that execute it, and whether it is negated.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Program:
     """A kernel.
 
     Attributes:
-        bits: of each register slot; 1 for a predicate.
-        parameters: name and bytes of each parameter.
-        threads: of a CTA.
+        bits: width in bits of each register slot; 1 for a predicate.
+        parameters: name and size in bytes of each parameter.
+        threads: threads of a CTA.
         tables: labels of each table of branch targets.
     """
 

@@ -12,10 +12,10 @@ from support.emulator.global_memory import GLOBAL, GlobalMemory
 
 @dataclass
 class TensorMap:
-    """Boxes of a tensor, and how they lie in shared memory.
+    """A TMA descriptor: boxes of a tensor, and their layout in shared memory.
 
     Attributes:
-        address: of the tensor. ``strides`` in bytes.
+        address: address of the tensor. ``strides`` are in bytes.
         element: bytes of an element.
         swizzle: bytes of a swizzled row, or 0.
     """
@@ -44,7 +44,7 @@ class TensorMap:
         return values
 
     def store(self, memory: GlobalMemory, origin: Sequence[int], values: Array, adds: bool) -> None:
-        """``adds``: float32 to what is there."""
+        """Store a box. ``adds``: add float32 values to the stored ones."""
         offsets, inside = self._global_bytes(memory, origin)
         if adds:
             added = np.ascontiguousarray(values[inside]).view(np.float32)

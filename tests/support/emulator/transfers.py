@@ -81,7 +81,7 @@ def _thread_copy(machine: Machine, ins: Instruction) -> Run:
 
         def land() -> None:
             cta.shared[offsets[:, None] + np.arange(size)] = values
-            # Tensor cores read these without a proxy fence. Who reads too early finds the old values.
+            # Tensor cores read these without a proxy fence. A read that is too early gets the old values.
             cta.writes[:, offsets[:, None] // 4 + np.arange(size // 4)] = 0
 
         warp.copies.append(land)
