@@ -58,7 +58,7 @@ def test_case_names_are_unique_and_every_baseline_is_there() -> None:
 
 @pytest.mark.parametrize("case", [case for case in cases.CASES if case.recorded and case.recorded.tflops], ids=str)
 def test_recorded_figures_fit_the_case(case: cases.Case) -> None:
-    """2 · h_q · (d + 512) a query token and key over the recorded time is the recorded rate."""
+    """2 · h_q · (d + 512) FLOP per pair of query token and key, divided by the recorded time, is the recorded rate."""
     problem, recorded = case.problem, case.recorded
     assert recorded is not None
     if isinstance(problem, DenseDecode):
@@ -140,7 +140,7 @@ def cases_operation(name: str) -> str:
 
 
 def stand_in(operation: str) -> dispatch.Implementation:
-    """A second implementation that takes what the reference takes."""
+    """A fake second implementation with the reference's support."""
     return replace(dispatch._REGISTRY[operation]["reference"], backend="portable")
 
 

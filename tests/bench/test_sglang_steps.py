@@ -94,7 +94,7 @@ def test_pools_hold_the_longest_case():
 
 
 class Pool:
-    """A cache of one row for each slot, with index keys."""
+    """A cache with one row per slot, with index keys."""
 
     layer_num, kv_lora_rank, qk_rope_head_dim, index_head_dim = 2, 8, 4, 4
 
@@ -130,7 +130,7 @@ def test_weights_keep_the_scale_of_activations():
 
 
 class Runner:
-    """Stands in for SGLang's runner. Logits are those of the sum of the tokens that a request has."""
+    """Fake of SGLang's runner. Logits are those of the sum of a request's tokens."""
 
     def __init__(self) -> None:
         self.torch_runner = SimpleNamespace(

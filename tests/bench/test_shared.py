@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def caller(monkeypatch: pytest.MonkeyPatch, problem: Any, change: Any = None) -> calls.Caller:
-    """Called for one round after the first call, of which ``change`` may change each result."""
+    """A caller for one round after the first call; ``change`` may change each result."""
     workload = prepare(problem, CPU)
     run = workload.run
     if change is not None:
@@ -73,7 +73,7 @@ def test_other_bits_and_wrong_values_are_told(first: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("problem", [TopK(2, 100, 8), CacheCopy(2), MhcPre(3, 64)], ids=lambda problem: problem.name)
 def test_streams_and_graphs_are_compared_too(problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for CUDA's streams and graphs that call at once."""
+    """With fakes of CUDA streams and graphs that run immediately."""
     stream = SimpleNamespace(wait_stream=lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)

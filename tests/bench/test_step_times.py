@@ -78,7 +78,7 @@ def test_kernels_of_the_indexer(kernel):
 
 
 def test_an_engine_that_ends_leaves_the_others(capsys):
-    """Here both processes end at once, as the module is missing; one before it is asked, one while it is."""
+    """Both processes end because the module is missing: one before a request is sent, one during it."""
     engines = [EngineProcess("CUSTOM", "no_such_module", {}) for _ in range(2)]
     engines[0].process.wait()
     assert surviving(map(BackendTimes, engines), lambda row: row.engine.ask("about")) == []
@@ -98,7 +98,7 @@ def test_cases_are_decode_and_prefill():
 
 
 class Engine:
-    """Answers as a process does, and keeps the requests."""
+    """A fake engine process that records its requests."""
 
     def __init__(self, backend: str, us: float, tokens: list[list[list[float]]], kernels: dict[str, float]) -> None:
         self.backend, self.us, self.generated, self.of_kernels = backend, us, tokens, kernels

@@ -6,7 +6,7 @@ from support.ranks import Ranks
 
 @pytest.fixture(scope="session", params=[2, 3, 4])
 def ranks(request):
-    """So many processes, which all tests of a run share."""
+    """Processes of this many ranks, shared by all tests of a run."""
     made = Ranks(request.param)
     yield made
     made.close()

@@ -22,7 +22,7 @@ def close(got, want, tolerance=1e-5):
 
 
 def joined(results, size, all_heads=False):
-    """The ranks' heads, or what all of them have."""
+    """Results of all heads, concatenated from the ranks unless each has all heads."""
     if all_heads:
         for result in results[1:]:
             rank_jobs.same_bits(result, results[0])
@@ -88,7 +88,7 @@ def test_sink_of_this_ranks_heads(ranks):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_is_rounded_once(ranks, form):
-    """Each rank's outputs are rounded to bf16 where they travel so, and the merged one once more."""
+    """Each rank's outputs are rounded to bf16 if they are sent as bf16, and the merged one once more."""
     step = Step((5, 200, 90), heads=ranks.size, queries=2, dtype=torch.bfloat16)
     out, lse = joined(ranks.run(rank_jobs.decode, step, interleave=1, form=form), ranks.size)
     want_out, want_lse = expected(step)
@@ -100,7 +100,7 @@ def test_half_precision_is_rounded_once(ranks, form):
 
 
 def test_format_with_scales(ranks):
-    """Against one process over the same bytes, each query of which selects the keys up to its own."""
+    """Compared with one process over the same bytes, in which each query selects all keys up to its own."""
     step = Step((0, 5, 37), heads=ranks.size, queries=3, cache_format="v32")
     options = {"interleave": 1, "form": None, "page_size": 4}
     out, lse = joined(ranks.run(rank_jobs.decode, step, **options), ranks.size)
@@ -110,7 +110,7 @@ def test_format_with_scales(ranks):
 
 
 def rounded(step: Step) -> Step:
-    """The step with the keys that its cache format makes of them."""
+    """The step with keys rounded by its cache format."""
     same = Step(step.lengths, step.heads, step.queries, step.dtype, step.cache_format, step.seed)
     records = kv_cache.quantize(step.keys, step.cache_format or "bf16")
     same.__dict__["keys"] = kv_cache.dequantize(records, step.cache_format, dtype=torch.float32)
@@ -131,7 +131,7 @@ def test_sparse_decode_of_the_best_of_all_ranks(ranks, interleave):
 
 
 def best(step: Step, topk: int) -> list[list[list[int]]]:
-    """Of the keys that each query sees the k best, NaN last, of equal ones the lower; in ascending order, then -1."""
+    """The k best visible keys of each query, NaN last, lower indices first among ties; in ascending order, then -1."""
     rows = []
     for length, logits in zip(step.lengths, rank_jobs.index_logits(step).tolist(), strict=True):
         rows.append([])

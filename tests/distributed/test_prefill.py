@@ -17,7 +17,7 @@ def expected(tokens, dtype):
 
 
 def joined(results, name):
-    """All tokens in order; each is exactly one rank's."""
+    """All tokens in order, concatenated from the ranks; each is on exactly one rank."""
     positions = torch.cat([result["positions"] for result in results])
     order = positions.argsort()
     assert positions[order].equal(torch.arange(len(positions)))
@@ -26,7 +26,7 @@ def joined(results, name):
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 67, 130])
 def test_one_prompt(ranks, tokens):
-    """Also one shorter than there are blocks, so that ranks have no token, or one block only."""
+    """Also prompts with fewer tokens than blocks, so that ranks have no tokens or only one block."""
     results = ranks.run(rank_prefill_jobs.attend, tokens)
     out, lse = expected(tokens, torch.float32)
     torch.testing.assert_close(joined(results, "out").double(), out, rtol=1e-5, atol=1e-5)
@@ -35,7 +35,7 @@ def test_one_prompt(ranks, tokens):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_every_rank_has_the_same_work(size):
-    """Pairs of a query and a key that it sees, in each round."""
+    """Number of (query, visible key) pairs in each round."""
     shards = [[*low, *high] for low, high in (zigzag_blocks(24 * size, rank, size) for rank in range(size))]
     for step in range(size):
         keys_of = [shards[(rank - step) % size] for rank in range(size)]

@@ -14,7 +14,7 @@ two_or_three = pytest.mark.parametrize("ranks", [2, 3], indirect=True)
 @two_or_three
 @pytest.mark.parametrize("dense", [False, True])
 def test_the_target_is_the_mean_over_the_heads_of_all_ranks(ranks, dense):
-    """7 heads. Every rank has the whole loss and the whole gradients."""
+    """7 heads. Every rank has the complete loss and gradients."""
     expected = with_gradients(indexer_loss, rank_training_jobs.loss_arguments(dense))
     first, *others = ranks.run(rank_training_jobs.loss_of_heads, dense)
     for result, wanted in zip(first, expected, strict=True):
@@ -27,7 +27,7 @@ def test_the_target_is_the_mean_over_the_heads_of_all_ranks(ranks, dense):
 @pytest.mark.parametrize("zigzag", [True, False])
 @pytest.mark.parametrize("kind", ["sparse", "warm-up", "dense", "head", "channel", "query"])
 def test_tokens_over_ranks(ranks, kind, zigzag):
-    """35 tokens, so that ranks have different numbers of them."""
+    """35 tokens, so that ranks have different numbers of tokens."""
     ranks.run(rank_training_jobs.tokens_over_ranks, kind, zigzag)
 
 
@@ -46,7 +46,7 @@ def test_autocast_of_ranks(ranks, kind):
 @two_or_three
 @pytest.mark.parametrize("kind", ["sparse", "warm-up", "dense", "without q_lora", "head", "channel", "query"])
 def test_heads_over_ranks(ranks, kind):
-    """7 heads, so that ranks have different numbers of them."""
+    """7 heads, so that ranks have different numbers of heads."""
     ranks.run(rank_training_jobs.heads_over_ranks, kind)
 
 

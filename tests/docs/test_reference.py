@@ -26,7 +26,7 @@ EXTRA = (
 
 
 def documented():
-    """What the pages' ``:::`` lines name, by identity."""
+    """The objects named by the pages' ``:::`` lines, by identity."""
     found = set()
     for page in REFERENCE.glob("*.md"):
         for path in re.findall(r"^::: ([\w.]+)", page.read_text(), re.MULTILINE):

@@ -65,13 +65,13 @@ LIMITS = [
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """Choices as on an H100."""
+    """Dispatch as on an H100."""
     ops.load()
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
 
 
 def refusal(operation: str, **facts: Any) -> str | None:
-    """Why Hopper's kernel does not take a call."""
+    """Why the Hopper kernel does not support a call."""
     dtype = torch.float8_e4m3fn if "index_logits" in operation else torch.bfloat16
     call = dispatch.CallSpec(operation, torch.device("cuda", 0), **{"dtype": dtype, **facts})
     return next(choice.refusal for choice in dispatch.explain(call) if choice.backend == "hopper")
@@ -100,7 +100,8 @@ def names(cell: str) -> list[str]:
 
 
 def last_cells(page: str) -> dict[str, list[str]]:
-    """The last cells of the lines of each operation. A line without one goes on with that of the line before."""
+    """The last cells of the lines of each operation. A line without a name belongs to the operation of the line
+    before."""
     if page == "replacements":
         lines = [(cells[1], cells[-1]) for module in MODULES for cells in replacements(module)]
         # One line has both passes.

@@ -14,7 +14,7 @@ FENCE = re.compile(r"^(<!-- needs a GPU -->\n)?```(\w*)\n(.*?)^```$", re.MULTILI
 
 
 def snippets(page: Path) -> list[tuple[str, bool]]:
-    """The page's Python snippets, each with as many blank lines before it as make its line numbers the page's."""
+    """The page's Python snippets, preceded by blank lines so that line numbers are those of the page."""
     text = page.read_text()
     found = []
     for fence in FENCE.finditer(text):
@@ -35,7 +35,7 @@ def pages() -> list:
 
 @pytest.fixture
 def registered_for_a_while():
-    """Takes back what a page has registered; what it has imported stays."""
+    """Undoes registrations made by a page; its imports stay."""
     yield
     for implementations in dispatch._REGISTRY.values():
         for name in set(implementations) - set(dispatch.BACKENDS):
@@ -54,7 +54,7 @@ def test_the_snippets_of_a_page_run(page, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_lines_fit_the_site(page):
-    """A block has room for 120 characters in a window of 1,400 px (docs/css/site.css)."""
+    """A code block has room for 120 characters in a window of 1,400 px (docs/css/site.css)."""
     blocks = [fence.group(3) for fence in FENCE.finditer(page.read_text())]
     assert [line for block in blocks for line in block.splitlines() if len(line) > 120] == []
 

@@ -24,7 +24,7 @@ def engine(**options: Any) -> Engine:
 
 
 def run(test: Callable[[AsyncEngine], Coroutine[Any, Any, Any]], served: Engine | None = None, **options: Any) -> Any:
-    """Run a coroutine function on an ``AsyncEngine``; no page may be in use at its end."""
+    """Run a coroutine function with an ``AsyncEngine``; checks at its end that no page is in use."""
     served = served or engine()
 
     async def main() -> Any:

@@ -127,7 +127,7 @@ def test_chat_without_a_template_is_refused(checkpoint, capsys):
 
 
 def test_only_the_first_rank_reads_the_text(checkpoint, capsys, monkeypatch):
-    """Ranks share one standard input: what another reads, the first would miss."""
+    """Ranks share one standard input: text read by another rank would be missing."""
     text = io.TextIOWrapper(io.BytesIO(b"Hello"))
     monkeypatch.setattr("sys.stdin", text)
     monkeypatch.setenv("RANK", "1")
@@ -192,7 +192,7 @@ def test_an_engine_takes_the_tokenizer_of_its_checkpoint(tmp_path):
 
 @pytest.mark.full
 def test_torchrun_divides_the_model(tmp_path):
-    """Two processes of ``flashlatte generate``. Only the first writes."""
+    """Two processes of ``flashlatte generate``, of which only the first prints."""
     save_letters(tmp_path)
     model("DeepseekV3").save_pretrained(tmp_path)
     launch = [

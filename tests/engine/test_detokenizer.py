@@ -10,7 +10,7 @@ from flashlatte.engine.detokenizer import Detokenizer
 
 
 class Bytes:
-    """A tokenizer of bytes, with a token 256 that has no text; a space at the start of a text is not shown."""
+    """A byte tokenizer, with a token 256 that has no text; a space at the start of a text is not shown."""
 
     def __init__(self) -> None:
         self.decoded = 0
@@ -41,7 +41,7 @@ def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
 
 @pytest.mark.parametrize(("token", "most"), [(ord("x"), 4), (0x80, 64), (256, 64)])
 def test_the_last_token_costs_what_the_first_did(token, most):
-    """Also where no letter is ever complete, or tokens have no text."""
+    """Also if no character is ever complete, or tokens have no text."""
     tokenizer = Bytes()
     text = Detokenizer(tokenizer, ["never here"])
     given_out = "".join(text.add(token)[0] for _ in range(1000))

@@ -140,7 +140,7 @@ def test_arrivals_and_aborts_leave_the_others_alone():
 @pytest.mark.parametrize("in_flight", [False, True], ids=["ended", "under way"])
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_weights_that_change_and_what_was_computed_before(family, in_flight):
-    """A request that is under way seals pages of the old weights behind the reset, too."""
+    """A running request seals pages computed with the old weights also after the reset."""
     changed = copy.deepcopy(model(family))
     served = engine(changed)
     text, params = prompt(40), greedy(6, logprobs=0)
@@ -178,7 +178,7 @@ def test_batch_invariance_changes_no_token(options):
     ids=["one other", "three others", "computed again", "a prefix that is there"],
 )
 def test_batch_invariant_bits_do_not_depend_on_other_requests(earlier, beside, options):
-    """Of a model without experts: on a CPU an expert's product has as many rows as tokens that chose it."""
+    """With a model without experts: on a CPU an expert's product has one row per token routed to it."""
     sampling = greedy(12, logprobs=0)
 
     def generated(earlier: list[list[int]], beside: list[list[int]], **options: Any) -> Any:
@@ -207,14 +207,14 @@ def test_stop_tokens_end_a_request():
 
 
 class Decoder:
-    """A tokenizer of one letter a token that encodes no text."""
+    """A tokenizer with one letter per token that does not encode text."""
 
     def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join(chr(token + 30) for token in tokens)
 
 
 class Letters(Decoder):
-    """A tokenizer of one letter a token."""
+    """A tokenizer with one letter per token."""
 
     def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(letter) - 30 for letter in text]

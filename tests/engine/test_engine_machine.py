@@ -54,7 +54,7 @@ MOST_TOKENS = max(map(len, PROMPTS)) + 10
 
 
 class Pieces:
-    """A tokenizer of one to three letters a token."""
+    """A tokenizer with one to three letters per token."""
 
     def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join("abcd"[token % 4] * (1 + token % 3) for token in tokens)
@@ -68,7 +68,7 @@ def logits_of(family: str, tokens: tuple[int, ...]) -> torch.Tensor:
 
 @functools.cache
 def expected(family: str, tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], list[float], str]:
-    """Tokens, log-probabilities and the reason of the end."""
+    """Tokens, log-probabilities and finish reason."""
     new: list[int] = []
     logprobs: list[float] = []
     while len(new) < sampling.max_tokens:

@@ -107,7 +107,7 @@ def test_preempted_requests_get_their_states_back(name, options):
 
 @pytest.mark.parametrize("name", mostly_full(SIZES, *QUICK))
 def test_a_prefix_continues_from_a_snapshot(name):
-    """A snapshot follows 40 tokens of the first prompt; it is not used up."""
+    """There is a snapshot after 40 tokens of the first prompt; using it does not remove it."""
     served, shared = engine(name), prompt(43)
     check(served, name, [shared], 3)
     longer = [[*shared[:42], token, *prompt(9, token)] for token in (1, 2, 3)]
@@ -140,7 +140,7 @@ def test_without_a_prefix_cache_no_snapshot_is_taken():
 
 @pytest.mark.parametrize("family", ["KimiLinear", "BailingHybrid", "Glm5Next"])
 def test_a_model_in_bf16(family):
-    """Its log-probabilities are as close to those of float32 as the log-probabilities of transformers in bf16."""
+    """Log-probabilities are as close to float32 as those of transformers in bf16."""
     stock = copy.deepcopy(model(family)).bfloat16()
     exact = copy.deepcopy(stock).float()
     served = engine(stock, max_num_batched_tokens=16)
@@ -247,7 +247,7 @@ def test_several_ranks_are_refused_by_name(family, reason):
 
 
 def test_tokens_that_are_computed_together():
-    """One call of a layer for all requests that generate, and one for each part of a chunk with a snapshot."""
+    """One call of a layer for all generating requests, and one for each part of a chunk with a snapshot."""
     served, groups = engine(max_num_batched_tokens=64), []
     plan = served.runner._plan
 

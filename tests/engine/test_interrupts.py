@@ -55,7 +55,7 @@ Use = Callable[[Engine], None]
 
 
 class Hashes(PagedModel):
-    """A model whose next token is a function of the tokens that it finds in its pages."""
+    """A model whose next token is a function of the tokens in the request's pages."""
 
     vocabulary, max_position, dtype, device = VOCABULARY, 64, torch.float32, torch.device("cpu")
     config, name, eos_token_ids = None, "hashes", ()
@@ -67,7 +67,7 @@ class Hashes(PagedModel):
         return [torch.zeros(num_pages, page_size, dtype=torch.bfloat16)]
 
     def allocate_states(self, num_slots: int, *, on_host: bool = False) -> Any:
-        """Of each slot, one more than each token before."""
+        """States of each slot, each one more than the number of preceding tokens."""
         return [torch.zeros(num_slots, self.max_position)] if self.has_states else []
 
     def planner(self, cache_format: str, limits: Any) -> Any:
@@ -128,7 +128,7 @@ def made(**options: Any) -> Engine:
 
 
 def serve(served: Engine) -> None:
-    """All that is asked of an engine, some of it at the same time."""
+    """Calls every method of an engine, some of them concurrently."""
     served.add(PROMPTS[2], greedy(NEW), request_id="stepped")
     served.add(PROMPTS[3], greedy(NEW), request_id="aborted", priority=1)
     served.step()
@@ -176,7 +176,7 @@ def check_consistent(served: Engine) -> None:
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at one, by its number, of the lines of some modules that ``run`` reaches."""
+    """Raises KeyboardInterrupt at the n-th executed line of some modules within ``run``."""
 
     def __init__(self, modules: tuple[Any, ...], at: int | None = None) -> None:
         self.files, self.at = {inspect.getfile(module) for module in modules}, at
@@ -184,7 +184,7 @@ class Interrupts:
         self.raised: list[BaseException | None] = []
 
     def run(self, function: Callable[[], None]) -> None:
-        """What is raised where a stream is dropped, which Python only reports, is kept in ``raised`` as well."""
+        """Exceptions in dropped streams, which Python only reports, are collected in ``raised`` as well."""
         hook, sys.unraisablehook = sys.unraisablehook, lambda told: self.raised.append(told.exc_value)
         before = sys.gettrace()
         sys.settrace(self._trace)
@@ -235,7 +235,7 @@ def lines(modules: tuple[Any, ...], options: dict[str, Any], use: Use = serve) -
 
 
 def fail(served: Engine) -> None:
-    """A step fails, so that what cleans up is interrupted too."""
+    """A step fails, so that cleanup code is interrupted too."""
     assert isinstance(served.model, Hashes)
     served.model.fails_at = 4
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -244,7 +244,7 @@ def fail(served: Engine) -> None:
 
 
 def handles_signals(line: tuple[str, int]) -> bool:
-    """Python handles signals at calls and at jumps back: none between an exception and the first mark of it."""
+    """Python handles signals at calls and backward jumps, but not between an exception and its first handler line."""
     return not linecache.getline(*line).lstrip().startswith(("except ", "self._interrupted = True"))
 
 
@@ -265,7 +265,7 @@ def test_each_line_once():
     ids=["all modules", "a step fails", *map(str, OPTIONS[1:])],
 )
 def test_each_line_each_time(modules, options, use):
-    """One to three minutes each."""
+    """Takes one to three minutes for each case."""
     for number, line in enumerate(lines(modules, options, use)):
         if handles_signals(line):
             check_interrupted(modules, options, number, use)

@@ -29,7 +29,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(params=["one process", "a rank"])
 def read(request):
-    """Reads a checkpoint's directory."""
+    """Read a checkpoint directory."""
     beside = {} if request.param == "one process" else {"ranks": ranks(0, 2)}
 
     def read(path: Path, kind: type = Model) -> Model | V4Model:
@@ -51,7 +51,7 @@ def without(pattern: str) -> Callable[[Weights], object]:
 
 
 def split_kv_b(weights: Weights) -> None:
-    """As converters do for absorbed attention."""
+    """Split kv_b_proj, as converters do for absorbed attention."""
     for name in [name for name in weights if name.endswith("kv_b_proj.weight")]:
         both = weights.pop(name).unflatten(0, (SIZES["num_attention_heads"], -1))
         for half, part in zip(("k_b", "v_b"), both.split((16, 12), dim=1), strict=True):
@@ -139,7 +139,7 @@ def test_an_index_that_leaves_a_weight_out(read, tmp_path):
 
 
 def test_what_a_model_does_not_need_is_passed_over(read, tmp_path):
-    """The layer that num_speculative_tokens, buffers of rotation, and a head that is the embedding."""
+    """The MTP layer, rotary buffers, and a head tied to the embedding."""
     whole = model("DeepseekV3", tie_word_embeddings=True)
     whole.save_pretrained(tmp_path)
 
@@ -252,7 +252,7 @@ def test_a_cache_format_is_refused_before_weights_are_read(cache_format, tmp_pat
 @pytest.mark.parametrize("start", [Engine, enable])
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_a_loaded_model_whose_checkpoint_lacked_weights_is_warned_of(family, start, tmp_path):
-    """Its user may have set them since: it is not refused."""
+    """The user may have set them since, so this is not an error."""
     model(family).save_pretrained(tmp_path)
     rewrite(tmp_path, without(r"layers\.1\.(self_)?attn\.(o_proj|wo_b)|^(lm_)?head"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -264,7 +264,7 @@ def test_a_loaded_model_whose_checkpoint_lacked_weights_is_warned_of(family, sta
 
 @pytest.mark.parametrize("start", [Engine, enable])
 def test_a_quantised_model_gives_no_warning(start, tmp_path, recwarn, monkeypatch):
-    """transformers does not mark all of its scales."""
+    """transformers does not mark all of its scales as loaded."""
     fp8_linears.keep_quantised(monkeypatch)
     fp8_linears.save(copy.deepcopy(model(**fp8_linears.SIZES)).bfloat16(), tmp_path, scale_fmt="ue8m0")
     start(AutoModelForCausalLM.from_pretrained(tmp_path))

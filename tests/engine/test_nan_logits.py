@@ -32,7 +32,7 @@ def engine(family: str = "DeepseekV3", **options: Any) -> Engine:
 
 
 def check(outputs: list[RequestOutput], family: str) -> None:
-    """Of ``HEALTHY`` and, behind the first of them, ``POISONED``."""
+    """Check ``HEALTHY`` requests with ``POISONED`` after the first of them."""
     failed = outputs.pop(1)
     assert (failed.outputs[0].token_ids, failed.outputs[0].finish_reason) == ([], "error")
     assert failed.outputs[0].error == "no token at position 22 can be chosen: the logits are NaN, or all are -inf"
@@ -75,7 +75,7 @@ def test_draws_and_penalties():
 
 
 def test_a_fault_that_passes_leaves_no_wrong_page(monkeypatch):
-    """Pages that were shared before the fault are computed again as well: they may have caused it."""
+    """Pages that were shared before the fault are recomputed as well, since they may have caused it."""
     served = engine()
     expected = generated_by_transformers("DeepseekV3", HEALTHY[2], NEW)
     compute = served.runner._compute

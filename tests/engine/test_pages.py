@@ -18,7 +18,7 @@ def allocate(pool, count):
 
 
 def fill(pool, tokens, cache_salt=""):
-    """Pages with all full pages of ``tokens``, known."""
+    """Allocate pages for ``tokens``, and seal all full ones."""
     pages = allocate(pool, len(tokens) // pool.page_size)
     chain = pool.root_hash(cache_salt)
     for number, page in enumerate(pages):
@@ -78,7 +78,7 @@ def test_errors_name_the_argument():
 
 
 class Pool(RuleBasedStateMachine):
-    """Holders take, allocate, seal and release; the model counts references."""
+    """Holders take, allocate, seal and release pages; the model counts references."""
 
     @initialize(pages=st.integers(1, 8), page_size=st.integers(1, 3))
     def start(self, pages, page_size):

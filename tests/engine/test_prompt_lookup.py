@@ -26,7 +26,7 @@ def test_the_latest_of_the_longest(tokens, data):
 
 
 def test_a_frequent_token_is_not_looked_for_everywhere():
-    """The last token stands in every second place, and never as it does now: four in a row are new."""
+    """The last token is at every second position, but never in the current context: its last four tokens are new."""
     reads = 0
 
     class Counted(list):

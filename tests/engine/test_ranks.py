@@ -44,7 +44,7 @@ def four():
 
 
 def check(results, family):
-    """Rank 0's outputs are transformers'; returns its statistics."""
+    """Check that rank 0's outputs are transformers'; returns its statistics."""
     outputs, statistics = results[0]
     for tokens, (got, logprobs, _) in zip(PROMPTS, outputs, strict=True):
         assert got == generated_by_transformers(family, tokens, NEW)
@@ -59,7 +59,7 @@ def check(results, family):
     "family", ["DeepseekV3", *(pytest.param(name, marks=pytest.mark.full) for name in ("GlmMoeDsa", "AXK1"))]
 )
 def test_heads_over_two_and_keys_over_two(four, family):
-    """Four ranks have a head each; two and two share the keys. Of what ends in a page a later request takes it."""
+    """Four ranks have one head each, and groups of two share the keys. Later requests reuse tokens within a page."""
     results = four.run(rank_engine_jobs.generate, family, PROMPTS, GREEDY, context_parallel=2)
     check(results, family)
     cached = [cached for _, _, cached in results[0][0]]
@@ -90,7 +90,8 @@ def test_two_ranks(two, family, options):
 
 
 def test_three_ranks_divide_unevenly(tmp_path):
-    """4 heads are 1, 1 and 2, and an expert's 32 inner numbers 8, 8 and 16: PyTorch takes no rows of 10 or 11."""
+    """4 heads are divided into 1, 1 and 2, and an expert's 32 inner dims into 8, 8 and 16: PyTorch does not support
+    rows of 10 or 11."""
     three = Ranks(3)
     try:
         check(three.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, GREEDY), "DeepseekV3")
@@ -108,7 +109,7 @@ def test_requests_give_way_on_all_ranks(two, swap_space):
 
 
 def test_draws_are_those_of_one_process(two):
-    """Rank 0 samples, and asks the others for the logits of prompt tokens too."""
+    """Rank 0 samples, and gets logits of prompt tokens from the other ranks too."""
     drawn = SamplingParams(
         max_tokens=NEW,
         temperature=0.9,
@@ -207,7 +208,7 @@ DIFFERENT = [
 @pytest.mark.parametrize("late", [None, 0, 1])
 @pytest.mark.parametrize(("one", "other", "said", "told"), DIFFERENT, ids=[told for *_, told in DIFFERENT])
 def test_engines_that_differ_are_told_on_all_ranks(two, one, other, said, told, late):
-    """Whoever comes first. An engine of one process waits for nobody, so it is told only if it comes later."""
+    """In any order of creation. An engine of one process does not wait, so it raises only if it is created later."""
     begin = time.monotonic()
     outcomes = two.outcomes(rank_engine_jobs.options_by_rank, [one, other], late)
     assert time.monotonic() - begin < 10
@@ -223,7 +224,7 @@ def test_engines_that_differ_are_told_on_all_ranks(two, one, other, said, told, 
 
 
 def test_ranks_three_and_one(four):
-    """Those that say the same are named together."""
+    """Ranks with equal arguments are named together."""
     told = four.outcomes(rank_engine_jobs.options_by_rank, [{}, {}, {"page_size": 8}, {}], 2)
     assert told[2].message == (
         "ValueError: Engine needs the same arguments on all ranks: "
@@ -264,7 +265,8 @@ def test_more_processes_than_gpus(two):
 
 
 def test_engines_of_each_process_and_of_all(two):
-    """One process's engine is no other's business, where all make the same ones, or it is made of a ``Model``."""
+    """Single-process engines are not compared if all processes create the same ones, or if they are created from a
+    ``Model``."""
     one, other = two.run(rank_engine_jobs.another_alike)
     assert one == other
     two.run(rank_engine_jobs.of_a_model_alone)
@@ -305,7 +307,7 @@ def test_numbers_that_do_not_fit_the_processes(two, options, message):
 @pytest.mark.full
 @pytest.mark.parametrize("late", [0, 1])
 def test_processes_that_are_no_group_yet(late, tmp_path):
-    """As ``torchrun`` starts them: one that wants an engine of its own would never come to make the group."""
+    """As started by ``torchrun``: a rank that creates a single-process engine would never join the group."""
     script = tmp_path / "serve.py"
     script.write_text(
         f"""import os, pathlib, time

@@ -77,7 +77,7 @@ def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, opt
 
 
 class Pieces:
-    """A tokenizer of one to three letters a token, so that a text may begin and end within tokens."""
+    """A tokenizer with one to three letters per token, so that texts may begin and end within tokens."""
 
     def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join("abcd"[token % 4] * (1 + token % 3) for token in tokens)
@@ -293,7 +293,7 @@ def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
 @pytest.mark.parametrize("raises_in", ["run", "wait"])
 @pytest.mark.parametrize("swap_space", [0, 8])
 def test_a_step_that_fails_ends_all_requests_and_spoils_no_page(raises_in, swap_space, monkeypatch):
-    """Their first pages were planned and not computed: a request that begins like them must not find them."""
+    """Their first pages were allocated but not computed: a request with the same prefix must not reuse them."""
     served = engine(page_size=4, swap_space=swap_space, max_num_batched_tokens=8)
     names = [served.add(PROMPTS[number], greedy(NEW)) for number in (1, 2)]
     served.step()

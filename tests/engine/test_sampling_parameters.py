@@ -24,7 +24,7 @@ PLANS: list[dict[str, Any]] = [
 
 
 class Letters:
-    """A tokenizer of one letter a token. It ignores spaces."""
+    """A tokenizer with one letter per token that ignores spaces."""
 
     def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(letter) - 30 for letter in text.replace(" ", "")]
@@ -51,7 +51,7 @@ def logits_after(tokens: tuple[int, ...]) -> list[float]:
 
 
 def processed(tokens: list[int], output: list[int], params: SamplingParams) -> list[float]:
-    """The logits that follow a prompt and an output."""
+    """The processed logits after a prompt and an output."""
     logits = list(logits_after((*tokens, *output)))
     allowed = range(VOCABULARY) if params.allowed_token_ids is None else params.allowed_token_ids
     excluded = set(range(VOCABULARY)) - set(allowed) | set(params.suppress_tokens or ())
@@ -86,7 +86,7 @@ def plain(number: int) -> list[int]:
 
 
 def parameters(number: int) -> list[SamplingParams]:
-    """Parameters that change what ``plain`` generates."""
+    """Parameters that change the output of ``plain``."""
     tokens, word = plain(number), Letters().decode
     options: list[dict[str, Any]] = [
         {"presence_penalty": 1.5},
@@ -105,7 +105,7 @@ def parameters(number: int) -> list[SamplingParams]:
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("case", range(len(parameters(0))))
 def test_tokens_are_those_of_a_plain_loop(case, plan):
-    """With one case for all, and with other cases in the same steps."""
+    """With one case for all requests, and with different cases in the same steps."""
     count = len(parameters(0))
     served = engine(**plan)
     params = [parameters(number)[(case + 4 * number * (case % 2)) % count] for number in range(3)]
@@ -165,7 +165,7 @@ def check_logprobs(found: dict[int, Any], token: int, wanted: list[float], count
 
 @pytest.mark.parametrize("plan", [*PLANS, {"max_num_batched_tokens": 1}], ids=str)
 def test_prompt_logprobs_are_the_models(plan):
-    """Of a prompt whose pages are in the prefix cache, next to requests that ask for none."""
+    """For a prompt with pages in the prefix cache, and concurrent requests without prompt_logprobs."""
     served = engine(**plan)
     served.generate([PROMPTS[1]], greedy(1))
     outputs = served.generate(

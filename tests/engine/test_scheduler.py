@@ -144,7 +144,7 @@ def test_who_waits_is_served_however_many_urgent_ones_keep_coming():
 
 @pytest.mark.parametrize("swap_space", [0, 8])
 def test_apart_what_is_computed_of_a_request_depends_on_it_alone(swap_space):
-    """Its prompt in chunks of 4 by itself, then token by token, whoever comes and gives way."""
+    """The prompt in separate chunks of 4, then token by token, whatever other requests are added or preempted."""
     requests = [Request(f"r{i}", [1] * (3 + 4 * i), 6) for i in range(4)]
     machine = Machine(11, 2, swap_space, max_num_batched_tokens=4, enable_prefix_caching=False, batch_invariant=True)
     for request in requests:
@@ -165,7 +165,7 @@ def test_apart_what_is_computed_of_a_request_depends_on_it_alone(swap_space):
 
 
 def test_apart_whole_chunks_of_a_prompt_are_shared_and_nothing_else():
-    """Of chunks of four: of the third prompt two are there; of the last one a token must be left to compute."""
+    """Chunks of four: two are shared by the third prompt; for the last prompt one token must remain to be computed."""
     machine = Machine(40, 2, 0, max_num_batched_tokens=4, batch_invariant=True)
     seen = []
     for length in (7, 11, 11, 8):
@@ -177,7 +177,7 @@ def test_apart_whole_chunks_of_a_prompt_are_shared_and_nothing_else():
 
 
 def serve_one(machine, name, prompt, new=1):
-    """Run a request alone; returns the number of tokens that the prefix cache had."""
+    """Run a single request; returns its number of tokens from the prefix cache."""
     request = Request(name, prompt, new)
     machine.add(request)
     machine.finish()
@@ -189,7 +189,7 @@ def serve_one(machine, name, prompt, new=1):
 
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 5])
 def test_a_prefix_is_shared_up_to_a_snapshot(max_num_batched_tokens):
-    """Pages of 4: after 16 tokens of 19 there is a snapshot; after 12 of them there is none before two requests part
+    """Pages of 4 tokens: there is a snapshot after 16 of 19 tokens, and after 12 only once two requests diverge
     there."""
     machine = Machine(40, 4, 0, num_snapshots=8, max_num_batched_tokens=max_num_batched_tokens)
     prompt = [1, 2] * 9 + [3]

@@ -50,7 +50,7 @@ def test_a_model_without_a_head_is_refused(family):
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_hooks_that_collect_hidden_states_are_none_of_the_engines(family):
-    """transformers leaves them on the layers after the first call that asked for hidden states."""
+    """transformers leaves these hooks on the layers after the first call with output_hidden_states."""
     hooked = copy.deepcopy(model(family))
     hooked(torch.tensor([prompt(5)]), output_hidden_states=True)
     assert hooked.model.layers[1]._forward_hooks
@@ -87,7 +87,7 @@ def test_hooks_that_the_engine_would_pass_over_are_refused(family):
 
 
 def test_a_checkpoint_of_kimi_k2(tmp_path):
-    """Its configs name a family that transformers does not know, and code of their own."""
+    """Its config names a model type that transformers does not have, and custom code."""
     model().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
@@ -116,7 +116,7 @@ def test_hooks_around_the_layers_are_refused(family, name, told):
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4", "Glm5Next", "HYV4VL", "MistralLarge4"])
 def test_a_model_that_is_enabled_is_served(family):
-    """The hooks of ``enable`` are none of the engine's."""
+    """The hooks of ``enable`` do not affect the engine."""
     enabled = enable(copy.deepcopy(model(family)))
     (output,) = Engine(enabled, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
     assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
@@ -216,7 +216,7 @@ def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
 
 
 def test_drafts_over_pools_of_tokens():
-    """Without linear attention the engine can verify drafts; states of rejected ones are overwritten."""
+    """Without linear attention the engine can verify drafts; states of rejected drafts are overwritten."""
     dense, repeated = model("Glm5Next", layer_types=("indexed_attention",) * 4), prompt(4) * 6
     speculating = engine(dense, num_speculative_tokens=3)
     (output,) = speculating.generate([repeated], greedy(16))

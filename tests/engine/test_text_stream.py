@@ -14,7 +14,7 @@ END = 257
 
 
 class Bytes:
-    """A tokenizer of bytes, whose tokens from 256 on are special."""
+    """A byte tokenizer, whose tokens from 256 on are special."""
 
     def decode(self, tokens: list[int], **_: bool) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")

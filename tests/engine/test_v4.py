@@ -50,12 +50,12 @@ def test_a_pool_so_small_that_requests_give_way_and_begin_anew():
 
 
 def test_more_requests_than_run_at_a_time():
-    """Who comes later gets the states' place of who has ended."""
+    """Later requests reuse the state slots of finished ones."""
     check(engine(max_num_seqs=2, max_num_batched_tokens=30), lengths=(9, 21, 4, 13, 7), new=4)
 
 
 def replayed(served: Engine) -> Engine:
-    """Steps that generate run as graphs do: what the first of a size said of its tokens is called again."""
+    """Makes decode steps behave like graphs: the first step's computation for a batch size is called again."""
     runner, first, buffers = served.runner, {}, []
 
     def padded(size: int, metadata: V4Metadata) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_a_prompt_over_a_workspace(monkeypatch):
 
 @pytest.mark.parametrize("max_num_batched_tokens", mostly_full((1, 5, 64), 5))
 def test_requests_that_begin_alike_share_pages(max_num_batched_tokens):
-    """Behind a shared page the last group is computed again, in whatever chunks, and nobody's rows change."""
+    """After a shared page the last group is recomputed, in any chunks, without changing other requests' rows."""
     served = replayed(engine(max_num_batched_tokens=max_num_batched_tokens))
     alike, asked = prompt(26), greedy(4)
     prompts = [[*alike, *rest] for rest in ([], [1, 2, 3], [2], [2, 4, 4])]
@@ -118,7 +118,7 @@ def test_a_shared_beginning_of_requests_that_give_way():
 
 
 def test_a_pool_so_small_that_requests_are_swapped():
-    """States stay where they are while pages are on the host."""
+    """States stay on the device while pages are swapped to the host."""
     small = engine(num_pages=7, max_num_seqs=3, swap_space=20)
     check(small)
     assert small.statistics()["swapped"] > 0
@@ -126,7 +126,8 @@ def test_a_pool_so_small_that_requests_are_swapped():
 
 @pytest.mark.parametrize("num_speculative_tokens", mostly_full((1, 6), 6))
 def test_drafts_that_are_taken_back(num_speculative_tokens, monkeypatch):
-    """Guesses end groups, and groups of them are made again: of right ones, wrong ones, and right ones before wrong."""
+    """Drafts complete groups, which are recomputed after rejection: all accepted, all rejected, or only the first
+    accepted."""
     lengths, new = (3, 13, 22), 20
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     texts = [tokens + generated_by_transformers(FAMILY, tokens, new) for tokens in prompts]

@@ -226,7 +226,7 @@ def named(operation: Callable[..., Any], arguments: dict[str, Any], results: tup
 
 
 def brief(case: Any) -> str:
-    """The fields that are not the default."""
+    """A case's fields that differ from the default."""
     fields = [field.name for field in dataclasses.fields(case) if getattr(case, field.name) != field.default]
     return ", ".join(f"{name} {getattr(case, name)}" for name in fields)
 

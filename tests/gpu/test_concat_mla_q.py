@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_bytes(tokens: int, widths: tuple[int, int], dtype: torch.dtype, heads_first: bool) -> None:
-    """40,000 tokens of 128 heads are more than 2^31 numbers."""
+    """40,000 tokens of 128 heads are more than 2^31 elements."""
     shape = (128, tokens) if heads_first else (tokens, 128)
     parts = [torch.randn(*shape, width, dtype=torch.bfloat16, device=DEVICE).to(dtype) for width in widths]
     parts = [part.transpose(0, 1) if heads_first else part for part in parts]

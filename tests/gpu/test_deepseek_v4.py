@@ -24,7 +24,7 @@ BACKENDS = ("portable", "reference")
 
 
 def share_that_differs(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Sums in another order round a number in a thousand otherwise."""
+    """The fraction of different elements: another order of summation changes about 0.1% of the roundings."""
     return (bits(a) != bits(b)).float().mean().item()
 
 
@@ -188,7 +188,7 @@ def clone(cache: V4Cache) -> V4Cache:
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @pytest.mark.parametrize("over_workspace", [False, True])
 def test_layer(ratio: int, over_workspace: bool) -> None:
-    """Prefill and a few tokens, all over pages, or those of prefill over a workspace."""
+    """Prefill and a few tokens, over pages only, or with prefill over a workspace."""
     limits = WorkspaceLimits(min_queries=90) if over_workspace else None
     layer, cache, pages, groups = layer_of(ratio)
     hidden, outs = torch.randn(390, 1024, device=DEVICE).to(BF16), []
@@ -205,7 +205,7 @@ def test_layer(ratio: int, over_workspace: bool) -> None:
 
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_decode_in_a_graph(ratio: int) -> None:
-    """Lengths change between replays, and groups are finished in some."""
+    """Lengths change between replays, and some replays complete groups."""
     layer, cache, pages, groups = layer_of(ratio)
     ids, positions = torch.arange(2, device=DEVICE), torch.tensor([10, 250], device=DEVICE)
     x, hidden = torch.zeros(2, 1024, device=DEVICE, dtype=BF16), torch.randn(18, 1024, device=DEVICE).to(BF16)
@@ -230,7 +230,7 @@ def test_decode_in_a_graph(ratio: int) -> None:
 
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_a_step_that_a_graph_captured_serves_eager_calls(ratio: int) -> None:
-    """What layers share in a step was never computed if its graph was not replayed."""
+    """Values shared between layers are not computed if the graph has not been replayed."""
     layer, cache, pages, groups = layer_of(ratio)
     ids, positions = torch.arange(2, device=DEVICE), torch.tensor([10, 250], device=DEVICE)
     hidden = torch.randn(2, 1024, device=DEVICE).to(BF16)

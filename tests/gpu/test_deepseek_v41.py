@@ -48,7 +48,7 @@ FIELDS = {
 
 
 class Layers:
-    """Layers of two requests with up to 512 tokens."""
+    """Layers for two requests with up to 512 tokens."""
 
     def __init__(self, cache_format: str, group_format: str | None) -> None:
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ class Layers:
         self.groups: dict[int, tuple[torch.Tensor, torch.Tensor]] = dict.fromkeys((1, 2), (self.pages, states))
 
     def copies(self) -> list[V4Cache]:
-        """Copies of the caches, in which layers share what they share in the caches."""
+        """Copies of the caches with the same sharing between layers."""
         copied: dict[int, torch.Tensor] = {}
 
         def copies_of(cache: V4Cache) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Layers:
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("over_workspace", [False, True])
 def test_layers(formats: tuple[str, str | None], over_workspace: bool) -> None:
-    """Prefill and a few tokens, all over pages, or those of prefill over a workspace."""
+    """Prefill and a few tokens, over pages only, or with prefill over a workspace."""
     limits = WorkspaceLimits(min_queries=90) if over_workspace else None
     layers = Layers(*formats)
     hidden, outs = torch.randn(390, 1024, device=DEVICE).to(BF16), []
@@ -103,7 +103,7 @@ def test_layers(formats: tuple[str, str | None], over_workspace: bool) -> None:
 
 @pytest.mark.parametrize("formats", FORMATS)
 def test_decode_in_a_graph(formats: tuple[str, str | None]) -> None:
-    """Lengths change between replays, and groups are completed in some."""
+    """Lengths change between replays, and some replays complete groups."""
     layers = Layers(*formats)
     ids, positions = torch.arange(2, device=DEVICE), torch.tensor([10, 250], device=DEVICE)
     x, hidden = torch.zeros(2, 1024, device=DEVICE, dtype=BF16), torch.randn(18, 1024, device=DEVICE).to(BF16)

@@ -120,7 +120,7 @@ def test_many_empty_requests(causal: bool, varlen: bool, form: Arguments, backen
 def test_equal_lengths_and_others_with_their_average(
     more_or_less: int, batch: int, h_q: int, cache_dtype: torch.dtype | None
 ) -> None:
-    """Ranges that divide evenly among the requests, or do not; the kernel takes the average for equal lengths."""
+    """Ranges that do or do not divide evenly among the requests; the kernel detects equal lengths by their average."""
     arguments = DenseDecodeCase(batch, 1, 1300, h_q, cache_dtype=cache_dtype).inputs(DEVICE)
     lengths = arguments["cache_seqlens"].fill_(1000)
     pairs = (batch - 1) // 2
@@ -170,7 +170,7 @@ def test_a_scale_on_the_device(backend: str) -> None:
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("h_q", [8, 64])
 def test_large_keys_of_an_e4m3_cache(h_q: int, backend: str) -> None:
-    """Keys of about 2.5, where FlashMLA's tolerances, which are for keys around 0.1, do not hold for bf16 itself."""
+    """Keys of about 2.5: FlashMLA's tolerances, made for keys of about 0.1, are too tight even for bf16."""
     arguments = DenseDecodeCase(batch=3, s_q=2, s_k=500, h_q=h_q, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
     arguments["k_scale"] = 0.5
     oracle, _ = oracles.dense_decode(**arguments)
@@ -183,7 +183,8 @@ def test_large_keys_of_an_e4m3_cache(h_q: int, backend: str) -> None:
 
 @pytest.mark.parametrize("size", [1e-30, 1e-4, 3e4])
 def test_sizes_of_queries_over_an_e4m3_cache(size: float) -> None:
-    """``few_rows`` casts queries to float16. Rows of different sizes, a row of zeros, and small numbers in a row."""
+    """``few_rows`` casts queries to float16. Rows of different magnitudes, a row of zeros, and small elements in a
+    row."""
     arguments = DenseDecodeCase(batch=3, s_q=1, s_k=500, h_q=16, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
     q = arguments["q"]
     q *= size
@@ -197,7 +198,7 @@ def test_sizes_of_queries_over_an_e4m3_cache(size: float) -> None:
 
 
 def test_many_small_weights_over_an_e4m3_cache() -> None:
-    """One key far ahead of 60,000 others, which together weigh as much: P is float16 in ``few_rows``."""
+    """One dominant key and 60,000 others with the same total weight: P is float16 in ``few_rows``."""
     arguments = DenseDecodeCase(batch=1, s_q=1, s_k=60_000, h_q=16, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
     q, cache = arguments["q"], arguments["k_cache"]
     q.zero_()
@@ -213,7 +214,8 @@ def test_many_small_weights_over_an_e4m3_cache() -> None:
 
 @pytest.mark.parametrize("exponent", [20, 24, 25, 26, 27, 28])
 def test_large_scores_over_an_e4m3_cache(exponent: int) -> None:
-    """One key is all that counts, and its P must stay finite in float16, whatever float32 makes of a difference."""
+    """One key has all the weight, and its P must stay finite in float16, however float32 rounds the difference of
+    scores."""
     arguments = DenseDecodeCase(batch=2, s_q=1, s_k=300, h_q=16, cache_dtype=torch.float8_e4m3fn).inputs(DEVICE)
     q, cache = arguments["q"], arguments["k_cache"]
     q.zero_()
@@ -239,7 +241,7 @@ def test_same_bits_run_after_run(form: Arguments, backend: str) -> None:
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("where", [0, 20, 69])
 def test_one_long_request_among_short_ones(where: int, backend: str) -> None:
-    """Most programs work on it, though there are requests enough for all."""
+    """Most programs process it, although there are as many requests as programs."""
     arguments = DenseDecodeCase(batch=70, s_q=1, s_k=8000, h_q=128).inputs(DEVICE)
     arguments["cache_seqlens"].fill_(100)
     arguments["cache_seqlens"][where] = 8000
@@ -248,7 +250,7 @@ def test_one_long_request_among_short_ones(where: int, backend: str) -> None:
 
 @ON_EVERY_BACKEND
 def test_calls_close_behind_each_other(backend: str) -> None:
-    """They share scratch, in which is left what earlier calls wrote, and begin while the one before ends."""
+    """They share scratch memory with contents of earlier calls, and start before the previous call has ended."""
     cases = (
         replace(TYPICAL, batch=140, s_k=700),
         DenseDecodeCase(batch=300, s_q=1, s_k=500, h_q=16, varlen=True, zero_lengths=True),
@@ -291,7 +293,7 @@ def test_batch_invariant_is_the_same_alone(form: Arguments, backend: str) -> Non
 def test_batch_invariant_in_any_table_and_batch(
     h_q: int, s_q: int, page_size: int, lengths: tuple[int, ...], columns: tuple[int, ...], backend: str
 ) -> None:
-    """A request's result depends on nothing but the request: not on the table's width, its neighbours, their order."""
+    """A request's result depends on the request only: not on the table's width, other requests, or their order."""
     case = replace(TYPICAL, batch=3, h_q=h_q, s_q=s_q, page_size=page_size, s_k=max(lengths), varlen=False)
     arguments: Arguments = case.inputs(DEVICE) | {"batch_invariant": True}
     arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
@@ -408,7 +410,7 @@ def test_host_time(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _fields(row: Arguments) -> Arguments:
-    """A grid's row, whose keys may name several fields."""
+    """A row of the grid; one of its keys may name several fields."""
     return {
         name: value
         for names, values in row.items()

@@ -77,7 +77,7 @@ def test_flashmla_grid(row: Arguments, backend: str) -> None:
 
 @ON_EVERY_BACKEND
 def test_the_check_sees_sums_rounded_head_by_head(backend: str) -> None:
-    """Gradients of keys that many query heads share, each head's part rounded before the sum, are not accepted."""
+    """Gradients of keys shared by many query heads, with each head's part rounded before the sum, must be rejected."""
     case = DensePrefillCase(2, 1024, 1024, 16, 1, causal=True)
     arguments = case.inputs(DEVICE)
     gradients = gradients_for(arguments)
@@ -134,7 +134,7 @@ def test_same_bits_run_after_run(backend: str, deterministic: bool) -> None:
 
 @ON_EVERY_BACKEND
 def test_lengths_that_are_not_true(backend: str) -> None:
-    """Nothing outside of the tensors is read or written, and rows of requests that are there are right."""
+    """Nothing outside of the tensors is read or written, and existing rows are correct."""
     arguments = replace(TYPICAL, zero_lengths=False, unowned=0).inputs(DEVICE)
     tokens_q, tokens_k = arguments["q"].shape[0], arguments["k"].shape[0]
     for name, boundaries in (
@@ -152,7 +152,7 @@ def test_lengths_that_are_not_true(backend: str) -> None:
 
 @ON_EVERY_BACKEND
 def test_rows_without_a_visible_pair_may_be_nan(backend: str) -> None:
-    """Queries that see no key, the gradients of their results, and keys that no query sees."""
+    """Queries without visible keys, the gradients of their results, and keys that are visible to no query."""
     arguments = replace(TYPICAL, causal=False, window=(100, 20), zero_lengths=False, unowned=0).inputs(DEVICE)
     gradients = gradients_for(arguments)
     queries, keys = [], []

@@ -51,7 +51,7 @@ def make_layer(topk: int) -> MLAAttention:
 
 
 class Machine:
-    """The same requests in a layer, its caches and a builder of one device and dtype."""
+    """The same requests in a layer, with its caches and a builder, on one device and in one dtype."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor, bound: float) -> 
 
 
 def assert_same_choice(chosen: torch.Tensor, wanted: torch.Tensor, least: float) -> None:
-    """As many tokens, none twice, and nearly the same ones."""
+    """Check that selections have the same number of tokens, no duplicates, and nearly the same tokens."""
     both = total = 0
     for mine, other in zip(chosen.tolist(), wanted.tolist(), strict=True):
         a, b = [slot for slot in mine if slot >= 0], {slot for slot in other if slot >= 0}
@@ -223,7 +223,7 @@ def test_a_captured_decode_step_replays_across_2048_tokens(cache_format: str, in
 def test_a_graph_whose_indexer_runs_beside_the_layer_gives_the_bits_of_one_in_order(
     requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers over one choice's buffers: what the second chooses must wait for the first's attention."""
+    """Two layers share selection buffers: the second selection must wait for the first layer's attention."""
     layer, table = make_layer(topk=128), tables(requests, 16)
     shape: dict[str, Any] = {"pages": table.numel(), "max_seq_len": 1024}
     machine = Machine(layer, DEVICE, torch.bfloat16, "v32", "index_fp8", **shape)

@@ -43,7 +43,7 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32)
 
 
 def assert_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """DeepGEMM's measure, and -inf in the same places."""
+    """DeepGEMM's measure, and -inf at the same positions."""
     seen = ~expected.isneginf()
     assert actual.isneginf().equal(~seen)
     x, y = actual[seen].double(), expected[seen].double()
@@ -125,7 +125,7 @@ PAGED = harness.pairwise(
 
 @pytest.mark.parametrize("stride", [128, 129, 137, 144])
 def test_ragged_logits_of_queries_at_any_stride(stride: int) -> None:
-    """Hopper's kernel takes rows at multiples of 16 bytes and refuses others, which the portable kernel takes."""
+    """The Hopper kernel requires rows at multiples of 16 bytes; the portable kernel supports others."""
     q = normal(50, 32, stride).to(E4M3)[..., :128]
     k, k_scale = quantize_rows(normal(700, 128), "exact")
     start, end = integers(0, 50, 50), integers(50, 700, 50)
@@ -180,7 +180,7 @@ def test_paged_logits(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("backend", harness.KERNEL_BACKENDS)
 @pytest.mark.parametrize("heads", [8, 16])
 def test_paged_logits_of_few_heads_and_many_requests(heads: int, backend: str) -> None:
-    """A program has more than one request, so that both slots of its queries are filled."""
+    """A program has more than one request, so that both slots of its queries are used."""
     arguments = paged_arguments(300, 1, heads, 64, "index_fp8", E4M3)
     expected = paged_index_logits(**arguments, backend="reference")
     assert_logits(paged_index_logits(**arguments, backend=backend), expected)
@@ -190,7 +190,7 @@ def test_paged_logits_of_few_heads_and_many_requests(heads: int, backend: str) -
 @pytest.mark.parametrize("page_size", [32, 64, 256])
 @pytest.mark.parametrize("next_n", [1, 2])
 def test_paged_logits_of_long_requests(next_n: int, page_size: int, backend: str) -> None:
-    """More keys for each SM than the entries of a block table that are read at once."""
+    """More keys per SM than block table entries that are loaded at once."""
     arguments = paged_arguments(16, next_n, 64, page_size, "index_fp8", E4M3, longest=40000)
     arguments["cache_seqlens"].clamp_(min=30000)
     expected = paged_index_logits(**arguments, backend="reference")
@@ -376,14 +376,14 @@ def test_queries(options: dict[str, Any]) -> None:
 
 
 def test_queries_after_a_hadamard_transform() -> None:
-    """A product whose sums are in another order, of numbers rounded to bf16."""
+    """A product with another order of summation, of values rounded to bf16."""
     (ours, folded), (expected, expected_folded) = both_queries(hadamard=True)
     torch.testing.assert_close(folded, expected_folded, rtol=2e-2, atol=0)
     assert (ours.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 0.2
 
 
 def both_queries(**options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Portable and reference."""
+    """Results of the portable and of the reference implementation."""
     q, weights = normal(70, 64, 128, dtype=BF16), normal(70, 64)
     angles = torch.rand(100, 32, device=DEVICE) * 6
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.arange(70, device=DEVICE)
@@ -414,7 +414,7 @@ def test_converted_indices(dtype: torch.dtype, compact: bool) -> None:
 
 @pytest.mark.parametrize("requests", [1, 20])
 def test_slots_in_a_graph_follow_lengths(requests: int) -> None:
-    """Each of the three kernels is launched before the one ahead of it has ended."""
+    """Each of the three kernels is launched before the preceding one has ended."""
     arguments = paged_arguments(requests, 1, 64, 64, "index_fp8", E4M3, longest=40000)
     lengths = arguments["cache_seqlens"]
     replay, slots = harness.captured(lambda: paged_index_select(**arguments, num_selected=2048, slots=True))

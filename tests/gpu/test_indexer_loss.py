@@ -120,7 +120,7 @@ def test_a_call_does_not_synchronize(dense: bool, deterministic: bool) -> None:
 
 
 def test_memory_of_the_warm_up_is_bounded() -> None:
-    """Of 32,768 tokens, beside arguments and gradients; [s_q, s_kv] in bf16 would be 2 GiB."""
+    """Memory for 32,768 tokens, in addition to arguments and gradients; [s_q, s_kv] in bf16 would be 2 GiB."""
     tokens = 32768
     index_q = torch.randn(tokens, 4, 128, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
     index_k = torch.randn(tokens, 128, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
@@ -178,7 +178,7 @@ def test_keys_beyond_2_31_elements(backend: str) -> None:
 
 
 def check(given: Arguments, backend: str, **options: bool) -> None:
-    """The loss within float32's error of the reference, gradients within twice the error of plain bf16."""
+    """The loss must be within float32's error of the reference, gradients within twice the error of plain bf16."""
     with harness.refusals_skip(backend):
         results = with_gradients(indexer_loss, given, backend=backend, **options)
     expected = with_gradients(indexer_loss, given, backend="reference", **options)

@@ -206,7 +206,7 @@ def write_arguments(
     scale: Any = 0.02,
     seed: int = 0,
 ) -> tuple[torch.Tensor, Arguments]:
-    """A filled cache, slots of which some are to be skipped, and rows of which some saturate."""
+    """A filled cache, slots some of which are to be skipped, and rows some of which saturate."""
     draw, layout = Draw(seed, DEVICE), kv_cache.get_format(cache_format)
     cache = random_cache(draw, cache_format, -(-2 * tokens // page_size) + 1, page_size)
     slots = torch.randperm(cache.shape[0] * page_size, generator=draw.on_device, device=DEVICE)[:tokens]

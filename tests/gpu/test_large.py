@@ -131,7 +131,7 @@ def test_paged_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same_logits(ours: torch.Tensor, other: torch.Tensor) -> None:
-    """Sums in another order: a part of a row at a time, as the logits may be beyond 2^31."""
+    """Compare with another order of summation, a part of a row at a time, since there may be more than 2^31 logits."""
     for first, second in zip(ours.split(512), other.split(512), strict=True):
         assert first.isneginf().equal(second.isneginf())
         # Sums of 64 products of a weight and a positive number; the larger of a row bounds what they cancel.

@@ -143,7 +143,7 @@ def parts_of(
     strided: bool = False,
     empty: str = "none",
 ) -> tuple[list[torch.Tensor] | torch.Tensor, list[torch.Tensor] | torch.Tensor]:
-    """Random parts; an empty one has an lse of inf or -inf and NaN in its out."""
+    """Random parts; empty ones have an lse of inf or -inf and NaN in out."""
     draw = Draw(0, DEVICE)
     storage = draw.normal(parts, *shape, width + (3 if strided else 0), dtype=dtype)
     outs = storage[..., :width]

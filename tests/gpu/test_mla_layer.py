@@ -30,7 +30,7 @@ def make_layer() -> MLAAttention:
 
 
 class Machine:
-    """The same requests in a layer, a cache and a builder of one device and dtype."""
+    """The same requests in a layer, with a cache and a builder, on one device and in one dtype."""
 
     def __init__(self, layer: MLAAttention, device: torch.device, dtype: torch.dtype, cache_format: str) -> None:
         self.layer = copy.deepcopy(layer).to(device, dtype)
@@ -74,7 +74,8 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor, bound: float) -> 
 
 
 def assert_same_rows(cache: torch.Tensor, expected: torch.Tensor) -> None:
-    """Of random rows, another one differs by more than 1 somewhere; one rounding of e4m3 by less than 0.5."""
+    """Compare rows: different random rows differ by more than 1 somewhere, and one rounding of e4m3 is less than
+    0.5."""
     difference = (kv_cache.unpack(cache).float() - kv_cache.unpack(expected).float()).abs().max().item()
     assert difference < 0.5
 

@@ -78,7 +78,7 @@ TYPICAL = PagedAttentionCase(4, 100, 500, 32, 8, varlen=True, decodes=8, unowned
 
 @pytest.fixture(autouse=True)
 def _small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Gluon kernel is for calls with more rows than these; it is right for all."""
+    """Use the Gluon kernel also for calls with few rows, for which it is correct but not selected."""
     monkeypatch.setattr(api, "HOPPER_MIN_ROWS", -(2**31))
 
 
@@ -155,7 +155,7 @@ def test_same_bits_run_after_run(case: PagedAttentionCase, backend: str) -> None
 
 @ON_EVERY_BACKEND
 def test_graph_follows_lengths_and_boundaries(backend: str) -> None:
-    """Prefills become decodes, and the other way round, in one graph."""
+    """Prefills become decodes, and vice versa, in one graph."""
     arguments = replace(TYPICAL, varlen=False, unowned=0).inputs(DEVICE)
     tokens = arguments["q"].shape[0]
     for name in ("k_cache", "v_cache"):

@@ -108,7 +108,7 @@ OPERATIONS = [
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Grows with every launch that goes through Triton's Python."""
+    """A list that grows with every launch through Triton's Python code."""
     from flashlatte.runtime.triton_kernel import Kernel
 
     launches: list[Any] = []

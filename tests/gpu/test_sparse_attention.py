@@ -70,7 +70,7 @@ def test_larger_cases(case: SparsePrefillCase, deterministic: bool, backend: str
 @ON_EVERY_BACKEND
 @ON_BOTH_SUMS
 def test_one_key(deterministic: bool, backend: str) -> None:
-    """dq is 0: what is left of it has no direction to compare."""
+    """dq is 0, so that only its magnitude is compared."""
     inputs = SparsePrefillCase(s_q=9, s_kv=1, h_q=5, topk=1, invalid_share=0.0, attn_sink=False).inputs(DEVICE)
     _, _, dq, dkv = gradients(inputs, backend, with_dlse=False, deterministic=deterministic)
     expected = gradients(inputs, "reference", with_dlse=False)
@@ -144,7 +144,8 @@ def gradients(inputs: Arguments, backend: str, **options: bool) -> tuple[torch.T
 
 
 def check(inputs: Arguments, backend: str, **options: bool) -> None:
-    """The forward within FlashMLA's tolerances of the reference, gradients within twice the error of plain bf16."""
+    """The forward pass must be within FlashMLA's tolerances of the reference, gradients within twice the error of plain
+    bf16."""
     with_dlse = options.get("with_dlse", True)
     results = gradients(inputs, backend, **options)
     expected = gradients(inputs, "reference", with_dlse=with_dlse)

@@ -169,7 +169,7 @@ def test_small_calls(case: SparseDecodeCase, backend: str) -> None:
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_columns_of_all_sizes_in_a_small_call(h_q: int, backend: str) -> None:
-    """Partial results keep each number's own exponent."""
+    """Partial outputs keep each element's own exponent."""
     case = SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=h_q, topk=700, cache_format="bf16", attn_sink=False)
     arguments = case.inputs(DEVICE)
     sizes = 2.0 ** Draw(1, DEVICE).integers(-60, 61, 512)
@@ -226,7 +226,7 @@ def test_scales_that_are_no_powers_of_two(backend: str) -> None:
 @pytest.mark.parametrize("h_q", [16, 128])
 @ON_EVERY_FORMAT
 def test_nan_numbers_under_finite_scales(typical: SparseDecodeCase, h_q: int, backend: str) -> None:
-    """A NaN for each place in a token, one in each request: who selects it is NaN, and nobody else changes."""
+    """A NaN at each position of a token, one per request: queries that select it get NaN, and no others change."""
     numbers, row_bytes = SIZES[typical.cache_format]
     case = replace(typical, batch=numbers, s_k=300, topk=128, h_q=h_q, extra_page_size=61, attn_sink=False)
     arguments = case.inputs(DEVICE)
@@ -350,7 +350,8 @@ def case_of(row: Arguments) -> SparseDecodeCase:
 
 
 def byte_of(cache_format: str, column: Any) -> Any:
-    """The byte of a token that makes a column NaN if it is 0x7F or 0xFF: the column's own, or in fp4 its scale."""
+    """The byte of a token that makes a column NaN if it is 0x7F or 0xFF: the column's own byte, or for fp4 its
+    scale."""
     return 256 + column // 16 if cache_format == "v41_fp4" else column
 
 

@@ -193,7 +193,7 @@ def test_latent_beyond_2_31_elements(backend: str) -> None:
 
 
 def test_out_may_lie_anywhere() -> None:
-    """Where the copy engine cannot store it, another implementation is chosen."""
+    """If TMA cannot store to ``out``, another implementation is selected."""
     arguments = TYPICAL.inputs(DEVICE)
     s_q, h_q, _ = arguments["q"].shape
     around = arguments["q"].new_full((s_q, h_q, 513), 7.0)

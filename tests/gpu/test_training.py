@@ -63,7 +63,7 @@ def make(family: str, **options: Any) -> Any:
 
 
 def train(model: Any, steps: int, name: str) -> list[float]:
-    """The output ``name`` of each step, which is minimised, for one batch."""
+    """The output ``name`` of each of several optimizer steps that minimize it for one batch."""
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-3)
     tokens = torch.randint(64, (2, 200), device=DEVICE)
     found = []

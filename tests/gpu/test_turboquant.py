@@ -64,7 +64,7 @@ def decode_arguments(
     dtype: torch.dtype = torch.bfloat16,
     index_dtype: torch.dtype = torch.int32,
 ) -> Arguments:
-    """Random bytes, NaN among them, wherever no request has a key."""
+    """Random bytes, including NaN, in slots without a key."""
     layout = turboquant.turboquant_format(name, head_dim)
     counts = [-(-length // page_size) for length in lengths]
     cache = empty_cache(name, sum(counts) + 2, page_size, heads[1], head_dim, gap)

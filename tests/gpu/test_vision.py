@@ -48,7 +48,7 @@ def test_every_image(head_dim: int) -> None:
     ids=lambda case: f"{case.head_dim}-{case.d_v}",
 )
 def test_the_hopper_forward_at_any_head_dim(case: DensePrefillCase) -> None:
-    """With NaN beside the rows, before the first request and behind the last; forward only."""
+    """With NaN around the rows, before the first request and after the last one; forward only."""
     arguments = replace(case, unowned=70).inputs(DEVICE)
     shape = (*arguments["q"].shape[:2], case.d_v)
     out = torch.full(shape, torch.nan, dtype=case.dtype, device=DEVICE)

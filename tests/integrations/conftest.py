@@ -48,7 +48,7 @@ def _built(options):
 
 @pytest.fixture
 def make_model():
-    """Make a small random DeepseekV3ForCausalLM in float32, the same for the same options."""
+    """Create a small random float32 DeepseekV3ForCausalLM, which is the same for the same options."""
 
     def make(**options):
         return copy.deepcopy(_built(tuple(sorted((k, _frozen(v)) for k, v in options.items()))))
@@ -67,7 +67,7 @@ class _Options(dict):
 
 @pytest.fixture
 def prompts():
-    """Make token ids [requests, length] and their mask, each request padded (on the left, or the right) as told."""
+    """Create token ids [requests, length] and their mask, with padding on the given side."""
 
     def make(pads, length=70, side="left"):
         generator = torch.Generator().manual_seed(len(pads))
@@ -82,7 +82,7 @@ def prompts():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts of the calls of the decode operations."""
+    """Counts the calls of the decode operations."""
     counts = {"dense_decode": 0, "sparse_decode": 0}
     for name in counts:
         operation = getattr(absorbed_module, name)

@@ -24,7 +24,7 @@ PLACES = ["layers.fused_projections", "engine.model", "engine.v4", "integrations
 
 @pytest.fixture
 def laid(monkeypatch):
-    """Weights of a CPU are laid side by side too."""
+    """Fuse projections on the CPU too."""
 
     def lay(layers):
         for projections in layers:

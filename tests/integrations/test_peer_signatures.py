@@ -82,7 +82,7 @@ def test_arguments_are_the_originals(name: str, theirs: ast.arguments, ours: Any
 
 
 def test_names_exported_by_flash_mla() -> None:
-    """All but attention fused with its surroundings, which SGLang imports and calls for V4.1 on Blackwell alone."""
+    """All except fused attention, which SGLang imports and calls for V4.1 on Blackwell only."""
     for folder in folders("sgl-flash-mla"):
         tree = ast.parse((folder / "flash_mla" / "__init__.py").read_text())
         (exported,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and _names(node) == ["__all__"])
@@ -98,7 +98,7 @@ def newest(wheel: str, place: str) -> Path:
 
 
 def defined(place: str, names: list[str], space: dict[str, Any]) -> dict[str, Any]:
-    """Functions of a file of vLLM's, over what ``space`` has in place of its imports."""
+    """Functions of one of vLLM's files, executed with ``space`` in place of its imports."""
     nodes = functions(newest("vllm", place))
     module = ast.Module([nodes[name] for name in names], [])
     exec(compile(module, place, "exec", annotations.compiler_flag, True), space)
@@ -106,7 +106,7 @@ def defined(place: str, names: list[str], space: dict[str, Any]) -> dict[str, An
 
 
 def vllms(names: list[str]) -> dict[str, Any]:
-    """vLLM's functions around DeepGEMM's, over those that stand in for these."""
+    """vLLM's wrappers of DeepGEMM's functions, around the replacements."""
     space: dict[str, Any] = {"torch": torch, "_lazy_init": lambda: None, "_missing": None}
     space |= {f"_{name}_impl": getattr(deep_gemm, name) for name in names}
     space["_paged_mqa_logits_schedule_slots"] = lambda num_sms, _: num_sms
@@ -157,7 +157,7 @@ def test_vllms_calls_of_candidate_blocks_run() -> None:
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_vllms_sparse_attention_runs(heads: int) -> None:
-    """Methods of its backend FLASHMLA_SPARSE: decode over an fp8 cache, and over numbers."""
+    """Methods of its backend FLASHMLA_SPARSE: decode over an fp8 cache, and over an unquantised one."""
     space = {"torch": torch, "logger": SimpleNamespace(warning_once=print)}
     space |= {name: getattr(flash_mla, name) for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")}
     names = ["_fp8_flash_mla_kernel", "_bf16_flash_mla_kernel"]
@@ -186,7 +186,7 @@ ORIGINS = {
 
 
 def called(node: ast.Call, origins: dict[str, set[str]]) -> Any:
-    """What stands in for the function that a call names; None for another function."""
+    """The replacement of the function that a call names; None for other functions."""
     function = node.func
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
         return getattr(ORIGINS.get(function.value.id), function.attr, None)
@@ -197,7 +197,7 @@ def called(node: ast.Call, origins: dict[str, set[str]]) -> Any:
 
 
 def calls(folder: Path) -> Iterator[tuple[str, ast.Call, Any]]:
-    """Calls in a project of functions that are stood in for: where they are, the calls, and what stands in."""
+    """Calls in a project of replaced functions: location, call, and replacement."""
     for file in sorted(folder.rglob("*.py")):
         text = file.read_text()
         if "mqa_logits" not in text and "flash_mla_" not in text:
@@ -234,7 +234,7 @@ def test_calls_are_accepted(wheel: str) -> None:
 
 @pytest.fixture
 def sglangs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's module around FlashMLA's functions, over those that stand in for these."""
+    """SGLang's module around FlashMLA's functions, with the replacements."""
     for module in ("flash_mla", "flash_mla.flash_mla_interface", "flash_mla.fused_norm_rope_attn_rope_cast"):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
         sys.modules[module].__dict__.update({name: getattr(flash_mla, name) for name in flash_mla.__all__})
@@ -289,7 +289,7 @@ def test_sglangs_sparse_prefill_runs(sglangs: Any) -> None:
 
 
 def test_sglangs_names_of_cache_layouts() -> None:
-    """A new layout is either served, or named among those that stay SGLang's (docs/guide/sglang.md)."""
+    """A new layout must be either supported, or listed among those that SGLang keeps (docs/guide/sglang.md)."""
     place = "sglang/kernels/ops/attention/dsv4/kv_layout.py"
     tree = ast.parse(newest("sglang", place).read_text())
     (layouts,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVLayout")

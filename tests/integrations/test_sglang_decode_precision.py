@@ -57,7 +57,7 @@ def test_a_draft_model_with_another_cache_is_exact(monkeypatch):
 
 
 def runner(**changes: Any) -> Any:
-    """SGLang's model runner, as far as the check reads it."""
+    """Fake of SGLang's model runner with the attributes that the check reads."""
     facts = {"is_draft_worker": False, "decode_attention_backend_str": "flashmla", "device": "cuda"}
     facts |= {"dtype": torch.bfloat16, "kv_cache_dtype": E4M3}
     return SimpleNamespace(model_config=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64), **facts | changes)
@@ -85,7 +85,7 @@ def test_a_server_that_would_ignore_it_does_not_start(gpu, changes, needs):
 
 
 def test_an_unknown_value_does_not_start(monkeypatch):
-    """SGLang only logs what a registration raises."""
+    """SGLang only logs exceptions of a registration."""
     monkeypatch.setenv(decode_precision.VARIABLE, "e4m3")
     with pytest.raises(ValueError, match="FLASHLATTE_DECODE_PRECISION must be fp8, or unset for exact products"):
         start.init_attention_backends(lambda _: None, runner())

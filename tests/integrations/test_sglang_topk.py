@@ -114,7 +114,8 @@ def test_more_than_our_top_k_takes_stays_sglangs():
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError, OSError, RuntimeError])
 def test_what_the_indexer_is_resolved_to(error):
-    """SGLang's choice (DeepGEMM's hooked function or a flag's); ours if DeepGEMM is missing."""
+    """SGLang's function (DeepGEMM's, which is hooked, or one selected by a flag); FlashLatte's if DeepGEMM is
+    missing."""
 
     def no_deep_gemm() -> Any:
         raise error("deep_gemm")

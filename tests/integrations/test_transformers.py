@@ -259,7 +259,7 @@ def test_gradients_after_a_prefill_without(make_model, prompts):
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_a_gradient_that_a_hook_asks_for_is_dropped_with_a_warning(make_model, prompts, monkeypatch, family):
-    """``enable_input_require_grads`` and the like: no parameter requires one, so that stock attention is not chosen."""
+    """``enable_input_require_grads`` and similar: no parameter requires a gradient, so stock attention is not used."""
     from support.transformers_v4 import model_of
 
     monkeypatch.setattr(gradients, "_warned", set())

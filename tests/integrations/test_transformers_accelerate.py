@@ -25,7 +25,7 @@ def dispatched(model):
 
 
 def check(model, ids, ours):
-    """Stock's tokens while it is enabled, by FlashLatte, and when it is not any more, by stock."""
+    """Stock attention's tokens, computed by FlashLatte while enabled, and by stock attention afterwards."""
     expected = generate(model, {"input_ids": ids}, do_sample=False, eos_token_id=None)
     assert expected[0, ids.shape[1] :].unique().numel() > 5
     enable(model)

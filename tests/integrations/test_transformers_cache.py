@@ -19,7 +19,7 @@ ROWS_OF_A_FORMAT = {"bf16": 576 * 2, "fp16": 576 * 2, "fp32": 576 * 4, "fp8": 57
 
 
 class Session:
-    """The same calls to a model with stock attention and to an enabled copy, with a cache each."""
+    """The same calls to a model with stock attention and to an enabled copy, with one cache each."""
 
     def __init__(self, model, **options):
         self.models = (model, enable(copy.deepcopy(model), **options))
@@ -28,7 +28,7 @@ class Session:
 
     @torch.no_grad()
     def forward(self, ids, mask=None, pass_mask=True):
-        """Logits of ``ids`` from both, compared where the mask is true; the mask is added to the earlier ones."""
+        """Logits of ``ids`` from both models, compared for visible tokens; the mask is appended to the earlier ones."""
         new = torch.ones_like(ids) if mask is None else mask
         self.mask = new if self.mask is None else torch.cat((self.mask, new), dim=1)
         outs = [
@@ -286,7 +286,7 @@ def test_the_format_follows_the_model_s_dtype(make_model, prompts, dtype, expect
 
 
 class RoundTripCache(DynamicCache):
-    """Stock attention's cache, holding what a paged cache of a format would read back."""
+    """Stock attention's cache, with the values that a paged cache of a format would return."""
 
     def __init__(self, cache_format, scale):
         super().__init__()
@@ -344,7 +344,7 @@ def test_decode_with_rounding_stays_near_stock_attention(make_model, prompts, dt
 
 @torch.no_grad()
 def decode_difference(stock, enabled, inputs, stock_cache=None):
-    """Largest difference of a logit over decode steps of one and of several tokens."""
+    """Largest difference of logits over decode steps of one and of several tokens."""
     ids, mask = inputs.values()
     caches, worst = [copy.deepcopy(stock_cache), None], 0.0
     torch.manual_seed(1)

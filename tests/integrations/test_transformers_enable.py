@@ -59,7 +59,7 @@ def test_saving_an_enabled_model(make_model, prompts, tmp_path):
 
 
 def test_continuous_batching_is_refused_until_disable(make_model):
-    """In stock transformers it ends in an error of an index_copy_, for each request."""
+    """In stock transformers each request ends with an error of index_copy_."""
     model = copy.deepcopy(enable(enable(make_model())))
     reason = (
         "^generate_batch does not support an enabled DeepseekV3ForCausalLM: transformers' continuous batching allocates"

@@ -168,7 +168,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any
 
 @torch.no_grad()
 def logits(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of a prefill, a step of one token and one of three."""
+    """Logits of a prefill, a step of one token and one of three."""
     ids, mask, cache, found = inputs["input_ids"], inputs["attention_mask"], None, []
     for queries in (1, 3, 0):
         out = model(ids, attention_mask=mask, **{CACHE: cache}, use_cache=True)
@@ -237,7 +237,7 @@ def test_continuous_batching_is_refused_with_the_reason(stock):
 
 
 def caches_each_head(stock):
-    """As DeepseekV32 and GlmMoeDsa did in transformers 5.17."""
+    """A cache with keys of each head, as DeepseekV32 and GlmMoeDsa had in transformers 5.17."""
     with torch.no_grad():
         layers = stock(torch.ones(1, 2, dtype=torch.int64), use_cache=True).past_key_values.layers
     return any(layer.keys.shape[1] > 1 for layer in layers if getattr(layer, "keys", None) is not None)
@@ -300,7 +300,7 @@ def hy4_vl() -> Any:
 
 @torch.no_grad()
 def test_the_language_model_inside_hy4_vl(prompts):
-    """Its positions have three axes, which an image moves apart."""
+    """Its positions have three axes, which differ within an image."""
     stock = hy4_vl()
     enabled = enable(copy.deepcopy(stock))
     inputs = prompts((5, 0), length=30)
@@ -320,7 +320,7 @@ def test_the_language_model_inside_hy4_vl(prompts):
 
 
 def test_latents_of_another_layer_than_transformers_reads_are_refused():
-    """It keeps only the last layer's of each kind, whatever ``kv_source_layers`` says."""
+    """transformers keeps only the last layer's latents of each kind, regardless of ``kv_source_layers``."""
     rope = {"no_rope_layers": [1, 1, 1, 1, 1], "num_hidden_layers": 5, "indexer_types": ["full"] * 5}
     options = SIZES | EXPERTS | LARGE4 | rope | {"kv_source_layers": [0, 1, 0, 1, 0]}
     if not hasattr(transformers, "MistralLarge4TextConfig"):
@@ -339,7 +339,7 @@ def test_attention_with_parts_of_its_own_is_refused():
 
 @pytest.mark.full
 def test_every_mla_model_of_this_transformers_is_served_or_refused_by_name():
-    """A new release's MLA model is neither: it has to be looked at."""
+    """A new MLA model in a transformers release fails this test until support is decided."""
     unknown = []
     for model_type in transformers.CONFIG_MAPPING:
         config = transformers.CONFIG_MAPPING[model_type]

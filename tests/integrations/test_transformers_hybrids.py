@@ -72,7 +72,7 @@ def test_a_callers_cache_without_layers(stock, prompts):
 
 @torch.no_grad()
 def test_states_follow_the_requests_of_a_batch(prompts):
-    """Repeating, selecting and resetting a batch acts on states and pages alike."""
+    """Repeating, selecting and resetting a batch applies to states and pages alike."""
     stock = make("kimi-linear")
     enabled = enable(copy.deepcopy(stock))
     ids = prompts((0, 0), length=20)["input_ids"]

@@ -86,7 +86,7 @@ def test_eager_attention_computes_prefill(prompts):
 
 
 def test_stock_attention_goes_on_with_index_keys(stock, prompts):
-    """A shared choice would come from another pass's keys if they were lost."""
+    """If index keys were lost, a shared selection would come from another pass."""
     if caches_each_head(stock):
         pytest.skip("stock attention of this transformers does not go on with latents")
     inputs = prompts((3, 0), length=50)

@@ -71,7 +71,7 @@ def make(name: str, **options: Any) -> Any:
 
 
 def step(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-    """Outputs of a step with gradients in the parameters."""
+    """Outputs of a step, with gradients in the parameters."""
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     outputs = model(**inputs, labels=labels, **options)
     outputs.loss.backward()
@@ -83,7 +83,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def layers_of(model: Any) -> Any:
-    """The decoder layers of a model, also of one around a language model."""
+    """The decoder layers of a model, or of its language model."""
     return getattr(model.model, "language_model", model.model).layers
 
 
@@ -118,7 +118,7 @@ def attended(monkeypatch) -> list[bool]:
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_gradients_are_stock_attention_s(name, prompts, attended, side):
-    """The indexer's are of its own loss, and stock attention has none."""
+    """The indexer's gradients come from its own loss, which stock attention does not have."""
     inputs = prompts((0, 0) if side is None else (5, 9), length=LENGTH, side=side or "left")
     stock = make(name)
     model = enable(copy.deepcopy(stock), indexer_loss_coef=0.5)
@@ -175,7 +175,7 @@ def test_the_language_model_inside_hy4_vl(prompts, attended, side):
 
 
 def sharing_model() -> Any:
-    """A Mistral Large 4 with ``SHARING``, whose learned frequencies and factors are not those of a new model."""
+    """A Mistral Large 4 with ``SHARING``, whose learned frequencies and factors are not the initial ones."""
     if not hasattr(transformers, "MistralLarge4Config"):
         pytest.skip(f"transformers {transformers.__version__} has no MistralLarge4")
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def sharing_model() -> Any:
 
 
 def weighted_sum(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of the last hidden states of a decoder, with gradients in the parameters."""
+    """A weighted sum of a decoder's last hidden states, with gradients in the parameters."""
     hidden = model(**inputs, use_cache=False).last_hidden_state
     total = (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5))).sum()
     total.backward()
@@ -196,7 +196,7 @@ def weighted_sum(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_latents_of_several_layers_are_shared(prompts, attended):
-    """The gradients of readers reach the layer whose latents they read, also under a checkpoint."""
+    """Gradients of readers reach the layer whose latents they read, also under a checkpoint."""
     inputs, stock = prompts((0, 3), length=LENGTH), sharing_model()
     model = enable(copy.deepcopy(stock))
     total, expected = weighted_sum(model, inputs), weighted_sum(stock, inputs)
@@ -257,7 +257,7 @@ def test_short_sequences_attend_to_every_token(prompts, attended):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_nothing(any_name, prompts, use_reentrant):
-    """A reentrant checkpoint records no graph in its first pass; indexers learn in spite of it."""
+    """A reentrant checkpoint records no graph in its first pass; indexers are trained nevertheless."""
     inputs = prompts((0, 4), length=LENGTH)
     model = enable(make(any_name))
     outputs = step(model, inputs)
@@ -297,7 +297,7 @@ def test_indexers_alone_learn(name, prompts):
 
 
 def test_gradients_of_each_loss(prompts):
-    """The indexers' gradients are those of their loss, with any factor, and absent without it."""
+    """The indexers' gradients are those of their loss, with any factor, and none without it."""
     inputs = prompts((0, 4), length=LENGTH)
     model = enable(make("v32"))
     outputs = model(**inputs)
@@ -345,7 +345,7 @@ def test_a_decoder_alone_returns_the_loss(prompts):
 
 @pytest.mark.parametrize("option", ["output_attentions", CACHE, "mask", "dropout", "implementation"])
 def test_other_steps_are_stock_attention_s_or_refused(prompts, attended, option):
-    """They are refused where the indexer would not learn."""
+    """An error if an indexer would not be trained."""
     inputs = prompts((0, 0), length=12)
     options: dict[str, Any] = {}
     if option == "output_attentions":

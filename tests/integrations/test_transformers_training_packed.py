@@ -26,7 +26,7 @@ LENGTHS = (20, 1, 4, 9)
 
 
 def packed_inputs(by: str) -> dict[str, torch.Tensor]:
-    """Sequences in one row, which ``by`` separates: "position_ids", "cu_seq_lens" or "both"."""
+    """Sequences in one row, separated by ``by``: "position_ids", "cu_seq_lens" or "both"."""
     tokens = torch.randint(SIZES["vocab_size"], (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(4))
     inputs = {"input_ids": tokens}
     boundaries = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -70,7 +70,8 @@ def test_packed_sequences_are_those_alone(name, attended, by):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_sequences_are_stock_attention_s(name, attended):
-    """Of the model, whose indexers have no loss in stock attention. Two rows: of other sequences, and of the same."""
+    """Compared for the model's loss only: stock attention has no loss of indexers. Two rows, with different or equal
+    sequences."""
     stock, inputs = make(name), packed_inputs("position_ids")
     model = enable(copy.deepcopy(stock))
     tokens = inputs["input_ids"].repeat(2, 1)

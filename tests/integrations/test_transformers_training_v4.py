@@ -49,7 +49,7 @@ def mask_of(hidden=slice(0, 0)):
 
 @pytest.mark.parametrize("hidden", [slice(0, 0), slice(0, 7), slice(-7, None), slice(10, 15)])
 def test_gradients_are_stock_attention_s(attended, hidden):
-    """The indexer's are of its own loss, and stock attention has none."""
+    """The indexer's gradients come from its own loss, which stock attention does not have."""
     mask, stock = mask_of(hidden), make("v4")
     model = enable(copy.deepcopy(stock), indexer_loss_coef=0.5)
     expected, outputs = step(stock, mask), step(model, mask)
@@ -68,7 +68,7 @@ def test_gradients_are_stock_attention_s(attended, hidden):
 
 
 def test_padding_has_no_part_in_the_loss():
-    """A row that is padded on the right has the loss of the same row alone."""
+    """A row with padding on the right has the loss of the row without padding."""
     model = enable(make("v4"))
     ids, mask = tokens(1, LENGTH), torch.ones(1, LENGTH, dtype=torch.int64)
     mask[:, 30:] = 0
@@ -81,7 +81,7 @@ LENGTHS = (1, 3, 29, 8, 1, 23, 2)
 
 
 def packed_inputs(by: str) -> dict[str, torch.Tensor]:
-    """Sequences in one row, which ``by`` separates: "position_ids", "cu_seq_lens" or "both"."""
+    """Sequences in one row, separated by ``by``: "position_ids", "cu_seq_lens" or "both"."""
     inputs = {"input_ids": tokens(1, sum(LENGTHS))}
     if by != "cu_seq_lens":
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
@@ -125,7 +125,7 @@ def test_packed_sequences_are_those_alone(attended, by):
 
 
 def test_packed_rows_of_a_batch_are_those_alone():
-    """Two rows, separated at other tokens: a sequence does not go on in the next row."""
+    """Two rows with different boundaries: a sequence does not continue in the next row."""
     model = enable(make("v4"))
     lengths = ((20, 17), (5, 32))
     ids = tokens(2, LENGTH)

@@ -67,7 +67,7 @@ def test_padding_on_the_left(stock, enabled, sizes):
 
 @pytest.mark.parametrize("padding", [0, 9])
 def test_a_prefill_over_a_workspace(stock, enabled, padding, monkeypatch):
-    """Of so many tokens what they see is gathered first, behind a prefix too, and never padding."""
+    """With this many tokens the visible keys are gathered first, also after a prefix, and without padding."""
     over_workspaces = []
 
     def counted(q, *args, **kwargs):
@@ -101,7 +101,7 @@ def test_generate(stock, enabled, options):
 
 
 def test_positions_beyond_the_configs(stock, enabled):
-    """transformers rotates by any position, whatever max_position_embeddings says."""
+    """transformers supports any position, regardless of max_position_embeddings."""
     short = copy.deepcopy(stock)
     short.config.max_position_embeddings = 16
     paged, ids = enable(short, page_size=4), tokens(2, 40)
@@ -124,7 +124,7 @@ def test_inference_mode_then_no_grad(stock, enabled):
 
 
 def test_model1(stock):
-    """Over e4m3 keys logits stay near: rows of 512 numbers are model1's only."""
+    """Logits stay close with e4m3 keys; model1 supports rows of 512 elements only."""
     config = copy.deepcopy(stock.config)
     config.head_dim, config.partial_rotary_factor, config.qk_rope_head_dim = 512, 0.125, 64
     config.index_head_dim, config.index_topk = 128, 32
@@ -189,7 +189,7 @@ def test_settings_that_do_not_fit(stock, change, error, message):
     "name", ["o_a_proj", "q_a_norm", "kv_norm", "compressor.kv_norm", "compressor.indexer.kv_norm"]
 )
 def test_hooks_on_what_is_read_and_not_called_are_refused(stock, name):
-    """Before the model is changed, and where they come later, in the pass."""
+    """Before the model is changed, and in the forward pass if they are added later."""
     model = copy.deepcopy(stock)
     hook = model.model.layers[1].self_attn.get_submodule(name).register_forward_hook(lambda *called: 2 * called[2])
     with pytest.raises(TypeError, match=f"^{name.split('.')[-1]}( of layer 1)? must be a plain module"):
@@ -203,7 +203,7 @@ def test_hooks_on_what_is_read_and_not_called_are_refused(stock, name):
 
 
 def test_yarn_that_scales_cosines():
-    """Of a config that names both rotations; one flat yarn, as in checkpoints, scales nothing."""
+    """With a config that names both rotations; a flat yarn, as in checkpoints, scales nothing."""
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.25}
     main, compress = (
         scaled | {"rope_theta": 500.0},
@@ -245,7 +245,7 @@ def test_a_pass_over_nothing_is_refused(enabled, shape):
 
 
 def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
-    """Half of the layers have put new tokens' states in the place of those that the next group needs."""
+    """Half of the layers have overwritten states that the next group needs."""
     ids = tokens(1, 30)
     cache = enabled(ids[:, :10]).past_key_values
     with pytest.raises(ValueError, match=r"^attention_mask must be"):
@@ -264,7 +264,7 @@ def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
 
 
 def test_streams_are_the_original_where_gradients_are_recorded(stock):
-    """And in training, and after ``disable``; a wrapped module is left alone."""
+    """Also in training mode, and after ``disable``; wrapped modules are not changed."""
     model = copy.deepcopy(stock)
     wrapped = torch.nn.Sequential(model.model.layers[1].attn_hc)
     model.model.layers[1].attn_hc = wrapped

@@ -38,7 +38,7 @@ def enabled(stock):
 
 
 def assert_stocks_logits(stock, enabled, sizes, mask=None, positions=None):
-    """Of hidden columns too: ``generate`` reads them where prompts are padded on the right."""
+    """Logits of hidden columns too: ``generate`` reads them if prompts are padded on the right."""
     ids = tokens(3, COLUMNS)
     wanted, _ = logits_by_steps(stock, ids, sizes, mask, positions)
     found, cache = logits_by_steps(enabled, ids, sizes, mask, positions)
@@ -59,7 +59,7 @@ POSITIONS = {
 @pytest.mark.parametrize("sizes", STEPS)
 @pytest.mark.parametrize("name", POSITIONS)
 def test_positions(stock, enabled, name, sizes):
-    """Stock sees (position + 1) // ratio groups, also such that end after the query."""
+    """In stock attention (position + 1) // ratio groups are visible, also groups that end after the query."""
     assert_stocks_logits(stock, enabled, sizes, positions=POSITIONS[name])
 
 
@@ -80,14 +80,14 @@ def test_masks(stock, enabled, name, positions, sizes):
 
 @pytest.mark.parametrize(("name", "offset"), [("left", 0), ("left", 9), ("right", 0)])
 def test_long_prompts(stock, enabled, name, offset, monkeypatch):
-    """A workspace holds no groups ahead of a query, and no window with holes: then tokens are read from pages."""
+    """A workspace has no groups that end after a query, and no windows with gaps: then tokens are read from pages."""
     # 12 indices: workspaces of one or two tokens each.
     monkeypatch.setattr(V4Store, "workspaces", WorkspaceLimits(min_queries=2, max_indices=12))
     assert_stocks_logits(stock, enabled, [COLUMNS], mask_of(name), COLUMN[None] + offset)
 
 
 def test_positions_by_default_are_columns(stock, enabled):
-    """Behind a padded prompt too, and a mask that is left out hides nothing."""
+    """Also after a padded prompt; without a mask nothing is hidden."""
     ids, mask = tokens(3, COLUMNS), mask_of("left")
     logits = []
     for model in (stock, enabled):
@@ -107,7 +107,7 @@ def test_positions_by_default_are_columns(stock, enabled):
     ],
 )
 def test_generate_from_padded_prompts_twice(stock, enabled, side, options):
-    """The second call goes on with the first one's cache."""
+    """The second call continues with the first one's cache."""
     call = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | options
     sequences = []
     for model in (stock, enabled):

@@ -86,7 +86,7 @@ def test_generate(stock, prompts, options):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["dots3", "glm5-next"])
 def test_windows_and_pools_count_hidden_columns(name, prompts):
-    """A decode step behind hidden columns: the window begins later, and a pool's tail repeats a selected pool."""
+    """A decode step after hidden columns: the window begins later, and a pool's tail repeats a selected pool."""
     stock = make(name)
     enabled = enable(copy.deepcopy(stock), page_size=4)
     ids = prompts((0, 0), length=24)["input_ids"]

@@ -19,7 +19,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 def e4m3(x):
-    """Saturated, as uint8."""
+    """Saturating cast, as uint8."""
     return x.clamp(-448, 448).to(E4M3).view(torch.uint8)
 
 

@@ -43,12 +43,12 @@ def attend(q, k, v, out, options: dict[str, Any] | None = None):
 
 
 def e4m3(x):
-    """Saturated, as uint8."""
+    """Saturating cast, as uint8."""
     return x.clamp(-448, 448).to(E4M3).view(torch.uint8)
 
 
 def attention(q, k, v, lengths_q, lengths_k, table, page_size, scale, sees=lambda query, key: key <= query):
-    """float64 attention; the last query is at the last key."""
+    """float64 attention; the last query is aligned with the last key."""
     outs, first = [], 0
     for request, (s_q, s_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         slots = torch.tensor([int(table[request, p // page_size]) * page_size + p % page_size for p in range(s_k)])

@@ -20,7 +20,7 @@ from flashlatte.engine.v4 import V4Model
 
 
 def ranks(rank: int, size: int) -> Ranks:
-    """What a model asks of them before a step."""
+    """Fake ranks with the attributes that a model needs before a step."""
 
     def share(count: int) -> tuple[int, int]:
         return rank * count // size, (rank + 1) * count // size
@@ -38,7 +38,7 @@ FAMILIES = ("DeepseekV2", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "AXK1", "AX
 
 @pytest.mark.parametrize("family", ["DeepseekV3", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES)])
 def test_each_rank_reads_its_part(family, tmp_path):
-    """Three ranks have 1, 1 and 2 of 4 heads, and of each MLP parts that differ too."""
+    """Three ranks have 1, 1 and 2 of 4 heads, and slices of different sizes of each MLP."""
     whole, size = model(family), 3
     whole.save_pretrained(tmp_path)
     for rank in range(size):
@@ -60,7 +60,8 @@ def test_sinks_are_not_divided_between_ranks_that_share_the_keys():
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["DeepseekV3", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES)])
 def test_dtypes(family, dtype, tmp_path):
-    """Weights as stored, or as asked; what transformers keeps in float32 (a router's correction) all the same."""
+    """Weights in the stored or in the given dtype; those that transformers keeps in float32 (a router's correction)
+    stay float32."""
     copy.deepcopy(model(family)).bfloat16().save_pretrained(tmp_path)
     read = weights(Model(tmp_path, dtype=dtype, ranks=ranks(0, 2)))
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype or "auto")
@@ -73,7 +74,7 @@ def test_dtypes(family, dtype, tmp_path):
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("GlmMoeDsa", marks=pytest.mark.full)])
 def test_float8_weights_are_cut_between_blocks(family, kept, scale_fmt, tmp_path, monkeypatch):
-    """With their scales where the device multiplies them, else dequantised."""
+    """With their scales if the device supports fp8 products, else dequantised."""
     made = copy.deepcopy(model(family, **fp8_linears.SIZES)).bfloat16()
     fp8_linears.save(made, tmp_path, scale_fmt=scale_fmt)
     if kept:
@@ -91,7 +92,7 @@ def test_float8_weights_are_cut_between_blocks(family, kept, scale_fmt, tmp_path
 
 
 def test_blocks_are_not_cut(tmp_path, monkeypatch):
-    """Of a head's 24 query numbers 16 are a block."""
+    """16 of a head's 24 query elements form a block."""
     fp8_linears.save(model(**fp8_linears.SIZES | {"qk_rope_head_dim": 8}), tmp_path)
     fp8_linears.keep_quantised(monkeypatch)
     message = r"^tensor_parallel must divide quantised weights at multiples .* 16, got 0 to 24 of 96 in a FP8Linear$"
@@ -102,7 +103,7 @@ def test_blocks_are_not_cut(tmp_path, monkeypatch):
 
 
 def test_experts_that_are_too_small_are_not_cut(tmp_path):
-    """transformers' product of all experts takes rows of multiples of 16 bytes; its loop over experts takes all."""
+    """transformers' grouped product requires rows of a multiple of 16 bytes; its loop over experts supports any."""
     small = copy.deepcopy(model(moe_intermediate_size=12))
     small.save_pretrained(tmp_path)
     for source in (small, tmp_path):
@@ -113,7 +114,7 @@ def test_experts_that_are_too_small_are_not_cut(tmp_path):
 
 
 def test_blocks_of_experts_are_not_cut(tmp_path, monkeypatch):
-    """6 heads divide over 3 ranks, and two blocks of an expert's inner numbers do not."""
+    """6 heads can be divided over 3 ranks, but not the two blocks of an expert's inner dims."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6}
     fp8_linears.save(model(**fp8_linears.SIZES | sizes), tmp_path)
     fp8_linears.keep_quantised(monkeypatch)
@@ -139,7 +140,7 @@ def test_adapters_are_not_cut(part):
 
 
 class Beside(torch.nn.Module):
-    """A bottleneck adapter beside what it wraps, or low ranks beside a linear layer."""
+    """A bottleneck adapter around a module, or low-rank matrices added to a linear layer."""
 
     def __init__(self, base: torch.nn.Module, inputs: int = 64, outputs: int = 64) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ def test_an_mlp_of_other_weights_is_refused():
 
 
 def test_packed_weights_are_refused():
-    """As of a linear layer with compressed-tensors' weights."""
+    """Weights as in a linear layer of compressed-tensors."""
     changed = copy.deepcopy(model())
     packed = changed.model.layers[1].mlp.shared_experts.up_proj
     del packed.weight
@@ -190,7 +191,7 @@ def test_hooks_that_would_see_a_part_are_refused(part):
 
 @pytest.mark.parametrize("part", ["mlp", "mlp.shared_experts", "mlp.shared_experts.up_proj", "self_attn.q_b_proj"])
 def test_another_forward_of_what_is_cut_is_refused(part):
-    """In the copy that is cut it would still compute with the weights of the whole."""
+    """In the sliced copy it would still compute with the weights of the whole model."""
     changed = copy.deepcopy(model())
     replaced = changed.model.layers[1].get_submodule(part)
     before = replaced.forward
@@ -216,7 +217,7 @@ def tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
 def test_a_model_that_is_cut_is_not_copied_whole(family, monkeypatch):
-    """Nor does it change, and nothing of the copy lies in its memory."""
+    """The model does not change, and the copy shares no memory with it."""
     whole = copy.deepcopy(model(family))
     before = [(id(tensor), tensor.data_ptr(), tensor.shape, tensor.requires_grad) for tensor in tensors(whole)]
     monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", lambda *_: pytest.fail("a weight was copied whole"))
@@ -228,7 +229,7 @@ def test_a_model_that_is_cut_is_not_copied_whole(family, monkeypatch):
 
 
 def test_a_model_that_device_map_spread_stays_where_it_is(monkeypatch):
-    """accelerate's ``to`` is one of the model's attributes, and would move the model itself also for a copy."""
+    """accelerate's ``to`` is an attribute of the model, and would move the model itself even if called on a copy."""
     accelerate = pytest.importorskip("accelerate")
     spread = copy.deepcopy(model())
     parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
@@ -258,7 +259,7 @@ def test_what_others_have_is_not_read(tmp_path, monkeypatch):
 
 
 def test_tied_embeddings_are_one_weight(tmp_path):
-    """Also where they are made in another dtype, or on another device, than the file's."""
+    """Also if they are created with another dtype or device than the file's."""
     model("Youtu", tie_word_embeddings=True).save_pretrained(tmp_path)
     read = Model(tmp_path, dtype=torch.bfloat16, ranks=ranks(0, 2))
     assert read._head.weight.data_ptr() == read._body.embed_tokens.weight.data_ptr()
@@ -285,7 +286,7 @@ def test_experts_in_one_tensor_are_transformers_business(tmp_path):
 
 
 def test_an_adapter_in_the_directory_is_transformers_business(tmp_path):
-    """With peft it puts the adapter on the model, and what is then no plain layer is refused."""
+    """With peft, transformers applies the adapter, and non-plain layers are then rejected."""
     model().save_pretrained(tmp_path)
     assert Slices.of(tmp_path, model().config, None, "cpu") is not None
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -293,7 +294,7 @@ def test_an_adapter_in_the_directory_is_transformers_business(tmp_path):
 
 
 def test_the_file_that_transformers_would_read(tmp_path):
-    """A directory may still have the files of an older save, and their index."""
+    """A directory may still contain the files of an older save, and their index."""
     changed = copy.deepcopy(model())
     with torch.no_grad():
         changed.lm_head.weight.mul_(2)

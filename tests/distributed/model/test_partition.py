@@ -16,7 +16,7 @@ EXPERTS, HIDDEN, INNER = 2, 64, 128
 
 
 class Experts(nn.Module):
-    """The weights of transformers' ``FP8Experts`` where a checkpoint has experts of four bits."""
+    """The weights of transformers' ``FP8Experts`` for a checkpoint with 4-bit experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
 
 def numbers(experts: Any, name: str) -> torch.Tensor:
-    """[experts, outputs, inputs], each code in place of its number, times the scale of its block."""
+    """Dequantised weights [experts, outputs, inputs]."""
     codes, scales = getattr(experts, name).int(), getattr(experts, f"{name}_scale_inv").float()
     pairs = torch.stack([codes & 15, (codes >> 4) & 15], dim=-1).flatten(2)
     return pairs.float() * scales.repeat_interleave(32, -1)

@@ -31,7 +31,8 @@ PUBLISHED = [
 
 
 def saved(path: Path, **options: Any) -> None:
-    """Quantised as DeepSeek's are, what transformers computes in float32 stored in it, with published names."""
+    """A checkpoint quantised like DeepSeek's, with published names; weights that transformers computes in float32 are
+    stored in float32."""
     made = copy.deepcopy(model("DeepseekV4", **WHOLE_BLOCKS))
     made.config.dtype = torch.bfloat16
     for name, weight in made.named_parameters():
@@ -50,14 +51,14 @@ def rewrite(path: Path, change: Any) -> None:
 
 
 def published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """With the name that DeepSeek gives it."""
+    """DeepSeek's name of a tensor."""
     for pattern, replacement in PUBLISHED:
         name = re.sub(pattern, replacement, name)
     return {name: tensor}
 
 
 def four_bits(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Experts with codes of four bits, two to a byte, and scales of 32 of them, whatever they were."""
+    """Random experts with 4-bit codes, two per byte, and a scale per 32 codes."""
     if ".experts." not in name:
         return {name: tensor}
     generator = torch.Generator().manual_seed(tensor.numel())
@@ -70,7 +71,7 @@ def four_bits(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def check_parts(path: Path) -> dict[str, torch.Tensor]:
-    """That each of two ranks reads what it would have cut from the whole; the last one's weights."""
+    """Check that each of two ranks reads its slice of the whole model; returns the weights of the last rank."""
     whole, got = AutoModelForCausalLM.from_pretrained(path, dtype="auto"), {}
     for rank in range(2):
         assert Slices.of(path, AutoConfig.from_pretrained(path), None, "cpu") is not None
@@ -103,7 +104,7 @@ def test_float8_weights(kept, tmp_path, monkeypatch):
 
 
 def test_experts_of_four_bits(tmp_path, monkeypatch):
-    """As DeepSeek publishes V4: four bits for experts, e4m3 for the rest."""
+    """As DeepSeek publishes V4: 4-bit experts, e4m3 otherwise."""
     saved(tmp_path, scale_fmt="ue8m0")
     rewrite(tmp_path, four_bits)
     config = json.loads((tmp_path / "config.json").read_text())

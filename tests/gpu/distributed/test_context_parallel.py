@@ -54,7 +54,7 @@ def test_sparse_decode_of_the_best_of_all_ranks():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_follows_the_lengths(form):
-    """A step with its plan and its collectives is captured once, and replayed for longer requests."""
+    """A step with its plan and its collectives is captured once, and replayed with longer requests."""
     step = Step((5, 300, 1), heads=128, queries=2, dtype=torch.bfloat16, device="cuda")
     context = rank_jobs.context_parallel(1, form, False)
     longest = Step((900, 900, 900), 128, 2, torch.bfloat16, device="cuda")

@@ -25,7 +25,7 @@ PROMPTS = [prompt(300), [*prompt(300)[:280], 7], prompt(3, 1), prompt(70, 2)]
 def generate(
     source: Any, groups: list[list[list[int]]], sampling: SamplingParams, **options: Any
 ) -> tuple[list[tuple[list[int], list[float]]], int] | None:
-    """Rank 0: tokens and log-probabilities of requests, group after group, and how many CUDA graphs there are."""
+    """On rank 0: tokens and log-probabilities of each group of requests, and the number of CUDA graphs."""
     settings: dict[str, Any] = {"num_pages": 64, "max_num_batched_tokens": 96, "max_num_seqs": 4}
     engine = Engine(source, tensor_parallel=dist.get_world_size(), **settings | options)
     if not engine.leads:
@@ -61,7 +61,8 @@ def test_greedy_tokens_are_transformers(family, keys_over_all, num_speculative_t
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("keys_over_all", [False, True])
 def test_graphs_give_what_eager_steps_give(keys_over_all):
-    """Bit for bit: a group's prompts are computed in one step, so that its steps are of as many requests as a graph."""
+    """Bitwise equal: the prompts of a group are computed in one step, so that its steps have the batch size of a
+    graph."""
     source = copy.deepcopy(model("DeepseekV3")).to("cuda", torch.bfloat16)
     groups = [PROMPTS[:1], [*PROMPTS[1:], prompt(150, 3)]]
     sampling = greedy(80, logprobs=0)
@@ -81,7 +82,7 @@ def test_graphs_give_what_eager_steps_give(keys_over_all):
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("keys_over_all", [False, True])
 def test_graphs_of_more_requests_than_a_step_has(keys_over_all, monkeypatch):
-    """Three requests replay the graph of four: bit for bit what the same padded steps give eagerly."""
+    """Three requests replay the graph for four: bitwise equal to the same padded steps without a graph."""
     source = copy.deepcopy(model("DeepseekV3")).to("cuda", torch.bfloat16)
     sampling = greedy(80, logprobs=0)
     context_parallel = dist.get_world_size() if keys_over_all else 1
@@ -95,7 +96,7 @@ def test_graphs_of_more_requests_than_a_step_has(keys_over_all, monkeypatch):
 
 
 def saved(path: Path, save: Callable[[Path], None]) -> Path:
-    """Rank 0's folder, where it has saved: transformers saves there alone."""
+    """The folder in which rank 0 has saved a model: transformers saves on rank 0 only."""
     if dist.get_rank() == 0:
         save(path)
     folders = [path]
@@ -104,15 +105,16 @@ def saved(path: Path, save: Callable[[Path], None]) -> Path:
 
 
 def alone(source: Any, prompts: list[list[int]], sampling: SamplingParams, **options: Any) -> list[Any]:
-    """What the engine of one process generates, on each, before any makes one of all (which that would not fit)."""
+    """Outputs of a single-process engine on each rank, created before the engine over all ranks (both would not fit in
+    memory)."""
     outputs = Engine(source, num_pages=64, **options).generate(prompts, sampling)
     dist.barrier()
     return [(output.outputs[0].token_ids, chosen_logprobs(output)) for output in outputs]
 
 
 def differences(got: list[Any], expected: list[Any]) -> torch.Tensor:
-    """Of log-probabilities, as long as tokens are the same, and where they part, as both should have been as probable.
-    Sums over ranks are rounded to bf16 otherwise."""
+    """Differences of log-probabilities as long as tokens are equal; at the first different token, both must have been
+    equally probable. Sums over ranks round to bf16 in another order."""
     found = []
     for (tokens, logprobs), (tokens_alone, logprobs_alone) in zip(got, expected, strict=True):
         same = [one == other for one, other in zip(tokens, tokens_alone, strict=True)]
@@ -129,7 +131,7 @@ FLOAT8 |= {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk
 
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 def test_a_float8_checkpoint_is_divided(tmp_path):
-    """Read as slices, and multiplied by transformers' kernels."""
+    """Read as slices, with transformers' fp8 kernels."""
     from transformers.integrations import finegrained_fp8
 
     try:
@@ -153,7 +155,8 @@ def test_a_float8_checkpoint_is_divided(tmp_path):
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("cache_format", ["model1", "bf16"])
 def test_deepseek_v4s_groups_of_heads(cache_format, tmp_path):
-    """Replayed steps bit for bit eager ones. A checkpoint; experts and groups of tokens are all chosen, as above."""
+    """Replayed steps are bitwise equal to eager ones. From a checkpoint; all experts and groups of tokens are selected,
+    as above."""
     source = large_v4(num_experts_per_tok=4, index_topk=256).bfloat16()
     path = saved(tmp_path, source.save_pretrained)
     prompts = [prompt(length, seed) for seed, length in enumerate((3, 100, 240, 500))]

@@ -33,7 +33,7 @@ pytestmark = [
 
 @contextlib.contextmanager
 def started(arguments: list[str], told: list[Path]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that are ranks of one group, and write to the files ``told``, without a launcher that ends them."""
+    """Processes of one group that write to the files ``told``, without a launcher that kills them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

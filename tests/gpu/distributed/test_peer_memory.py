@@ -24,7 +24,7 @@ def memory(group) -> PeerMemory:
 
 
 def summands(dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
-    """Of every rank."""
+    """The summands of every rank."""
     generator = torch.Generator("cuda").manual_seed(0)
     return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(dist.get_world_size())]
 

@@ -14,7 +14,7 @@ NEW_TOKENS = 6
 
 
 def by_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, each row by a product of its own, from memory that is aligned alike."""
+    """a @ b with a separate product for each row, from memory of equal alignment."""
     columns = b.t().contiguous()
     return torch.stack([columns.mv(row.clone()) for row in a]) if len(a) else a.new_zeros(0, b.shape[1])
 

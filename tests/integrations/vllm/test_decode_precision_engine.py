@@ -9,7 +9,7 @@ from flashlatte.integrations.decode_precision import VARIABLE
 
 @pytest.fixture
 def forget_backends():
-    """vLLM remembers a backend that it chose, and a test may choose it with another environment."""
+    """Clear vLLM's cache of selected backends, since tests select with different environments."""
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     _cached_get_attn_backend.cache_clear()

@@ -12,7 +12,7 @@ OVERRIDE = {KIMI: f"{vllm_kimi_model.__name__}:{KIMI}"}
 # Kimi-Linear projects queries at once, Kimi-K3 through a latent.
 @pytest.mark.parametrize("q_lora_rank", [None, 96])
 def test_generates_what_transformers_does(tmp_path, own_process, q_lora_rank):
-    """In a process of its own: vLLM's model imports packages that another engine in the process does not survive."""
+    """In a separate process: another engine in the process does not survive the packages that vLLM's model imports."""
     model, given = vllm_kimi_model.write(tmp_path, q_lora_rank=q_lora_rank), prompts(MIXED)
     with engine(model, model_class_overrides=OVERRIDE, max_num_batched_tokens=96, attention_backend="CUSTOM") as vllm:
         ours = vllm.generate(given)
@@ -23,7 +23,7 @@ def test_generates_what_transformers_does(tmp_path, own_process, q_lora_rank):
 
 
 def test_a_cache_of_fp8_is_refused_by_name(tmp_path):
-    """vLLM's layer requires quantised queries in prefill there, which FlashLatte has not."""
+    """vLLM's layer then requires quantised queries in prefill, which FlashLatte does not support."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = {"model": str(vllm_kimi_model.write(tmp_path)), "skip_tokenizer_init": True, "max_model_len": 1024}

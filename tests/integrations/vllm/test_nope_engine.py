@@ -10,7 +10,7 @@ FAMILIES = {"v3": "DeepseekV3ForCausalLM", "v32": "DeepseekV32ForCausalLM"}
 
 @pytest.fixture(scope="module")
 def models(checkpoint, tmp_path_factory):
-    """vLLM's model of a family, and what transformers generates with it."""
+    """vLLM's model of a family, and the tokens that transformers generates with it."""
 
     def make(family, **changes):
         theirs, vllms = vllm_nope_model.write(checkpoint(family, **changes), tmp_path_factory.mktemp(family) / "nope")

@@ -31,7 +31,7 @@ def draw(*shape, seed):
 
 
 class Group:
-    """``HiSparseMLAIndexGroup``: rows on the GPU are in an order of their own, in pages of as many tokens."""
+    """``HiSparseMLAIndexGroup``: rows on the GPU are in a different order, in pages of the same size."""
 
     def __init__(self, host, resident=False):
         self.host, self.resident, self.calls = host, resident, []
@@ -82,7 +82,7 @@ def batch(tokens):
 
 @pytest.fixture
 def make(monkeypatch):
-    """A layer; ``group`` if its contexts are on the host."""
+    """A layer; with ``group`` if its contexts are in host memory."""
 
     def layer(topk, group=None):
         config = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=group and "given"))

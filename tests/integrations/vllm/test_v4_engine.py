@@ -161,7 +161,7 @@ def layer(monkeypatch):
                 layer.topk_indices_buffer[token] = padded([picked], 8)[0][0, 0]
 
         def combine(chosen, *_args, out, **_):
-            """Rows of the workspace: what was chosen stands first, and behind it the window."""
+            """Rows of the workspace: the selected groups first, then the window."""
             first = case.lengths[2] - QUERIES[2] - WINDOW + 1
             for row, (_, position, picked) in enumerate(case.chosen[DECODING:]):
                 picked = [] if case.ratio == 1 else picked

@@ -50,7 +50,7 @@ class Case:
         return SimpleNamespace(**given | changes)
 
     def chunk(self, request, first, last):
-        """Of tokens ``first`` to ``last`` - 1 of the prefill request that is the last one."""
+        """Tokens ``first`` to ``last`` - 1 of the last prefill request."""
         groups = self.lengths[request] // RATIO
         token_start = sum(self.new[:request])
         places = torch.tensor([place for owner, place in self.tokens if owner == request][first:last])
@@ -167,7 +167,7 @@ def installed(monkeypatch):
 
 
 def make(layers, layer, **options):
-    """What vLLM's layer makes of its key cache, which is registered before."""
+    """The class that vLLM's layer creates for its key cache, which must be registered before."""
     prefix = f"model.layers.{layer}.attn.indexer.k_cache"
     layers[prefix] = None
     sizes = (128, "ue8m0", TOPK, 128, 1024, 4096)
