@@ -18,7 +18,7 @@ from flashlatte.engine.model_factory import create_model
 
 @pytest.fixture(scope="module")
 def printed():
-    """What the demo prints, and its exit code, in a process of its own."""
+    """The demo's output and exit code, in a separate process."""
     pytest.importorskip("transformers")
     pytest.importorskip("rich")
     code = "import sys; from flashlatte.demo import run_demo; sys.exit(run_demo(device='cpu'))"

@@ -60,7 +60,7 @@ def built(tmp_path_factory):
 
 
 def run(built: Path, *arguments: str, interpret: str = "0") -> str:
-    """What Python prints, with the kernel's loader as ``kernels`` and nothing else of this repository."""
+    """Run Python with the kernel's loader as ``kernels``, without the rest of this repository; returns its output."""
     stub = built.parent / "stub"
     stub.mkdir(exist_ok=True)
     init = built / "torch-ext" / "flashlatte" / "__init__.py"

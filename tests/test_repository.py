@@ -70,7 +70,7 @@ def test_the_tested_pythons_are_those_of_the_classifiers():
 
 
 def test_the_tested_tritons_are_the_admitted_minor_versions():
-    """One of each minor version: constraints.txt has one, the workflows the others."""
+    """One release of each minor version: one in constraints.txt, the others in the workflows."""
     low, high = re.findall(r'"triton>=3\.(\d+),.*<3\.(\d+);', (ROOT / "pyproject.toml").read_text())[0]
     others = read(ROOT / ".github/workflows/ci.yml")["jobs"]["triton"]["strategy"]["matrix"]["triton"]
     (pinned,) = re.findall(r"^triton==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -113,7 +113,7 @@ def test_pre_commit_runs_the_pinned_ruff():
 
 
 def test_the_citation_is_of_the_packages_version():
-    """The last one with a date in the changelog, and the date."""
+    """The latest version with a date in the changelog, and that date."""
     citation = read(ROOT / "CITATION.cff")
     assert citation["version"] == flashlatte.__version__
     dated = re.findall(r"^## \[([\d.]+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

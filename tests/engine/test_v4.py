@@ -55,7 +55,7 @@ def test_more_requests_than_run_at_a_time():
 
 
 def replayed(served: Engine) -> Engine:
-    """Makes decode steps behave like graphs: the first step's computation for a batch size is called again."""
+    """Makes decode steps behave like graphs: the metadata of the first step of a batch size is reused."""
     runner, first, buffers = served.runner, {}, []
 
     def padded(size: int, metadata: V4Metadata) -> torch.Tensor:

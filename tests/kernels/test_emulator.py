@@ -89,7 +89,7 @@ def test_diverging_lanes_meet_again():
 
 
 def test_lanes_wait_for_each_other_at_a_barrier():
-    """The branch leads backwards: the lanes that have taken it are at the barrier first."""
+    """The branch is backwards: the lanes that take it reach the barrier first."""
     body = """
         bra.uni BEGIN;
     MEET:

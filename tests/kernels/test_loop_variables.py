@@ -40,7 +40,7 @@ def test_the_pattern_is_detected():
 
 
 def confusions(source: str) -> Iterator[tuple[int, str]]:
-    """Lines in loops that assign to a variable another one with which it shared its value before the loop."""
+    """Assignments in loops to a variable from another one that had the same value before the loop."""
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):
             continue

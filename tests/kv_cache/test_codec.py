@@ -30,7 +30,7 @@ def as_bytes(x):
 
 
 def page_bytes(cache, page, used):
-    """The first bytes of a page as they lie in memory."""
+    """The first bytes of a page in memory order."""
     raw = cache.view(torch.uint8)
     return as_bytes(raw.as_strided((used,), (1,), raw.storage_offset() + page * raw.stride(0)))
 

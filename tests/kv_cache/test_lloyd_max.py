@@ -16,7 +16,7 @@ VLLM_128 = {
 
 
 def integral(function, a, b, steps=20000):
-    """By Simpson's rule."""
+    """Numerical integral by Simpson's rule."""
     width = (b - a) / steps
     inner = sum((4 if i % 2 else 2) * function(a + i * width) for i in range(1, steps))
     return (function(a) + inner + function(b)) * width / 3

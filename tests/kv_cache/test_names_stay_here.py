@@ -26,7 +26,7 @@ FILES = [
 
 
 def named_formats(source: str) -> Iterator[tuple[int, str]]:
-    """Strings that are a format's name, but for the defaults of arguments."""
+    """Strings that are a format's name, except default values of arguments."""
     tree = ast.parse(source)
     arguments = [node.args for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
     defaults = {id(value) for args in arguments for value in (*args.defaults, *args.kw_defaults)}

@@ -17,7 +17,7 @@ from flashlatte.runtime import dispatch, machine
 
 @dataclass(frozen=True)
 class Int8Format(CacheFormat):
-    """Pages of int8 numbers of all tokens, then of a float32 scale of each; no rope part."""
+    """A page has the int8 elements of all tokens, then a float32 scale of each; no rope part."""
 
     name = "int8"
     record_dtype = torch.uint8

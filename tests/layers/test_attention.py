@@ -125,7 +125,7 @@ def test_shards_of_heads_sum_to_the_layer(name, shards):
 
 @pytest.mark.parametrize(("name", "topk"), [("v3", 40), ("glm4", 5)])
 def test_given_indices_select_what_is_attended_to(name, topk):
-    """Of a mask that leaves some tokens out, the stock module's result."""
+    """Compared with the stock module under a mask that hides the other tokens."""
     model = stock(name)
     (hidden,) = hidden_states((24,))
     engine = Engine(layer_like(model), (hidden,), page_size=8)
@@ -203,7 +203,7 @@ def test_metadata_whose_buffers_hold_another_step_is_refused():
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("operation", ["dense_decode", "sparse_decode"])
 def test_batch_invariance_is_asked_of_decode(asked, operation, monkeypatch):
-    """What it then promises, the operations' own tests say."""
+    """The flag is passed on; its effect is tested with the operations."""
     told = []
     run = getattr(absorbed, operation)
     monkeypatch.setattr(absorbed, operation, lambda *args, **kwargs: [told.append(kwargs), run(*args, **kwargs)][1])

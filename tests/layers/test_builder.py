@@ -307,7 +307,7 @@ def test_a_cache_of_fewer_pages_is_refused():
 
 
 def test_pages_beyond_the_cache_are_found_when_both_meet():
-    """A builder that was not told of the cache's pages knows which ones a step reaches."""
+    """A builder without num_pages records the largest page of a step."""
     layer, builder = MLAAttention(SMALL), MLAMetadataBuilder(4, 4, 64, 12, "cpu")
     cache = torch.zeros(5, 4, 1, 20)
     for table, slots, page in ((TABLE[:1], None, 7), (TABLE[1:2], torch.tensor([0, 1, 22, -1]), 5)):

@@ -43,7 +43,7 @@ def test_float32_model_over_a_cache_that_rounds(cache_format):
 
 @pytest.mark.parametrize("cache_format", ["bf16", "v32"])
 def test_bfloat16_model(cache_format):
-    """Weights, activations and cache rounded: against the float32 stock module with the same rounded weights."""
+    """bf16 weights, activations and cache, compared with the float32 stock module with the same rounded weights."""
     model, sequences = model_for(cache_format), hidden_states((49, 16))
     engine = Engine(
         layer_like(model, dtype=torch.bfloat16), sequences, cache_format, max_decode_queries=3, workspace_tokens=10
@@ -53,7 +53,7 @@ def test_bfloat16_model(cache_format):
 
 
 def test_decode_over_v32_reads_what_was_written():
-    """Against the float32 layer over the dequantised cache: no difference but float32's."""
+    """Compared with the float32 layer over the dequantised cache: only float32 rounding differs."""
     model, sequences = model_for("v32"), hidden_states((20,))
     quantised = Engine(layer_like(model), sequences, "v32", max_decode_queries=3)
     exact = Engine(layer_like(model), sequences, "fp32", max_decode_queries=3)

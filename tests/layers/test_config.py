@@ -176,7 +176,7 @@ def test_numbers_that_would_make_every_output_nan_are_refused(options):
 
 
 def test_query_scaling():
-    """Llama 4's formula, worked by hand: the factor grows with the logarithm of whole spans of positions."""
+    """Llama 4's formula, computed by hand: the factor grows with the logarithm of complete spans of positions."""
     scaling = QueryScaling(beta=0.5, original_max_position=10)
     got = scaling.factors(torch.tensor([0, 9, 10, 19, 20, 100]))
     assert got.tolist() == pytest.approx([1 + 0.5 * math.log(1 + spans) for spans in (0, 0, 1, 1, 2, 10)])

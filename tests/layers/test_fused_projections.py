@@ -50,7 +50,7 @@ def hidden():
 
 @pytest.fixture
 def products(monkeypatch):
-    """How many rows the weights of each matrix product have."""
+    """The number of weight rows of each matrix product."""
     counts = []
 
     def linear(x, weight, bias=None):
@@ -180,7 +180,7 @@ def test_gradients_reach_each_weight(hidden, products):
 
 
 def test_parts_of_something_stay_where_they_are(hidden):
-    """As of a flat parameter of many, or of a tensor that someone else holds too."""
+    """Such as views of a flat parameter, or of a tensor with other references."""
     whole = torch.randn(sum(WIDTHS), 64)
     projections = linears()
     for linear, part in zip(reversed(projections), whole.split(WIDTHS[::-1]), strict=True):
@@ -192,7 +192,7 @@ def test_parts_of_something_stay_where_they_are(hidden):
 
 
 def test_neighbours_by_chance_are_no_neighbours(hidden, products):
-    """Two tensors of their own whose memory happens to be adjacent."""
+    """Two separate tensors whose memory happens to be adjacent."""
     memory = torch.randn(48, 64)
     projections = linears()[:2]
     for linear, begin in zip(projections, (0, 32), strict=True):

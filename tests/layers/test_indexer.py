@@ -72,7 +72,7 @@ def test_decode_from_fewer_tokens_than_are_selected_to_more(model):
 
 def test_a_decode_step_may_choose_as_late_as_its_attention_begins(model, monkeypatch):
     class Latest:
-        """The side stream of a graph, where it is last to run."""
+        """A fake side stream of a graph, whose work runs as late as possible."""
 
         def __init__(self, device, wanted):
             self.wanted, self.waiting = wanted, []
@@ -155,7 +155,7 @@ def test_shards_of_heads_sum_to_the_layer():
 
 
 def test_layers_that_share_a_choice_attend_to_the_same_tokens():
-    """The second layer is the first without its indexer, so that it must give the same."""
+    """The second layer is the first one without its indexer, so its output must be the same."""
     engine = engine_of(stock("glm5"), (30, 12), max_decode_queries=1)
     first = engine.layer
     second = MLAAttention(first.config, shares_selection=True, dtype=torch.float32)
@@ -184,7 +184,7 @@ def test_hadamard_changes_rounding_only():
 
 @pytest.mark.parametrize("index_format", ["index_fp8", "index_bf16"])
 def test_v32_pages_and_quantised_keys(index_format):
-    """Rounded keys choose other tokens where scores are near, so only most outputs are near; none is not finite."""
+    """Rounded keys change the selection among close scores, so only most outputs are close; all are finite."""
     model = stock("v32", (("kv_lora_rank", 512), ("qk_rope_head_dim", 64), ("index_head_dim", 128)))
     engine = engine_of(model, (60, 44), "v32", index_format=index_format, max_decode_queries=2, page_size=64)
     engine.step({0: 40, 1: 30})
@@ -200,7 +200,7 @@ def test_v32_pages_and_quantised_keys(index_format):
 
 
 def choice(index_format):
-    """What each of 1,024 random tokens selects: 64 at most."""
+    """The selections of each of 1,024 random tokens, at most 64."""
     options = {"index_topk": 64, "index_head_dim": 128, "max_position_embeddings": 1024, "qk_rope_head_dim": 64}
     layer, (hidden,) = layer_like(stock("v32", tuple(options.items()))), hidden_states((1024,))
     engine = Engine(layer, (hidden,), max_decode_queries=0, index_format=index_format, page_size=64)
@@ -209,7 +209,7 @@ def choice(index_format):
 
 
 def test_overlap_of_rounded_keys_with_the_choice_in_float32():
-    """Seen from the 65th token on, where there is a choice: 0.971 with e4m3 keys and queries, 0.998 with bf16."""
+    """From the 65th token on, where not all tokens are selected: 0.971 with e4m3 keys and queries, 0.998 with bf16."""
     wanted = choice("index_fp32")[64:]
     for index_format, least in (("index_fp8", 0.965), ("index_bf16", 0.995)):
         chosen = choice(index_format)[64:]
@@ -346,7 +346,7 @@ def oracle_scores(layer, hidden):
 
 @pytest.mark.parametrize("heads", [1, 32])
 def test_a_choice_differs_from_an_oracle_s_only_in_tied_scores(heads):
-    """Of one head half of the scores are zero."""
+    """With one head, half of the scores are zero."""
     layer = layer_like(stock("v32", (("index_n_heads", heads),)))
     (hidden,) = hidden_states((60,))
     engine = Engine(layer, (hidden,), max_decode_queries=4)

@@ -14,7 +14,7 @@ INPUTS, OUTPUTS = 6, 4
 
 
 class Quantised(torch.Tensor):
-    """A weight of codes and a scale that knows how to be multiplied by, as torchao's tensors do."""
+    """A weight subclass of codes and a scale that supports matrix products, like torchao's tensors."""
 
     @staticmethod
     def __new__(cls: Any, codes: torch.Tensor, scale: torch.Tensor, *_: Any) -> Any:
@@ -57,7 +57,7 @@ class Dequantisable(Quantised):
 
 
 def powers_of_two(*shape: int) -> torch.Tensor:
-    """By which products of small integers, and their sums, are exact in whatever order they are taken."""
+    """Scales with which products of small integers, and their sums in any order, are exact."""
     return 2.0 ** torch.randint(-3, 4, shape)
 
 
@@ -74,7 +74,7 @@ def assert_is_its_matrix(layer: nn.Linear) -> None:
 
 
 class Bytes(nn.Linear):
-    """A layer of e4m3 weights, as transformers' ``FP8Linear``."""
+    """A layer with e4m3 weights, like transformers' ``FP8Linear``."""
 
     def __init__(self, codes: torch.Tensor) -> None:
         super().__init__(INPUTS, OUTPUTS, bias=False)

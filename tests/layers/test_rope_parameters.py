@@ -53,7 +53,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES)
 def test_frequencies_and_softmax_scale_are_transformers(case, tmp_path):
-    """Read from a mapping, a file and a config object, before and after transformers made a model of it."""
+    """Read from a mapping, a file and a config object, before and after transformers created a model from it."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as host
 
     fields = SIZES | CASES[case]

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 
 def run(engine, counter=None):
-    """Prefill, decode, and both in a batch; with how many graphs there were after each step."""
+    """Prefill, decode, and both in a batch; with the number of graphs after each step."""
     graphs = []
     for news in ({0: 12, 1: 17}, *[{0: 1, 1: 1}] * 5, {0: 1, 1: 2, 2: 18}):
         engine.step(news)

@@ -230,7 +230,7 @@ def test_tokens_outside_the_boundaries_belong_to_no_sequence():
 
 
 def test_boundaries_are_clamped():
-    """A GPU does not check them."""
+    """On a GPU they are not checked."""
     batch = TrainingBatch.packed(torch.tensor([-5, 4, 2, 2**32]), 3, 9)
     assert batch.cu_seqlens.tolist() == [0, 4, 4, 9]
     assert batch.key_start.tolist() == [0] * 4 + [4] * 5

@@ -23,7 +23,7 @@ from flashlatte.ops.dense_prefill import dense_prefill
     zigzag=st.booleans(),
 )
 def test_blocks_of_ranks_are_the_batch(before, lengths, after, size, zigzag):
-    """Also with empty sequences, and tokens of no sequence, which hold NaN. A rank may have empty blocks."""
+    """Also with empty sequences, and tokens outside of every sequence, which hold NaN. A rank may have empty blocks."""
     boundaries = torch.tensor(list(accumulate([before, *lengths])), dtype=torch.int32)
     tokens = int(boundaries[-1]) + after
     generator = torch.Generator().manual_seed(0)

@@ -41,7 +41,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """x [tokens, ..., dims] as complex numbers of neighbouring dims, each turned by its position and frequency."""
+    """x [tokens, ..., dims] as complex numbers of adjacent dims, each rotated by its position and frequency."""
     if rope.layout == "none" or x.shape[-1] == 0:
         return x
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
@@ -162,7 +162,7 @@ def test_a_window_needs_its_slots():
 
 
 def test_a_window_in_a_padded_decode_step():
-    """Added requests have no slots. The buffers are those of the step before."""
+    """Padding requests have no slots. The buffers are those of the previous step."""
     layer = made({"window": 3})
     hidden = hidden_states((8,), width=32)[0]
     builder = MLAMetadataBuilder(4, 3, 16, 16, "cpu", cache_format="fp32", windows=(3,))

@@ -18,7 +18,7 @@ READ = ("kv_b_proj", "kv_a_layernorm", "q_a_layernorm")
 
 
 class Adapter(nn.Module):
-    """As LoRA's: it shows the weight of what it wraps, and adds to that one's result."""
+    """Like LoRA's: it exposes the weight of the wrapped module, and adds to its result."""
 
     def __init__(self, wrapped: Any) -> None:
         super().__init__()

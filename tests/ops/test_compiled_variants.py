@@ -128,7 +128,7 @@ def test_new_lengths_strides_and_batches_compile_nothing(record, operation, back
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_batch_invariant_is_the_same_machine_code_for_all_batches_and_tables(record, backend, heads):
-    """Two variants of one kernel may round differently: the compiler joins products and sums as it sees fit."""
+    """Two variants of one kernel may round differently, since the compiler may or may not fuse products and sums."""
     variants: dict[str, set[str]] = {}
     for batch, columns in ((1, 1), (3, 5), (3, 45), (200, 63), (7, 3000)):
         call = {"batch": batch, "heads": heads, "columns": columns, "batch_invariant": True, "dtype": BF16}

@@ -71,7 +71,7 @@ def test_tokens_of_no_request_get_the_empty_lse(backend, empty_lse):
 @on_backends
 @pytest.mark.parametrize("what", ["k", "v"])
 def test_nan_that_a_window_hides_from_all_queries_reaches_no_output(backend, what):
-    """Queries 28 and 29 see keys 24 to 29. Keys 16 to 23 lie in the page that is read."""
+    """Queries 28 and 29 attend to keys 24 to 29. Keys 16 to 23 are in a page that is read."""
     k, v = normal(2, 16, 1, 64), normal(2, 16, 1, 64, seed=1)
     call = (ints([0, 1]), ints(30), ints(0, 2))
     expected = paged_attention(normal(2, 2, 64), k, v, *call, window=5, causal=True, backend=backend)
@@ -99,7 +99,7 @@ def test_tokens_of_no_request_have_no_gradient(backend):
 
 @on_backends
 def test_a_token_of_window_and_sinks_is_selected_once(backend):
-    """The window of query 3 is 0 to 3, of which 0 and 1 are sinks."""
+    """The window of query 3 is 0 to 3; 0 and 1 are also sinks."""
     table = ints([2, 3])
     slots = index_convert(
         ints([1, 3, 5]), table, 4, query_positions=ints(3), sinks=2, window=4, backend=backend, return_counts=True
@@ -110,7 +110,7 @@ def test_a_token_of_window_and_sinks_is_selected_once(backend):
 
 @on_backends
 def test_workspaces(backend):
-    """Id 1 is beyond the starts, id 0 is a workspace, -1 is none. Sharding applies to rows of the table alone."""
+    """Id 1 is beyond the starts, id 0 is a workspace, -1 is none. Sharding applies only to rows that use the table."""
     indices, table = ints([0, 1, 5]).repeat(3, 1), ints([2, 3]).repeat(3, 1)
     workspace = {"workspace_ids": ints(1, 0, -1), "workspace_starts": ints(100), "backend": backend}
     assert index_convert(indices, table, 4, **workspace).tolist() == [[-1, -1, -1], [100, 101, 105], [8, 9, 13]]
@@ -142,7 +142,7 @@ def test_e2m1_takes_the_even_code_of_two_as_near():
 
 @pytest.mark.parametrize("name", turboquant.TURBOQUANT_NAMES)
 def test_turboquant_records_by_the_documented_layout(name):
-    """Codes from the lowest bit up, key before value, and fp16 numbers behind each."""
+    """Codes from the lowest bit up, key before value, each followed by its fp16 values."""
     layout = turboquant.turboquant_format(name, 16)
     key, value = normal(16).float(), normal(16, seed=1).float()
     record = layout.encode(key, value)
@@ -170,7 +170,7 @@ def test_turboquant_records_by_the_documented_layout(name):
 
 
 def test_turboquant_key_of_zeros_stays_one():
-    """1e-8 is added to the norm that divides, not to the one that is stored."""
+    """1e-8 is added to the norm used as divisor, not to the stored one."""
     layout = turboquant.turboquant_format("turboquant_4bit_nc", 64)
     record = layout.encode(torch.zeros(64), torch.zeros(64))
     assert record[layout.norm_offset : layout.value_offset].tolist() == [0, 0]

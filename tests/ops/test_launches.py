@@ -68,7 +68,7 @@ def test_a_call_of_one_request_fills_the_gpu(launches, operation, backend, call)
     ],
 )
 def test_grids_of_many_tokens_have_one_axis(launches, operation, backend):
-    """The other axes of a grid end at 65,535."""
+    """The other axes of a grid are limited to 65,535."""
     call = {"tokens": 70_000} if operation.startswith("dense") else {"s_q": 70_000, "heads": 1}
     for one in launches(operation, backend, **call):
         assert len(one.launch.grid) == 1
@@ -76,7 +76,7 @@ def test_grids_of_many_tokens_have_one_axis(launches, operation, backend):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_launches_of_deterministic_sparse_attention_fill_all_sms(launches, heads):
-    """An SM runs one program of the kernels at a time: 448 programs would take as long as 528 on 132 SMs."""
+    """An SM runs one program at a time: 448 programs would take as long as 528 on 132 SMs."""
     options = {"heads": heads, "s_q": 400, "topk": 2048, "deterministic": True}
     found = launches("sparse_attention_backward", "hopper", **options)
     for name in ("query_gradients_kernel", "key_gradients_kernel"):
@@ -95,7 +95,7 @@ def test_launches_of_deterministic_sparse_attention_fill_all_sms(launches, heads
     ids=str,
 )
 def test_a_tile_is_not_loaded_again_while_it_is_multiplied(launches, operation, call):
-    """Two buffers of tiles are enough as long as every product in the loop is waited for where it stands."""
+    """Two buffers of tiles suffice if every product in the loop is waited for immediately."""
     code = launches(operation, "portable", heads=128, **call)[0].compile()
     assert "memdesc<2x64x512xbf16" in code.ttgir
     assert set(re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", code.ttgir)) == {"0"}
@@ -128,7 +128,7 @@ def test_the_combine_spills_nothing(launches, call, batch_invariant):
 
 @pytest.mark.full
 def test_one_loop_whose_products_run_on(launches):
-    """Two loops in a row would make ptxas serialise all products: see docs/kernels/portable.md."""
+    """Two consecutive loops would make ptxas serialize all products: see docs/kernels/portable.md."""
     (forward,) = launches("dense_prefill", "portable")
     code = forward.compile()
     assert loop_spills(code.sass) == 0

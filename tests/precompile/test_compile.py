@@ -47,7 +47,7 @@ V4_CONFIG = {
 
 @pytest.fixture
 def compile_ahead(tmp_path):
-    """Runs the command, in a process that takes itself for one on a GPU, with an empty cache of Triton's."""
+    """Runs the command in a process that assumes a GPU, with an empty Triton cache."""
 
     def run(*arguments, config=CONFIG):
         (tmp_path / "config.json").write_text(json.dumps(config))

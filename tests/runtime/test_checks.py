@@ -156,7 +156,7 @@ def test_epsilon(value):
 
 
 def test_rows_of_a_buffer_that_begins_unaligned():
-    """``torch.from_numpy`` and other packages' tensors begin anywhere, at storage offset 0."""
+    """Tensors of ``torch.from_numpy`` and other packages may have any alignment at storage offset 0."""
     buffer = np.zeros(4 * 64 + 16, np.uint8)
     start = -buffer.ctypes.data % 16
     for shift, aligned in ((0, True), (4, False)):

@@ -19,7 +19,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.fixture
 def operation(monkeypatch):
-    """Define the implementations of one operation, in a registry that holds nothing else."""
+    """Define the implementations of one operation in an otherwise empty registry."""
     monkeypatch.setattr(dispatch, "_REGISTRY", {})
     return lambda *implementations: dispatch.define("toy", *implementations)
 

@@ -48,7 +48,8 @@ def _docstrings(tree: ast.AST) -> set[ast.AST]:
 
 @functools.cache
 def imports(module: str) -> frozenset[str]:
-    """Modules of the library that a module names: in imports wherever they stand, and in strings that are targets."""
+    """Modules of the library that a module names: in imports anywhere in the file, and in strings that are import
+    targets."""
     tree = ast.parse(MODULES[module].read_text())
     prose = _docstrings(tree)
     found: set[str] = set()
@@ -110,7 +111,7 @@ def test_no_cycle():
 
 
 def test_no_two_classes_share_a_name():
-    """A name has one meaning: a reader who searches for a class finds one."""
+    """So that a search for a class finds one."""
     modules: dict[str, list[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:

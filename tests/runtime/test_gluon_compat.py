@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which 
 
 @gluon.jit
 def load_into_second_slot(numbers, total, COUNT: gl.constexpr):
-    """Load COUNT float32 numbers into the second slot of a ring and store them."""
+    """Load COUNT float32 elements into the second slot of a ring and store them."""
     slots = gl.allocate_shared_memory(gl.float32, [2, COUNT], gl.NVMMASharedLayout(0, 32, 1))
     full = allocate_mbarrier()
     mbarrier.expect(full, 4 * COUNT)
@@ -37,7 +37,7 @@ def load_into_second_slot(numbers, total, COUNT: gl.constexpr):
 
 
 def compile_ring(count: int) -> int:
-    """Bytes of shared memory of the kernel for slots of ``count`` numbers."""
+    """Bytes of shared memory of the kernel for slots of ``count`` elements."""
     numbers = TensorDescriptor(torch.empty(64), [64], [1], [count], gl.NVMMASharedLayout(0, 32, 1))
     arguments = {"numbers": numbers, "total": torch.empty(64), "COUNT": count}
     return compile_gluon(load_into_second_slot, Launch((1,), arguments, {"num_warps": 4})).shared

@@ -32,7 +32,7 @@ def test_a_product_with_an_int64_argument_has_64_bits():
 
 
 def far_apart(x: torch.Tensor) -> torch.Tensor:
-    """x with rows FAR numbers apart. Little of its memory is ever touched."""
+    """x with a row stride of FAR elements; most of its memory is never touched."""
     storage = torch.empty((len(x) - 1) * FAR + x[0].numel(), dtype=x.dtype)
     return storage.as_strided(x.shape, (FAR, *x.stride()[1:])).copy_(x)
 

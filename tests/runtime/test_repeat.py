@@ -178,7 +178,7 @@ def test_scratch_of_zeros_is_zero_at_every_call(add: Add) -> None:
 
 
 def test_a_launch_that_was_not_noted_is_never_left_out(add: Add) -> None:
-    """A kernel that is not this package's, in an implementation that somebody registered."""
+    """A kernel of another package, in a user's implementation."""
 
     def work(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, number: float) -> None:
         launch(add, out, a, b, number)

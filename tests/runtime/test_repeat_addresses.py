@@ -32,7 +32,7 @@ def test_only_the_same_sharing_of_memory_is_repeated(add: Add) -> None:
 
 
 def test_more_sharing_than_was_recorded_is_left_to_the_operation(add: Add) -> None:
-    """An operation may refuse an output that is an input; that others share memory already hides none."""
+    """An operation may reject an output that is an input; other shared memory must not hide that."""
     call, ran = operation(add)
     a, b = numbers(add, 4), numbers(add, 4)
     call(a, a, out=b)
@@ -42,7 +42,7 @@ def test_more_sharing_than_was_recorded_is_left_to_the_operation(add: Add) -> No
 
 
 def test_a_view_from_within_an_argument_is_not_another_argument(add: Add) -> None:
-    """The launch takes the second row of ``rows``, where ``b`` begins in some of the calls."""
+    """The launch gets the second row of ``rows``, where ``b`` begins in some of the calls."""
     ran: list[int] = []
     work = recording.watched(lambda out, rows, b: launch(add, out, rows[1], b, 0.0))
 
@@ -67,7 +67,7 @@ def test_a_view_from_within_an_argument_is_not_another_argument(add: Add) -> Non
 
 
 def test_columns_of_one_tensor_are_arguments_like_others(add: Add) -> None:
-    """As a latent and its rope: the first spans the beginning of the second."""
+    """Such as a latent and its rope: the range of the first contains the start of the second."""
     call, ran = operation(add)
     for is_one_tensor in (True, True, False):
         columns, others = numbers(add, 3, 8), numbers(add, 3, 8)
@@ -78,7 +78,7 @@ def test_columns_of_one_tensor_are_arguments_like_others(add: Add) -> None:
 
 
 def test_an_argument_within_another_one_is_told_by_its_distance(add: Add) -> None:
-    """The launch takes views, which could be of either argument."""
+    """The launch gets views, which could belong to either argument."""
     call, ran = operation(add, lambda out, a, b, number: launch(add, out, a.view(-1), b.view(-1), number))
     for first, expected in ((1, 1), (1, 1), (2, 2), (2, 2), (1, 3)):
         rows = numbers(add, 9, 4)

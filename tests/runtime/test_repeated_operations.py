@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which 
 
 
 class Memory:
-    """Numbers that stand for addresses: the first address that launches mention is 0, the next one 1."""
+    """Maps addresses to numbers: the first address in the launches is 0, the next one 1."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -34,7 +34,7 @@ class Memory:
 
 
 def _described(argument: Any, like: Any, memory: Memory) -> Any:
-    """An argument with numbers for addresses. ``like``: the same argument of a launch that was given tensors."""
+    """An argument with numbers for addresses. ``like``: the same argument of a launch with tensors."""
     if isinstance(like, torch.Tensor):
         return memory.number(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
     if isinstance(like, tuple):
@@ -52,7 +52,7 @@ def _all_described(launches: list[Any], like: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What is launched, by calls with tensors on the CPU that are repeated as those on a GPU are."""
+    """Launches of calls with CPU tensors, which are repeated like those on a GPU."""
     monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
     monkeypatch.setattr(repeat, "_allocate", None)
@@ -120,7 +120,7 @@ def test_a_merge_into_a_part_of_a_stack_is_told_from_one_into_other_memory(launc
 
 
 class _Counting(TorchFunctionMode):
-    """Counts the calls and attribute reads that a mode such as ``torch.set_default_device``'s sees."""
+    """Counts the calls and attribute reads seen by a mode such as that of ``torch.set_default_device``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def test_autocast_takes_no_precision_from_a_gradient():
 
 
 def written_sums(compiled: object, layer: int) -> list[float]:
-    """Sums of each layer's cache, after rows of ones have gone into one of them."""
+    """Sums of each layer's cache, after writing rows of ones to one of them."""
     caches = torch.zeros(3, 4, 16, 1, 576)
     compiled(caches, layer, torch.arange(5), torch.ones(5, 512), torch.ones(5, 64))  # type: ignore[operator]
     return caches.flatten(1).sum(1).tolist()
@@ -59,7 +59,7 @@ def write_layer(caches, layer, slots, latent, rope):
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_program_for_any_sizes_writes_to_one_place(dynamic):
-    """Inductor takes the place of what is written for 0 where it stands for any number."""
+    """Inductor assumes offset 0 for a written tensor if the offset is symbolic."""
     torch._dynamo.reset()
     compiled = torch.compile(write_layer, backend=(counter := CompileCounter()), dynamic=dynamic)
     assert [written_sums(compiled, layer)[layer] for layer in (1, 2, 1)] == [2880.0] * 3

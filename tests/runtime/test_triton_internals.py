@@ -53,7 +53,7 @@ ARGUMENTS = {_plain: _plain_arguments, _described: _described_arguments}
 
 
 def _without_tensors(arguments: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
-    """The arguments as ``repeat`` hands them on."""
+    """The arguments as ``repeat`` passes them on."""
     number = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
 
     def one(argument: Any) -> Any:
@@ -69,7 +69,7 @@ def _without_tensors(arguments: list[Any], tensors: list[torch.Tensor]) -> list[
 
 
 def _addresses(value: Any) -> Any:
-    """What a driver would make of a launch's arguments."""
+    """The addresses that a driver would get for a launch's arguments."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return tuple(map(_addresses, value)) if isinstance(value, (list, tuple)) else value
@@ -77,7 +77,7 @@ def _addresses(value: Any) -> Any:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the driver is told of launches."""
+    """Records the launches passed to the driver."""
     return []
 
 
@@ -128,7 +128,7 @@ def test_a_launcher_that_allocates_is_left_to_do_so(compiled: Any, attribute: st
 
 
 def test_triton_tells_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks go to the launcher that compiled code gets, by either way of launching."""
+    """The launcher of compiled code calls the hooks, for both ways of launching."""
     told: list[Any] = []
     no_gpu.use_without_compiling(monkeypatch)
     kernels = [gluon_kernel(_plain), gluon_kernel(_plain, cluster=ClusterLaunch(2, 64))]

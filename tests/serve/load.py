@@ -72,7 +72,7 @@ class Load:
             self.faults.append(fault)
 
     def ended(self, reasons: list[Any], expected: int, what: str) -> None:
-        """Each choice must have ended once."""
+        """Check that each choice ended exactly once."""
         self.check(len(reasons) == expected and set(reasons) <= {"stop", "length"}, f"{what}: ended by {reasons}")
         self.counts["outputs"] += expected
 
@@ -215,7 +215,7 @@ async def run(url: str, seconds: float, clients: int, seed: int) -> dict[str, An
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """A server in a process of its own; its URL. It must end by SIGTERM with exit code 0."""
+    """A server in a separate process; yields its URL. It must exit with code 0 after SIGTERM."""
     from support.engine_models import model
     from support.letters import CHAT, save_letters
 

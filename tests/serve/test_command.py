@@ -71,7 +71,7 @@ def ask(port: str, max_tokens: int) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_drains_at_sigterm(checkpoint, ranks):
-    """torchrun sends the signal to all ranks; those that follow must stay until rank 0 has drained."""
+    """torchrun signals all ranks; the others must stay until rank 0 has drained."""
     launch = [sys.executable, "-m"]
     if ranks > 1:
         launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]

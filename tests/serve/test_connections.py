@@ -26,7 +26,7 @@ LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 4000, "temperature": 0
 
 @contextlib.contextmanager
 def sent(server: Any, body: Any, headers: str = "", length: int | None = None) -> Iterator[socket.socket]:
-    """A connection that has sent a request for completions, with a small buffer for the answer."""
+    """A connection that has sent a request for completions, with a small receive buffer."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = (
         f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
@@ -71,7 +71,7 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
 
 
 def test_a_connection_is_kept_longer_than_clients_keep_it(server):
-    """httpx keeps an idle one for 5 s. If the server closed it at that time, a request could be lost."""
+    """httpx keeps an idle connection for 5 s. If the server closed it at the same time, a request could be lost."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     for _ in range(2):
         connection.request("GET", "/health")
@@ -87,7 +87,7 @@ def test_a_client_that_leaves_within_its_body(server):
 
 
 def test_a_reader_that_is_slow_delays_nobody_and_gets_all(server):
-    """Its request ends in the engine long before it is read; what was not sent is one part for each choice."""
+    """Its request ends in the engine long before the response is read; unsent text is merged into one part per choice."""
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 150, "n": 8, "seed": 1, "logprobs": 20, "stream": True}
     with sent(server, body) as connection:
         until(lambda: server.shared.statistics()["accepted"] == 8)

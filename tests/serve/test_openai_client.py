@@ -20,7 +20,7 @@ HELLO_TEXT = "uHello;a"
 
 @pytest.fixture(scope="module")
 def expected(serving):
-    """What an engine generates for a text."""
+    """The engine's output for a text."""
     from support import api_server
 
     alone = api_server.engine()
@@ -216,7 +216,7 @@ def test_logprobs_of_chat(client, expected, stream):
 
 
 def test_characters_of_several_tokens(serving, openai):
-    """A byte a token: most outputs of a random model are no text, and some have characters of several bytes."""
+    """With a byte tokenizer, most outputs of a random model are invalid UTF-8, and some have multi-byte characters."""
     import tokenizers
     import transformers
     from support.engine_models import model
@@ -252,7 +252,7 @@ def test_models(client):
 
 
 def test_64_streams_at_once_get_their_own_tokens(openai, server):
-    """32 run at a time, and a third of the clients leaves in the middle."""
+    """32 run at a time, and a third of the clients disconnects early."""
     prompts = [prompt(3 + number % 11, number) for number in range(64)]
     texts = [""] * 64
 

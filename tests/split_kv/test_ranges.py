@@ -137,7 +137,7 @@ def blocks_of(length: int, granularity: int = 1) -> int:
 
 @st.composite
 def lengths_of_items(draw: st.DrawFn) -> list[int]:
-    """Arbitrary lengths; often uniform, or with a first length that equals the average."""
+    """Arbitrary lengths; often uniform, or with a first length equal to the average."""
     kind = draw(st.sampled_from(["any", "equal", "average"]))
     length = st.sampled_from([-5, 0, 1, 16, 17, 100, 500, 1999, 3000])
     if kind == "any":

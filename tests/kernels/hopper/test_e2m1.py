@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(machine.interpreting(), reason="Gluon is not int
 
 @pytest.mark.parametrize("number", range(4))
 def test_every_value_of_every_scale_is_exact(number: int) -> None:
-    """Each of a word's eight positions holds all 16 codes, under each of the 256 scales."""
+    """Each of a word's eight positions has all 16 codes, with each of the 256 scales."""
     scale, code = torch.cartesian_prod(torch.arange(256), torch.arange(16)).unbind(1)
     codes = [(code * multiplier + shift) & 15 for multiplier, shift in ((1, 0), (3, 7), (5, 1), (15, 9))] * 2
     codes[5] = codes[5] ^ 8

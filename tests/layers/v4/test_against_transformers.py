@@ -67,7 +67,7 @@ def stock_output(layer, config, hidden):
 
 
 def steps_of(lengths, seed):
-    """Spans of the requests' tokens that come together; prefill, chunks of it and decode, in one batch."""
+    """The tokens of each request in each step; steps mix prefill, its chunks, and decode."""
     rng, done, steps = random.Random(seed), [0] * len(lengths), []
     while done != lengths:
         ends = [min(n, d + rng.choice([0, 1, 1, 3, 9])) for d, n in zip(done, lengths, strict=True)]
@@ -139,7 +139,7 @@ def test_every_token_of_mixed_batches(kind, seed):
 @pytest.mark.parametrize("limits", [None, pytest.param(WorkspaceLimits(min_queries=2), marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_are_taken_back(kind, limits):
-    """Drafts finish groups, whose rows are made again when others come in their place."""
+    """Drafts complete groups, whose rows are rewritten when other tokens replace them."""
     config = stock_config(kind)
     stock = stock_layer(config, 0)
     attention = V4Attention(V4Config.from_transformers(config, 0))
@@ -166,7 +166,7 @@ LIMITS = (
     "limits", [LIMITS[1], LIMITS[2], *(pytest.param(LIMITS[i], marks=pytest.mark.full) for i in (0, 3, 4))]
 )
 def test_every_token_over_a_workspace(kind, seed, limits):
-    """Chunks end within groups, and decode tokens stand between them."""
+    """Chunks end within groups, and decode tokens are between them."""
     config = stock_config(kind)
     stock = stock_layer(config, seed)
     attention = V4Attention(V4Config.from_transformers(config, 0))
@@ -180,7 +180,7 @@ def test_every_token_over_a_workspace(kind, seed, limits):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_model1_caches(kind):
-    """Keys in e4m3 are off by at most 2^-4 of themselves, outputs by less than that of their length."""
+    """e4m3 keys have a relative error of at most 2^-4, outputs a smaller one relative to their norm."""
     # With as many groups as there may be, the coarser index keys select no others.
     config = stock_config(kind, 512, partial_rotary_factor=64 / 512, index_head_dim=128, index_topk=16)
     stock = stock_layer(config, 0)

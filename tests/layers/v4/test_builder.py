@@ -21,7 +21,7 @@ def builder(requests: int = 4) -> V4Builder:
 
 
 def contents(step: V4Step, requests: int) -> dict[str, list[list[int]]]:
-    """What a step says of its first tokens, without the -1 at the end of slots, which a wide table has more of."""
+    """The metadata of a step's first tokens, without trailing -1 in slots, of which a wide table has more."""
     found = {}
     tensors = {name: getattr(step, name) for name in ("positions", "slots", "window_slots", "window_counts")}
     for ratio, groups in step.groups.items():

@@ -35,7 +35,7 @@ def call(
     groups_table=TABLE,
     first=0,
 ):
-    """The layer's output; ``other_caches`` are names of caches, and how many of their pages are left, or None."""
+    """The layer's output; ``other_caches`` maps names of caches to the number of pages to keep, or None for no cache."""
     groups = {ratio: (groups_table, TABLE)}
     ids = torch.zeros(3, dtype=torch.int32)
     step = V4Step.build(ids, torch.arange(first, first + 3), table, groups, window=window, page_size=4)

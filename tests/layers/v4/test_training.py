@@ -193,7 +193,7 @@ def test_kernels_in_bf16_are_close_to_float32(dense):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_no_sequence_and_unused_groups(kind):
-    """They have output 0 of attention, and reach no other token, also as NaN."""
+    """Their attention output is 0, and NaN in them does not propagate to other tokens."""
     _, _, layer = layers_of(kind)
     hidden, lengths = hidden_of(), torch.tensor([0, 43, 46])
     wanted = layer.forward_training(hidden[:46], lengths, 43)

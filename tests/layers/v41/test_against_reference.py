@@ -56,7 +56,7 @@ def test_every_token_of_mixed_batches(fields, seed):
 
 
 def test_tokens_that_are_taken_back():
-    """Drafts complete groups, whose rows are written again when other tokens come in their place."""
+    """Drafts complete groups, whose rows are rewritten when other tokens replace them."""
     weights = v41_reference.random_weights(FIELDS, 0)
     hidden = hidden_states(FIELDS, [30], 0)
     model = Model(FIELDS, weights, 1, 40)
@@ -71,7 +71,7 @@ def test_tokens_that_are_taken_back():
 
 @pytest.mark.parametrize("shared", [16, 20])
 def test_a_prefix_whose_pages_are_cached(shared):
-    """Groups do not overlap: a request continues behind pages of another without replaying tokens."""
+    """Groups do not overlap: a request continues after another request's pages without replaying tokens."""
     weights = v41_reference.random_weights(FIELDS, 0)
     hidden = hidden_states(FIELDS, [32, 40], 0)
     for of in hidden:

@@ -116,7 +116,7 @@ def test_configs_that_are_refused(change, message):
 
 
 def test_yarn_never_scales():
-    """As in vLLM, for nested parameters too, where transformers' default is another."""
+    """As in vLLM, also for nested parameters, for which transformers' default differs."""
     yarn = CHECKPOINT["text_config"]["rope_scaling"] | {"rope_type": "yarn"}
     parameters = {"main": {"rope_type": "default", "rope_theta": 10000}, "compress": yarn | {"rope_theta": 170000}}
     layers = V41Config.layers(of_text(rope_scaling=None, rope_parameters=parameters))
@@ -168,7 +168,7 @@ def test_a_layer_and_its_config():
 
 
 def test_warmup_runs_a_layer_of_each_kind():
-    """With the layers that it reads, numbered anew."""
+    """With the layers that it reads, renumbered."""
     found = different_layers(V41Config.layers(CHECKPOINT))
     assert [(one.layer, one.ratio, one.kv_source, one.index_source) for one in found] == [
         (0, 0, None, None),

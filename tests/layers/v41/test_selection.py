@@ -32,14 +32,14 @@ def queries_of(positions):
 
 
 def selected_by(found, token):
-    """The groups that a token selects; -1 comes after them."""
+    """The groups that a token selects, without trailing -1."""
     rows, count = found.indices[token].tolist(), int(found.counts[token])
     assert rows[count:] == [-1] * (TOPK - count)
     return rows[:count]
 
 
 def best(scores, keys):
-    """The positions among ``keys`` with the best scores, ascending."""
+    """The positions among ``keys`` with the highest scores, ascending."""
     return sorted(sorted(keys, key=lambda key: (-scores[key].item(), key))[:TOPK])
 
 

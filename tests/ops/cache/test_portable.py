@@ -40,7 +40,7 @@ def cache_in(storage, name, pages, page_size, head_dim, gap, shift):
 
 
 def write_both(name, pages, page_size, *args, head_dim=None, gap=0, shift=0, **kwargs):
-    """The storages of two caches, each with a neighbourhood, written by the kernel and by the reference."""
+    """The storages of two caches, with surrounding bytes, written by the kernel and by the reference."""
     layout = kv_cache.get_format(name, head_dim)
     size = (pages * page_size * layout.record_width + pages * gap + shift + 8) * layout.record_dtype.itemsize
     storages = []
@@ -62,7 +62,7 @@ def gather_both(cache, *args, head_dim, rows, dtype, out_gap=0, **kwargs):
 
 
 def scale_of(name, seed):
-    """None, a number or a tensor."""
+    """A scale for the format: None, a number or a tensor."""
     return None if name != "fp8" else (None, 0.037, torch.tensor([0.037]), torch.tensor(3.0))[seed % 4]
 
 

@@ -25,7 +25,7 @@ def poisoned(name, pages, page_size, gap=0):
 
 
 def raw_tokens(cache, name=None):
-    """What each slot holds, its planes joined: uint8 [slots, bytes]."""
+    """The bytes of each slot, with its planes concatenated: uint8 [slots, bytes]."""
     layout = (
         kv_cache.infer_format(cache)
         if name is None

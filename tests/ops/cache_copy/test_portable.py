@@ -18,7 +18,7 @@ def random_bytes(*shape, seed=0):
 
 
 def copied(source, target, pairs):
-    """``target`` after the pairs whose pages exist, all of them read first."""
+    """``target`` after copying the pairs whose pages exist, with all reads before the writes."""
     result = target.clone()
     for src, dst in pairs:
         if 0 <= src < source.shape[0] and 0 <= dst < target.shape[0]:

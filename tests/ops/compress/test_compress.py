@@ -27,7 +27,7 @@ PAGE_SIZE, STATE_PAGE_SIZE = 4, 3
 
 
 def oracle(kv, score, ape, weight, cos_sin, eps) -> torch.Tensor:
-    """float64 rows [groups, head_dim] of one request's tokens from its first on, channel by channel."""
+    """float64 rows [groups, head_dim] of all tokens of one request, channel by channel."""
     head_dim, (ratio, width) = len(weight), ape.shape
     rows = []
     for group in range(len(kv) // ratio):
@@ -55,7 +55,7 @@ def oracle(kv, score, ape, weight, cos_sin, eps) -> torch.Tensor:
 
 @dataclass
 class Case:
-    """Some requests, whose tokens come in steps; ``kv`` and ``score`` are lists by request."""
+    """Requests whose tokens arrive in steps; ``kv`` and ``score`` are lists by request."""
 
     kv: list[torch.Tensor]
     score: list[torch.Tensor]
@@ -128,14 +128,14 @@ class Case:
         return cache
 
     def rows(self, cache):
-        """Of a plain cache, by request."""
+        """Rows of a plain cache, by request."""
         flat = cache.flatten(0, 1)[:, 0]
         ratio = len(self.ape)
         return [flat[self.slots(r, [0])[0] :][: len(kv) // ratio] for r, kv in enumerate(self.kv)]
 
 
 def steps_of(lengths, seed, drafts):
-    """Steps that end with all tokens; up to ``drafts`` tokens of a step are taken back and come again."""
+    """Steps that end with all tokens; up to ``drafts`` tokens of a step are rolled back and repeated."""
     rng = random.Random(seed)
     done, steps = [0] * len(lengths), []
     while done != lengths:
@@ -281,7 +281,7 @@ def test_model1_bytes():
 @pytest.mark.parametrize(("form", "encode"), [("v41", v41_encode), ("v41_fp4", v41_fp4_encode)])
 @pytest.mark.parametrize("ratio", [2, 16])
 def test_block_scaled_bytes(form, encode, ratio):
-    """Rows of short groups are stored by the kernel that sums them, those of long ones by the next."""
+    """Rows of short groups are stored by the sum kernel, those of long groups by the second launch."""
     case = Case.draw([3 * ratio], ratio, False, 512, 64, torch.bfloat16, 0, 2)
     rows = case.run([[(0, 3 * ratio)]]).flatten(0, 1)[:3, 0]
     cache = case.run([[(0, 3 * ratio)]], form=form).flatten(0, 1)[:3, 0]

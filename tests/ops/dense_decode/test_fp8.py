@@ -50,7 +50,7 @@ def test_arguments(case: DenseDecodeCase) -> None:
 
 
 def test_e4m3_queries_over_one_key_are_exact() -> None:
-    """Queries that e4m3 holds are not rounded, and neither are the values of the only key."""
+    """Queries that are representable in e4m3 are not rounded, and neither are the values of a single key."""
     q = torch.arange(-288, 288).remainder(16).sub(8).bfloat16().expand(1, 1, 2, 576) * 0.25
     key = q[0, 0, :1].flip(-1).to(E4M3).expand(8, 1, 576)[None]
     table, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
@@ -62,7 +62,7 @@ def test_e4m3_queries_over_one_key_are_exact() -> None:
 
 
 def test_quantized_queries() -> None:
-    """A row of any size has the same relative error, and the rope a much smaller one."""
+    """The relative error of a row does not depend on its magnitude, and that of the rope is much smaller."""
     q = torch.randn(64, 576, generator=torch.Generator().manual_seed(0))
     rounded = fp8_attention.quantize_queries(q, 512)
     assert 0.02 < relative_error(rounded[:, :512], q[:, :512]) < 0.03

@@ -75,7 +75,7 @@ def test_emulated(emulate, name: str, sharpness: float, batch_invariant: bool) -
 
 @pytest.mark.full
 def test_a_nan_stays_with_its_request(emulate) -> None:
-    """Of a query in its row; of a visible key in its request. Rows after the last key are NaN in each case."""
+    """NaN in a query affects its row; in a visible key, its request. Rows after the last key are NaN in each case."""
     inputs = replace(CASE, batch=3, s_k=70, h_q=3).inputs()
     inputs["q"] = inputs["q"].clone()
     inputs["q"][0, 0, 1, 550] = torch.nan
@@ -137,7 +137,7 @@ def test_operands_in_registers_are_of_this_step(record) -> None:
 
 
 def test_plan(record) -> None:
-    """Any number of rows runs the e4m3 kernel, whose partial outputs the common combine kernel adds."""
+    """The e4m3 kernel supports any number of rows; the common combine kernel adds its partial outputs."""
     for call in ({"heads": 1}, {"batch": 128}, {"batch": 1, "columns": 2048}, {"batch_invariant": True}):
         arguments = record(**call).arguments
         config = arguments["CONFIG"]

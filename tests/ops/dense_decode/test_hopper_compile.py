@@ -97,10 +97,10 @@ def test_fixup_orders_partial_outputs_and_flags(compiled):
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in CALLS if "e4m3" in name])
 def test_keys_in_flight_do_not_spill(compiled, name):
-    """A spill of a loaded word waits for the load at once. With small pages an address may spill.
+    """A spill of a loaded word waits for the load. With small pages an address may spill; it is reloaded once in the
+    loop, and once where lanes of a warp diverge.
 
-    It is loaded again once in the loop, and once where the lanes of a warp have parted.
-    """
+    It is loaded again once in the loop, and once where the lanes of a warp have parted."""
     most = allowed(f"dense_decode casts {name}", 2 if "pages of 16" in name else 0)
     assert support.cast_loop_spills(compiled(name).sass) <= most
 

@@ -46,7 +46,7 @@ def decode(arguments, **more):
 
 
 def check(arguments, result=None, **more):
-    """That ``result``, or what decode gives, is the reference's."""
+    """Check that ``result``, or the result of decode if None, is the reference's."""
     out, lse = decode(arguments, **more) if result is None else result
     wanted_out, wanted_lse = dense_decode(**arguments, **more, backend="reference")
     compare.assert_close(out, wanted_out, compare.DENSE_DECODE_OUT, "out")

@@ -63,8 +63,8 @@ def test_backward(emulation, name, deterministic):
 
 
 def with_nan(case: DensePrefillCase) -> tuple[DensePrefillParams, torch.Tensor]:
-    """Arguments with NaN in queries that see no key and in keys and values that no query sees, and the mask of the
-    queries that see a key."""
+    """Arguments with NaN in queries without visible keys, and in keys and values visible to no query, and the mask of
+    the other queries."""
     inputs = case.inputs()
     left, right = ragged.window_sides(inputs.pop("window"), inputs.pop("causal"))
     params = DensePrefillParams(**inputs, window_left=left, window_right=right, empty_lse=-torch.inf)

@@ -56,7 +56,7 @@ def call_backward(
     deterministic: bool = False,
     pad: int = 0,
 ) -> None:
-    """A call of the implementation with tensors whose contents do not matter."""
+    """A call of the implementation with tensors of arbitrary contents."""
 
     def tensor(tokens: int, heads: int, columns: int) -> torch.Tensor:
         return torch.empty(tokens, heads, columns + pad, dtype=dtype)[..., :columns]

@@ -60,7 +60,7 @@ def prefill(
     q_pad: int = 0,
     out_pad: int = 0,
 ) -> None:
-    """A call of the implementation with tensors whose contents do not matter."""
+    """A call of the implementation with tensors of arbitrary contents."""
     cu_seqlens = torch.zeros(requests + 1, dtype=index_dtype)
     launch.forward(
         DensePrefillParams(
@@ -102,7 +102,7 @@ def compiled(record):
 
 
 def _main_loops(sass: str) -> list[list[str]]:
-    """The instructions of the main loop of each consumer: of loops with products and a softmax, the two shortest."""
+    """The instructions of the main loop of each consumer: the two shortest loops with products and a softmax."""
     wanted = ("HGMMA", "MUFU.EX2")
     return sorted((loop for loop in loops(sass) if all(any(op in one for one in loop) for op in wanted)), key=len)[:2]
 

@@ -81,7 +81,7 @@ def test_empty_lse():
 
 
 def filled(outputs_of):
-    """The function that allocates outputs, with NaN in them."""
+    """The function that allocates outputs, which are filled with NaN."""
     return lambda *args: tuple(output.fill_(torch.nan) for output in outputs_of(*args))
 
 
@@ -96,7 +96,7 @@ def filled(outputs_of):
     ],
 )
 def test_any_boundaries_leave_no_row_out(name, boundaries, monkeypatch):
-    """As they could come on a device, where nobody checks them."""
+    """Boundaries on a device are not checked, and may have any values."""
     monkeypatch.setattr("flashlatte.runtime.ragged.check_boundaries", lambda *_: None)
     monkeypatch.setattr(api, "_fake_forward", filled(api._fake_forward))
     monkeypatch.setattr(api, "_fake_backward", filled(api._fake_backward))
@@ -117,7 +117,7 @@ def test_keys_that_no_query_sees_may_be_nan(backend):
 
 @pytest.mark.parametrize("backend", ["portable", "reference"])
 def test_queries_that_see_no_key_may_be_nan(backend):
-    """As may be the gradients of their outputs, such as those of weights e^(lse - lse')."""
+    """So may the gradients of their outputs, such as those of weights e^(lse - lse')."""
     arguments = replace(CAUSAL, batch=1, s_q=40, s_k=20, varlen=False, unowned=0).inputs()
     dout = torch.randn(40, 2, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     gradients = []

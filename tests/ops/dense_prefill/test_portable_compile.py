@@ -38,7 +38,7 @@ def run(head_dim: int, head_dim_v: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("dims", [(24, 12), pytest.param((64, 20), marks=pytest.mark.full)], ids=str)
 def test_rows_that_begin_anywhere_are_multiplied_by_single_warps(recorders, dims):
-    """What the compiler makes of a warp group's product is wrong there; ``compile_launch`` looks for it as well."""
+    """The compiler miscompiles warpgroup products for such rows; ``compile_launch`` checks for that as well."""
     run(*dims)
     for recorder in recorders:
         compiled = compile_launch(recorder.fn, recorder.launches[0], 90)

@@ -45,7 +45,7 @@ SMALL = small_case((12, 8), (4, 2), batch=3, s_q=6, s_k=9)
 
 
 def with_gradients(function, arguments, dout, dlse, **more):
-    """(out, lse, dq, dk, dv) for gradients of out and of the lse of rows that see keys."""
+    """(out, lse, dq, dk, dv) for gradients of out, and of the lse of rows with visible keys."""
     rows = {name: arguments[name].detach().clone().requires_grad_() for name in ROWS}
     out, lse = function(**(arguments | rows), **more)
     lse_in_use = torch.where(lse.isinf(), 0.0, lse)

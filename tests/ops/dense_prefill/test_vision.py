@@ -30,7 +30,7 @@ def assert_close(actual, expected):
 
 
 def by_image(q, k, v, boundaries, scale):
-    """float64 [T, h, d_v] of [T, h, d]; patches of no image give 0."""
+    """float64 [T, h, d_v] for [T, h, d]; patches outside of every image give 0."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     for begin, end in itertools.pairwise(boundaries):

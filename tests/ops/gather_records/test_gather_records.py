@@ -21,7 +21,7 @@ def bits(x):
 
 
 def draw_cache(name, pages, page_size, head_dim, seed):
-    """A cache, and the record of each of its slots."""
+    """A random cache, and the record of each of its slots."""
     layout = kv_cache.get_format(name, head_dim)
     rows = torch.randn(pages * page_size, layout.head_dim, generator=torch.Generator().manual_seed(seed))
     cache = kv_cache.allocate(layout, pages, page_size)

@@ -17,7 +17,7 @@ GARBAGE = (-1, -(2**31), 2**31 - 1, 2**30)
 
 
 def walk(positions, query, sinks, window, request, table, page_size, workspace, starts, sharding, largest):
-    """The row's slots, a token at a time."""
+    """The row's slots, computed token by token."""
     tokens = []
     if query is not None:
         tokens += [p if p <= query else -1 for p in range(sinks)]

@@ -68,7 +68,7 @@ def ragged(
     clean: bool = False,
     compressed: bool = False,
 ) -> None:
-    """A call of the implementation with tensors whose contents do not matter."""
+    """A call of the implementation with tensors of arbitrary contents."""
     params = IndexLogitsParams(
         vectors(queries, heads, head_dim),
         vectors(keys, head_dim, pad=pad),
@@ -205,7 +205,7 @@ def test_rows_that_tma_cannot_address_are_an_error(record):
 
 @pytest.mark.parametrize("operation", ["index_logits", "paged_index_logits"])
 def test_rows_that_tma_cannot_address_go_to_the_portable_kernel(monkeypatch, operation):
-    """A view whose rows lie 129 or 137 numbers apart, and one that begins between multiples of 16 bytes."""
+    """A view with row strides of 129 or 137 elements, and one that is not aligned to 16 bytes."""
     monkeypatch.setattr(api.dispatch, "select", lambda call, _: calls.append(call) or "reference")
     calls: list[api.dispatch.CallSpec] = []
     storage = torch.zeros(2 * 8 * 200, dtype=torch.float8_e4m3fn)

@@ -27,7 +27,7 @@ def normal(*shape, seed):
 
 
 def oracle(q, keys, weights):
-    """float64 [M, N], a head at a time."""
+    """float64 [M, N], computed head by head."""
     logits = torch.zeros(len(q), len(keys), dtype=torch.float64)
     for head in range(q.shape[1]):
         products = q[:, head].double() @ keys.double().T
@@ -36,7 +36,7 @@ def oracle(q, keys, weights):
 
 
 def magnitude(q, keys, weights):
-    """Σ |weight| · |q| · |k|, what float32 rounding is relative to."""
+    """Σ |weight| · |q| · |k|, to which float32's rounding error is relative."""
     return oracle(q.double().abs(), keys.abs(), weights.abs())
 
 

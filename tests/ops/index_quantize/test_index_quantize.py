@@ -25,14 +25,14 @@ def generator(seed):
 
 
 def keys(tokens, head_dim, seed, dtype=torch.bfloat16):
-    """Rows of very different sizes, some of zeros, some of subnormals."""
+    """Rows of very different magnitudes, some of zeros, some of subnormals."""
     sizes = torch.tensor([1.0, 1e-3, 1e-6, 300.0, 0.0, 1e-38])
     size = sizes[torch.randint(len(sizes), (tokens, 1), generator=generator(seed))]
     return (torch.randn(tokens, head_dim, generator=generator(seed + 1)) * size).to(dtype)
 
 
 def fp8_bytes(row, rounding):
-    """The e4m3 bytes and the scale of one key, a value at a time."""
+    """The e4m3 bytes and the scale of one key, value by value."""
     scale = float32(max(max(abs(x) for x in row), float32(1e-4)) / 448.0)
     if rounding == "power_of_two":
         mantissa, exponent = math.frexp(scale)
@@ -41,7 +41,7 @@ def fp8_bytes(row, rounding):
 
 
 def mxfp4_bytes(row):
-    """The packed bytes and the E8M0 bytes of one key, a value at a time."""
+    """The packed bytes and the E8M0 bytes of one key, value by value."""
     packed, scales = bytearray(), bytearray()
     for begin in range(0, len(row), 32):
         group = row[begin : begin + 32]

@@ -18,13 +18,13 @@ def generator(seed):
 
 
 def largest(logits, count):
-    """Ascending indices of the ``count`` largest of float64 logits [n]; of equal ones the first."""
+    """Ascending indices of the ``count`` largest of float64 logits [n]; lower indices first among ties."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     return sorted(order[:count])
 
 
 def scores(q, keys, weights):
-    """float64 [M, N] of small integers, which float32 sums exactly: ties are ties everywhere."""
+    """float64 [M, N] of small integers, whose float32 sums are exact, so that ties are the same everywhere."""
     return torch.einsum("mh,mhn->mn", weights.double(), torch.einsum("mhd,nd->mhn", q.double(), keys.double()).relu())
 
 
@@ -133,7 +133,7 @@ def test_paged(backend, lengths, next_n, kind, page_size, no_page, per_token, sl
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_as_the_indexer_of_transformers(kind):
-    """From hidden states to chosen tokens, in float32 (paged: of bf16 keys and queries)."""
+    """From hidden states to selected tokens, in float32 (paged: with bf16 keys and queries)."""
     transformers = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
     configuration = pytest.importorskip("transformers.models.deepseek_v32.configuration_deepseek_v32")
     tokens, topk = 150, 24

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 
 def walk(chosen, begins, lengths, gathers, tokens, window, ratio, workspace_rows, window_row, topk):
-    """The rows of each token, without what fills them up."""
+    """The rows of each token, without padding."""
     found: list[list[int]] = [[] for _ in range(tokens)]
     for request, length in enumerate(lengths):
         count = begins[request + 1] - begins[request]

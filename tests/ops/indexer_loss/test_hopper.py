@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.fixture
 def emulated(emulation):
-    """Returns the module that launches."""
+    """Starts the emulation; returns the launch module."""
     from flashlatte.ops.indexer_loss.hopper import launch
 
     emulation(seed=1)
@@ -106,7 +106,7 @@ def test_lse_of_the_attention(emulated, dense):
 @pytest.mark.full
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 def test_pieces(monkeypatch, emulated, dense):
-    """A token at a time, and several programs for the slots of a token."""
+    """One token at a time, and several programs for the slots of a token."""
     monkeypatch.setattr("flashlatte.ops.indexer_loss.portable.launch.SCRATCH_BYTES", 4 * 200)
     monkeypatch.setattr(emulated, "_SPLIT", 128)
     check(arguments(TOY, dense, **SMALL))

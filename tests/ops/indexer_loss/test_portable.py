@@ -84,7 +84,7 @@ FUZZED = st.builds(
     deterministic=st.booleans(),
 )
 def test_any_sizes_and_indices(case, dense, h_i, index_dim, use_relu, deterministic):
-    """What no query sees is NaN, and so are queries that see no key."""
+    """Keys visible to no query are NaN, and so are queries without visible keys."""
     inputs = arguments(case, dense, h_i, index_dim) | {"use_relu": use_relu}
     results = with_gradients(indexer_loss, inputs, backend="portable", deterministic=deterministic)
     expected = with_gradients(indexer_loss, inputs, backend="reference")
@@ -119,7 +119,7 @@ def test_a_few_tokens_at_once(monkeypatch, dense, rows):
 
 @on_both_stages
 def test_targets_in_splits(monkeypatch, dense):
-    """Of more heads than a program takes at once."""
+    """With more heads than a program processes at once."""
     monkeypatch.setattr(launch, "_SPLIT", 32)
     check(arguments(replace(TOY, h_q=37, s_kv=100, topk=70, empty_rows=0.2), dense))
 
@@ -144,7 +144,7 @@ def test_deterministic_sums_in_pieces(monkeypatch, scratch_rows):
 
 @on_both_stages
 def test_given_lse(dense):
-    """Of a query's heads, one whose lse is lower counts more."""
+    """Among a query's heads, one with a lower lse has more weight."""
     given = arguments(replace(TOY, empty_rows=0.3), dense)
     lse = torch.randn(4, TOY.s_q, generator=torch.Generator().manual_seed(0)).T
     lse[given["q"].isnan().any(dim=-1)] = -torch.inf

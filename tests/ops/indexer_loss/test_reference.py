@@ -17,7 +17,7 @@ from flashlatte.testing.cases import SparsePrefillCase
 
 
 def attention_lse(given):
-    """Of the attention over the keys that each query sees, [s_q, h_q]."""
+    """lse of the attention over the visible keys of each query, [s_q, h_q]."""
     q, kv = given["q"].double(), given["kv"][:, 0].double()
     position = torch.arange(kv.shape[0])
     if given.get("indices") is None:
@@ -93,7 +93,7 @@ def test_the_loss_without_gradients_is_the_same(dense):
 
 
 def test_the_gradient_of_the_loss_is_not_rounded():
-    """In bf16 it would be 1."""
+    """In bf16 it would be rounded to 1."""
     given = arguments(replace(TOY, dtype=torch.bfloat16), False, weights_dtype=torch.float32)
     given["index_weights"].requires_grad_()
     loss, _ = indexer_loss(**given)
@@ -111,7 +111,7 @@ def test_the_gradient_is_not_differentiated_again():
 
 
 def test_no_loss_where_the_prediction_is_the_target():
-    """One head each, the same rows and scales."""
+    """With one head each, and the same rows and scales."""
     q, kv = torch.randn(4, 1, 8), torch.randn(9, 1, 8)
     options = {"softmax_scale": 0.7, "index_scale": 0.7, "use_relu": False}
     ranges = {"key_start": torch.zeros(4, dtype=torch.int32), "key_end": torch.arange(1, 5, dtype=torch.int32)}

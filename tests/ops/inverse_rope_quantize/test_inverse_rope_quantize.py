@@ -78,7 +78,8 @@ def test_against_float64(tokens, heads, head_dim, rope, packed, dtype, factor, s
 
 
 def test_a_worked_example():
-    """One head of 128: 3 turned back by a quarter; amax 4 has the scale 2^-6, as 4 / 448 lies above 2^-7."""
+    """One head of 128 elements: 3 is rotated back by a quarter turn; amax 4 has the scale 2^-6, since 4 / 448 is above
+    2^-7."""
     o = torch.zeros(1, 1, 128)
     o[0, 0, 0], o[0, 0, 126] = 4.0, 3.0
     cos_sin = torch.tensor([[0.0, 1.0]])

@@ -28,7 +28,7 @@ def draw_parts(n, shape, seed, empty=0.2):
 
 
 def expected_with_context(outs, lses, context):
-    """The oracle over all parts before ``context``, and the last as it is behind."""
+    """The oracle over all parts before ``context``, and the last part unchanged after it."""
     merged = oracles.merge_states(outs[:, :context], lses[:, :context])
     return torch.cat((merged[0], outs[-1, context:])), torch.cat((merged[1], lses[-1, context:]))
 
@@ -64,7 +64,7 @@ def test_a_context_of_any_number_on_the_device_is_safe(context):
 
 
 def test_the_first_axis_in_halves():
-    """More axes than a kernel tells apart: the merge is split, also along the tokens."""
+    """With more axes than a kernel supports, the merge is split, also along the tokens."""
     outs, lses = draw_parts(2, (2, 3, 4, 5, 4), 0, empty=0.0)
     lses = lses.permute(0, 4, 2, 1, 3).contiguous().permute(0, 3, 2, 4, 1)
     outs = outs.permute(0, 3, 2, 4, 1, 5).contiguous().permute(0, 4, 2, 1, 3, 5)

@@ -27,7 +27,7 @@ def assert_same(actual, expected):
 
 
 def laid_out(tensor, order, gap):
-    """The values of ``tensor`` with its axes in memory in ``order``, ``gap`` numbers between rows."""
+    """The values of ``tensor`` with its axes in memory in ``order``, and ``gap`` elements between rows."""
     widened = tensor.permute(order)
     storage = torch.full((*widened.shape[:-1], widened.shape[-1] + gap), torch.nan, dtype=tensor.dtype)
     storage[..., : widened.shape[-1]] = widened
@@ -36,7 +36,7 @@ def laid_out(tensor, order, gap):
 
 
 def draw_parts(n, shape, dtype, seed, empty=0.3):
-    """Parts of which a share is empty, with an infinite lse of either sign and an out of NaN."""
+    """Parts of which a fraction is empty, with an infinite lse of either sign and NaN in out."""
     outs = torch.randn(n, *shape, generator=generator(seed)).to(dtype)
     lses = torch.randn(n, *shape[:-1], generator=generator(seed + 1)) * 4
     draw = torch.rand(lses.shape, generator=generator(seed + 2))
@@ -130,7 +130,7 @@ def test_lse_far_from_zero():
 
 @pytest.mark.parametrize("n", [17, *(pytest.param(n, marks=pytest.mark.full) for n in (8, 9, 40))])
 def test_many_parts_are_as_exact_with_a_large_lse(n):
-    """More parts than a launch takes: what is merged so far may not be rounded relative to its lse."""
+    """More parts than one launch supports: intermediate results must not be rounded relative to their lse."""
     outs, lses = draw_parts(n, (3, 33), torch.float32, n, empty=0.0)
     lses = [lse + 5000 for lse in lses]
     exact_lses = torch.stack(lses).double()

@@ -14,7 +14,7 @@ INF = math.inf
 
 
 def draw_parts(n, shape, dtype=torch.float32, empty=0.3, size=4.0, seed=0):
-    """Parts of which a share ``empty`` has no keys: an infinite lse of either sign and an out of NaN."""
+    """Parts of which a fraction ``empty`` has no keys: an infinite lse of either sign and NaN in out."""
     generator = torch.Generator().manual_seed(seed)
     outs = torch.randn(n, *shape, generator=generator).to(dtype)
     lses = torch.randn(n, *shape[:-1], generator=generator) * size

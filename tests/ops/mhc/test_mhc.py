@@ -25,7 +25,7 @@ def arguments(tokens, count, width, dtype, seed):
 
 
 def exact(streams, projected, base, scale, rms_eps, eps, iterations):
-    """One token after the other, in float64."""
+    """The result in float64, token by token."""
     count = streams.shape[1]
     found = []
     for x, z in zip(streams.double(), projected.double(), strict=True):

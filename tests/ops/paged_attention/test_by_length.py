@@ -62,7 +62,7 @@ def test_each_token_is_written_by_one_kernel(monkeypatch, heads):
     short = torch.zeros(len(expected), dtype=torch.bool)
 
     def attend_long(problem: PagedAttentionParams, min_queries: int) -> None:
-        """Marks what the Gluon kernel is to write: the interpreter does not run it."""
+        """Fake of the Gluon kernel, which the interpreter cannot run: marks the rows that it would write."""
         for first, end in pairwise(bounds):
             short[first:end] = end - first < min_queries
         problem.out[~short], problem.lse[~short] = 7.0, 7.0

@@ -18,7 +18,7 @@ KINDS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, INT8: torch.int8}
 
 
 def words_of_all_bytes() -> torch.Tensor:
-    """int64 [256]: each byte stands at each of four places once."""
+    """int64 [256]: words with each byte value once at each of four positions."""
     byte = torch.arange(256)
     return byte | (byte + 1) % 256 << 8 | (byte + 77) % 256 << 16 | (byte + 200) % 256 << 24
 

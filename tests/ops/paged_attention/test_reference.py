@@ -205,7 +205,7 @@ def test_vllms_layout_of_keys_in_pieces():
 
 
 def test_a_tree_of_drafts():
-    """Two drafts after one token: each sees the context, the root and itself."""
+    """Two drafts after one token: each attends to the context, the root and itself."""
     case = replace(EXACT, batch=1, s_q=3, varlen=False, h_q=2, h_kv=2)
     bias = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, -math.inf, 0.0]])
     arguments = case.inputs()

@@ -29,7 +29,7 @@ POSITIVE = {
 
 
 def nearest(x, dtype):
-    """The number of ``dtype`` that is nearest to x, of two as near the one of even code; saturating."""
+    """The value of ``dtype`` nearest to x, ties to the even code; saturating."""
     if math.isnan(x):
         return 0.0 if dtype == INT8 else math.nan
     values = POSITIVE[dtype]
@@ -46,7 +46,7 @@ def float32(x):
 
 
 def expected_row(row, dtype, scale):
-    """The numbers of a row, and the scale: the given one, or if None the one that fits."""
+    """The stored elements of a row, and the scale: the given one, or if None the computed one."""
     if scale is None:
         amax = math.nan if any(map(math.isnan, row)) else max(map(abs, row))
         scale = float32(amax / POSITIVE[dtype][-1])
@@ -60,7 +60,7 @@ def draw(*shape, dtype=torch.float32, seed=0, factor=1.0):
 
 
 def paged(pages, page_size, heads, width, dtype, layout, fill=7):
-    """An empty cache in one of the layouts, as [pages, page_size, heads, width] or in pieces of x numbers."""
+    """An empty cache in one of the layouts: [pages, page_size, heads, width], or split into pieces of x elements."""
     if layout == "pieces":
         x = math.gcd(width, 16 // dtype.itemsize)
         return torch.full((pages, heads, width // x, page_size, x), fill).to(dtype).permute(0, 3, 1, 2, 4)

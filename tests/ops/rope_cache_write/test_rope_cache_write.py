@@ -23,7 +23,7 @@ def draw(*shape, seed):
 
 
 def rotated(x, cosine, sine, interleaved):
-    """float64 [..., rope] with each pair turned, number by number."""
+    """float64 [..., rope] with each pair rotated, element by element."""
     x, width = x.double(), x.shape[-1]
     out = torch.empty_like(x)
     for i in range(width // 2):

@@ -40,7 +40,7 @@ NAMES = ("out", "lse", "dq", "dkv", "d_sink")
 
 @pytest.fixture
 def emulated(monkeypatch, emulation):
-    """The backward passes of ``backend="reference"`` are those of Hopper."""
+    """Makes the backward pass of ``backend="reference"`` run the emulated Hopper kernels."""
     from flashlatte.ops.sparse_attention.hopper import launch
 
     emulation(seed=1)
@@ -77,7 +77,7 @@ def test_against_the_oracle(emulated, name, deterministic):
 @pytest.mark.parametrize("name", ["two blocks of heads", "empty rows"])
 @pytest.mark.parametrize(("tokens", "scratch_rows"), [(1, 10**6), (2, 10**6), (2, 150), (4, 64)])
 def test_pieces(monkeypatch, emulated, name, tokens, scratch_rows):
-    """Whatever fits at once: P and dS of some tokens, and contributions of all their slots or of some."""
+    """For scratch sizes that hold P and dS of some tokens, and contributions of all or some of their slots."""
     case = CASES[name]
     inputs = case.inputs()
     whole = run(inputs, deterministic=True)

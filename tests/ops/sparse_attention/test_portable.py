@@ -80,7 +80,7 @@ FUZZED = st.builds(
 
 @given(case=FUZZED, with_dlse=st.booleans(), deterministic=st.booleans())
 def test_any_sizes_and_indices(case, with_dlse, deterministic):
-    """What no query selects is NaN, and so are queries that select nothing and the gradients of their results."""
+    """Keys selected by no query are NaN, and so are queries that select nothing, and the gradients of their results."""
     inputs = case.inputs()
     _, lse = sparse_attention(**inputs, backend="reference")
     inputs["q"][lse.isinf().all(dim=-1)] = torch.nan
@@ -102,7 +102,7 @@ def test_any_sizes_and_indices(case, with_dlse, deterministic):
     [pytest.param(10**6, id="one piece"), pytest.param(80, id="two tokens"), pytest.param(13, id="slots")],
 )
 def test_deterministic_sums_in_pieces(monkeypatch, name, scratch_rows):
-    """Whatever the scratch holds at once: all, a few tokens, or only some slots of a token."""
+    """For scratch sizes that hold all tokens, a few, or only some slots of a token."""
     case = CASES[name]
     monkeypatch.setattr(launch, "SCRATCH_BYTES", 4 * case.head_dim * scratch_rows)
     inputs = case.inputs()
@@ -113,7 +113,7 @@ def test_deterministic_sums_in_pieces(monkeypatch, name, scratch_rows):
 
 @pytest.mark.parametrize("s_q", [4, 5])
 def test_keys_of_several_pieces_are_sorted_at_once(monkeypatch, s_q):
-    """The last of five tokens is a piece of its own."""
+    """The last of five tokens is a separate piece."""
     monkeypatch.setattr(launch, "SCRATCH_BYTES", 4 * TOY.head_dim * 80)
     inputs = replace(TOY, s_q=s_q, topk_lengths=True, duplicates=True, s_kv=25).inputs()
     sorts = []
@@ -156,7 +156,7 @@ def test_lengths_and_sinks_that_are_not_neighbours():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_sinks_at_their_limits(deterministic):
-    """inf makes every output 0, -inf is no sink; far below lse, 1 - w must not lose the sink's gradient."""
+    """inf makes every output 0, -inf is no sink; far below lse, 1 - w must not cancel in the sink's gradient."""
     inputs = replace(TOY, empty_rows=0.3).inputs()
     sinks = torch.tensor([torch.inf, -torch.inf, 80.0, -80.0])
     results = check(inputs | {"attn_sink": sinks}, deterministic=deterministic)

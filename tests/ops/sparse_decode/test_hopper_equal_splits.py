@@ -66,7 +66,7 @@ def run(asm: str, registers: dict[str, int]) -> dict[str, int]:
 
 
 def kept(numbers: list[float]) -> list[float]:
-    """Eight values, stored and loaded."""
+    """Eight values after a store and a load."""
     stored = run(str(fp24._store_asm()), {f"${8 + i}": bits(number) for i, number in enumerate(numbers)})
     loaded = run(str(fp24._load_asm()), {f"w{i}": stored[f"w{i}"] for i in range(6)})
     return [number_of(loaded[f"${i}"]) for i in range(8)]

@@ -38,7 +38,7 @@ _WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 @gluon.jit
 def _fill_half(rows, tile, SIDE: gl.constexpr, CONFIG: gl.constexpr):
-    """Half of a block, by the producer of a CTA or, rows 0 to 31 of it, by that of a CTA in a cluster."""
+    """Half of a block by the producer of a single CTA, or rows 0 to 31 of it by that of a CTA in a cluster."""
     if CONFIG.cluster:
         block = cluster_producer._wait_block(cluster_producer._load_block(rows, CONFIG))
         scale = cluster_producer._first_scale(block, rows, CONFIG)

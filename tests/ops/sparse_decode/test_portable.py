@@ -65,7 +65,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def few_combining_ctas(monkeypatch):
-    """The interpreter takes long for each."""
+    """Fewer combine CTAs, since each is slow in the interpreter."""
     monkeypatch.setattr(combine, "_TILES", (combine.CombineTile(16, 512, 4),))
 
 
@@ -250,7 +250,7 @@ def test_gaps_between_pages(cache_format, gap):
 
 
 def test_any_scale_is_honoured():
-    """Scales that are no powers of two, tiny and large ones: as if the keys had been rounded to bf16, once."""
+    """Scales that are not powers of two, tiny and large ones: as if the keys were rounded to bf16 once."""
     arguments = replace(V32, batch=1, softmax_scale=1e-5, attn_sink=False).inputs()
     cache = arguments["k_cache"]
     slots = arguments["indices"][arguments["indices"] < cache.shape[0] * cache.shape[1]].unique()
@@ -285,7 +285,7 @@ def test_nan_scale_of_a_selected_token(cache_format):
 @pytest.mark.parametrize("byte", [0x7F, pytest.param(0xFF, marks=pytest.mark.full)])
 @pytest.mark.parametrize("cache_format", ["v32", "v32_no_rope", "model1", "v41"])
 def test_nan_number_of_a_selected_token(cache_format, byte):
-    """e4m3's NaN under a finite scale, which this package's writers do not store."""
+    """e4m3's NaN with a finite scale, which this package's writers do not store."""
     arguments = replace(V32, cache_format=cache_format, attn_sink=False, invalid_share=0.0).inputs()
     slot = int(arguments["indices"][0, 1, 5])
     selected = (arguments["indices"] == slot).any(dim=-1)
@@ -317,7 +317,7 @@ def _unpack(
 
 
 def unpacked(cache_format: str, numbers: torch.Tensor, scales: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """The latent numbers [16, 512] that the kernel makes of a format's bytes."""
+    """The latent elements [16, 512] that the kernel unpacks from a format's bytes."""
     layout = kv_cache.get_format(cache_format)
     _, step = choose(launch.PACKED_TOKENS, "interpreter", 16, layout.head_dim, 512, in_place=False)
     place = tiles.TokenAddress(layout.tiling, layout.block_scaling, native=False, page_size=64, wide=False, align=16)
@@ -329,7 +329,7 @@ def unpacked(cache_format: str, numbers: torch.Tensor, scales: torch.Tensor, rop
 
 @pytest.mark.parametrize("model1", [False, True])
 def test_unpacks_every_number_exactly(model1):
-    """All e4m3 numbers, subnormals and NaN too, with scales that are powers of two."""
+    """All e4m3 values, including subnormals and NaN, with scales that are powers of two."""
     numbers = torch.arange(256, dtype=torch.uint8).repeat(16, 2)
     rope = torch.randn(16, 64).to(torch.bfloat16)
     if model1:

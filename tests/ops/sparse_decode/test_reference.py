@@ -20,7 +20,7 @@ LENGTHS = st.sampled_from(["all", "request", "token"])
 
 
 def small_case(dims, formats, **fields):
-    """A case in one of the formats: a float format with its own dtype and free width, or one with tiles."""
+    """A case in one of the formats: a float format with its dtype and any width, or a tiled one."""
     name, dtype = formats
     if name in SCALED:
         return SparseDecodeCase(cache_format=name, dtype=dtype, **fields)

@@ -19,7 +19,7 @@ MODEL1 = replace(
 
 
 def inputs(case):
-    """The format by its name: a dataclass cannot be an argument of a compiled function."""
+    """Inputs with the format given by name, since a dataclass cannot be an argument of a compiled function."""
     return case.inputs() | {"cache_format": case.cache_format}
 
 

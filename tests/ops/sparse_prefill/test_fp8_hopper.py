@@ -70,7 +70,7 @@ def test_emulated(emulate, name: str, sharpness: float, seed: int) -> None:
 
 @pytest.mark.full
 def test_a_nan_stays_with_its_rows(emulate) -> None:
-    """Of a query in its row; of a key with the tokens that selected it."""
+    """NaN in a query affects its row; in a key, the tokens that select it."""
     inputs = replace(CASE, s_q=3, h_q=3, invalid_share=0.0).inputs()
     inputs["q"][0, 1, 550] = torch.nan
     inputs["kv"].nan_to_num_(nan=0.1)

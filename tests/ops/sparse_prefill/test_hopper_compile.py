@@ -57,7 +57,7 @@ def recorded(monkeypatch):
 
 
 def prefill(**call: Any) -> None:
-    """A call of the implementation with tensors whose contents do not matter: ``attention_calls.sparse_prefill``."""
+    """A call of the implementation with tensors of arbitrary contents: ``attention_calls.sparse_prefill``."""
 
     def run(operation: str, backend: str, params: SparsePrefillParams, *, arch: int | None) -> list[Recorded]:
         launch.sparse_prefill(params)

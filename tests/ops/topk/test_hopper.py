@@ -97,7 +97,7 @@ def test_few_rows_use_dependent_launch(rows, overlaps, monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Rows that fell back to the radix select in global memory."""
+    """Counts rows that fell back to the radix select in global memory."""
     rows = []
     store = kernel.store_largest_of_row
     monkeypatch.setattr(kernel, "store_largest_of_row", lambda *args: rows.append(True) or store(*args))

@@ -20,7 +20,8 @@ def generator(seed):
 
 
 def oracle(row, first, last, k):
-    """Indices relative to ``first`` of the k largest, ascending: by value, NaN lowest, of equal ones the first."""
+    """Indices relative to ``first`` of the k largest entries, ascending: by value, NaN lowest, lower indices first
+    among ties."""
     entries = row[first:last]
     order = sorted(range(len(entries)), key=lambda i: (entries[i] == entries[i], entries[i], -i), reverse=True)
     nan = [i for i in range(len(entries)) if entries[i] != entries[i]]
@@ -126,7 +127,7 @@ def test_many_rows(kind, monkeypatch):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("equal", "zeros", "mostly zero", "infinite")])
 def test_a_sample_gives_candidates_that_will_do(kind, monkeypatch):
-    """Rows without many ties are read once. (What a sample misses by design is read again.)"""
+    """Rows without many ties are read once. (Rows that defeat the sample by construction are read again.)"""
     from flashlatte.ops.topk.portable import launch
 
     k, rows = 64, 3

@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::Runti
 
 
 class Assembler:
-    """``tl.inline_asm_elementwise`` by the emulator, with float32 results; it keeps registers of the whole kernel."""
+    """``tl.inline_asm_elementwise`` by the PTX emulator, with float32 results; registers declared for the whole kernel
+    are kept."""
 
     def __init__(self):
         self.kept = {}

@@ -23,7 +23,7 @@ PAGES = 9
 
 
 def paged(layout, page_size, lengths, heads, gap, generator, index=torch.int32):
-    """A cache of random bytes, a NaN among them here and there, but where requests have keys; and its block table."""
+    """A cache of random bytes with occasional NaN, except in slots with keys; and its block table."""
     columns = max(-(-max(*lengths, 1) // page_size), 1)
     width = layout.record_bytes
     storage = torch.randint(0, 256, (PAGES, page_size, heads, width + gap), generator=generator).to(torch.uint8)

@@ -27,7 +27,7 @@ def quotient_kernel(x, scale, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def steps_and_scales():
-    """Scales of rows in bf16, in float32, and next to powers of two; numbers on and beside half steps of them."""
+    """Scales of rows in bf16, in float32, and next to powers of two; values at and next to rounding boundaries."""
     generator = torch.Generator().manual_seed(0)
     random = torch.rand(ROWS, generator=generator) * 4 + 1e-3
     near_one = torch.tensor(1.0).view(torch.int32) + torch.arange(-8, 8, dtype=torch.int32)
