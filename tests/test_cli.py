@@ -31,7 +31,7 @@ def test_doctor_as_json_names_every_operation_and_why(capsys):
     assert not {("dense_decode", "v32"), ("sparse_decode", "fp8")} & formats
 
 
-def test_doctor_tells_what_select_would_do():
+def test_doctor_agrees_with_select():
     for call, entry in zip(
         doctor.typical_calls(torch.device("cpu"), torch.bfloat16), doctor.diagnose()["operations"], strict=True
     ):
@@ -83,7 +83,7 @@ def test_doctor_of_a_model_counts_its_heads(tmp_path):
         (None, "No such file"),
     ],
 )
-def test_doctor_of_what_is_no_mla_model(tmp_path, capsys, text, message):
+def test_doctor_for_a_model_without_mla(tmp_path, capsys, text, message):
     file = tmp_path / "config.json"
     if text is not None:
         file.write_text(text)
@@ -241,7 +241,7 @@ MINICPM3 = {
         (["--model", "config.json", "--dtype", "fp32"], " but dense_decode, .*", "index_logits, "),
     ],
 )
-def test_doctor_says_what_a_gpu_adds_for_this_call(options, without, hopper, tmp_path, monkeypatch, capsys):
+def test_doctor_lists_what_a_gpu_adds_for_this_call(options, without, hopper, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MODEL | MINICPM3))
     assert cli.main(["doctor", *options]) == 0
@@ -259,7 +259,7 @@ def test_doctor_without_triton(monkeypatch, capsys):
     assert "GPU kernels need Triton, which is not installed.\n" in capsys.readouterr().out
 
 
-def test_doctor_gives_every_reason_when_asked(capsys):
+def test_doctor_lists_every_reason_with_all(capsys):
     assert cli.main(["doctor", "--all"]) == 0
     printed = capsys.readouterr().out
     operations = doctor.diagnose()["operations"]

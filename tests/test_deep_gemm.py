@@ -128,7 +128,7 @@ def test_paged(kind, per_token, next_n):
         assert earlier.equal(logits)
 
 
-def test_the_form_of_deep_gemm_2_8_is_told_by_types(fp8):
+def test_the_form_of_deep_gemm_2_8_is_detected_by_types(fp8):
     q, kv, weights, _, _ = fp8
     full = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS)
     widest = int((ENDS - STARTS).max())
@@ -152,7 +152,7 @@ def test_the_form_of_deep_gemm_2_8_is_told_by_types(fp8):
     assert earlier.equal(full)
 
 
-def test_the_paged_form_of_deep_gemm_2_8_is_told_by_types():
+def test_the_paged_form_of_deep_gemm_2_8_is_detected_by_types():
     q, weights = draw(2, 1, 8, D, seed=0).to(torch.float8_e4m3fn), draw(2, 8, seed=1).bfloat16()
     cache, lengths = kv_cache.allocate("index_fp8", 3, 64), torch.tensor([70, 9], dtype=torch.int32)
     index_quantize(cache, torch.arange(192), draw(192, D, seed=2))
@@ -346,7 +346,7 @@ def test_the_alias_forwards_the_top_level_name(tmp_path, monkeypatch):
     assert all(getattr(alias, name) is getattr(deep_gemm, name) for name in deep_gemm.__all__)
 
 
-def test_the_alias_replaces_nobody_elses_package(tmp_path, capsys):
+def test_the_alias_replaces_no_installed_package(tmp_path, capsys):
     (tmp_path / "deep_gemm").mkdir()
     (tmp_path / "deep_gemm" / "__init__.py").write_text("original = True\n")
     assert deep_gemm.main(["--install-alias", str(tmp_path)]) == 2

@@ -68,7 +68,7 @@ def test_the_text_is_readable_and_not_degenerate(printed):
 
 
 @pytest.mark.full
-def test_it_says_first_what_it_does(printed):
+def test_it_starts_with_a_description(printed):
     assert printed[0].startswith("A small DeepseekV3 with random weights, in float32 on cpu, continues prompt.txt")
 
 
@@ -102,7 +102,7 @@ def test_logits_that_are_compared_are_of_the_same_tokens(family):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_overlap_is_the_share_of_what_was_wanted():
+def test_overlap_is_the_fraction_of_expected_tokens():
     made, wanted = [frozenset({1, 2, 3}), frozenset({4})], [frozenset({2, 3, 9}), frozenset({4})]
     assert overlap(made, wanted) == 0.75
 

@@ -353,7 +353,7 @@ def test_the_alias_forwards_the_top_level_name(tmp_path, monkeypatch):
     assert interface.FlashMLASchedMeta is flash_mla.FlashMLASchedMeta
 
 
-def test_the_alias_replaces_nobody_elses_package(tmp_path, capsys):
+def test_the_alias_replaces_no_installed_package(tmp_path, capsys):
     (tmp_path / "flash_mla").mkdir()
     (tmp_path / "flash_mla" / "__init__.py").write_text("original = True\n")
     assert flash_mla.main(["--install-alias", str(tmp_path)]) == 2

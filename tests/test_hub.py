@@ -212,6 +212,6 @@ def test_strings_that_are_module_paths_are_rewritten(rewrite):
 
 
 @pytest.mark.parametrize("text", ["import cup.beans", "x = 'run python -m cup.beans now'"])
-def test_what_cannot_be_rewritten_is_refused(rewrite, text):
+def test_unsupported_code_cannot_be_rewritten(rewrite, text):
     with pytest.raises(ValueError, match=r"^cup\.water, line 1"):
         rewrite.Module("cup.water", text, is_package=False)

@@ -158,7 +158,7 @@ def test_failing_case_does_not_take_the_others_with_it(
     assert "(scaled down from write-v32-65536) reference" in output.err
 
 
-def test_refused_backend_is_said_and_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_backend_is_reported_without_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--case", "write-v32-65536", "--backend", "hopper") == 0
     output = capsys.readouterr()
     assert "REFUSED" in output.out

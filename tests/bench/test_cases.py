@@ -27,7 +27,7 @@ def test_every_operation_with_a_kernel_has_problems(found: set[str]) -> None:
     assert found == operations_with_kernels() | COMPOSED
 
 
-def test_problems_are_told_apart_by_their_names() -> None:
+def test_problems_have_distinct_names() -> None:
     problems = {case.problem for case in cases.CASES}
     assert len({problem.name for problem in problems}) == len(problems)
 

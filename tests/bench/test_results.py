@@ -112,7 +112,7 @@ def test_results_of_other_benchmarks_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [file for file in RESULTS if file.name not in ON_CPU], ids=lambda file: file.name)
-def test_every_line_that_is_kept_says_on_what_and_of_which_commit(file: Path) -> None:
+def test_every_recorded_line_has_a_gpu_and_a_commit(file: Path) -> None:
     for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
         assert line["device"].startswith("NVIDIA ")
         assert line["commit"]

@@ -54,7 +54,7 @@ def test_undefined_logits_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_other_bits_and_wrong_values_are_told(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_bits_and_wrong_values_are_reported(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = iter(range(100))
 
     def change(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ def run_worker(
 
 
 @pytest.mark.full
-def test_a_process_goes_on_after_an_error_and_ends_after_one_of_cuda(
+def test_a_process_continues_after_an_error_and_ends_after_a_cuda_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = SharedGpuOptions(processes=1, seconds=1.0, each=0.0, cases=("r1-w32768-top2048",), backend="reference")
@@ -159,7 +159,7 @@ print("SomeError: it died", file=sys.stderr)
     ("end", "fault"),
     [("sys.exit(3)", "the process ended with 3: SomeError: it died"), ("sys.stdin.read()", "the process hung: SomeEr")],
 )
-def test_a_process_that_dies_or_hangs_is_told_with_its_case(
+def test_a_crashed_or_hanging_process_is_reported_with_its_case(
     end: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "command_of", lambda *_: [sys.executable, "-c", DIES + end])

@@ -73,7 +73,7 @@ def test_unwritten_output_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0.5, 0.9])
-def test_neighbours_share_the_selection_that_a_case_says(overlap: float) -> None:
+def test_adjacent_tokens_share_the_cases_fraction_of_selections(overlap: float) -> None:
     problem = SparsePrefill(512, 4, topk=40, s_kv=90, s_q=12, overlap=overlap)
     workload = sparse_prefill_workload.SparsePrefillWorkload(problem, CPU)
     rows = [set(row.tolist()) for row in workload.indices[:, 0]]

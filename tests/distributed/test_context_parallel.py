@@ -44,7 +44,7 @@ def test_decode(ranks, form, interleave):
         close(lse, want_lse)
 
 
-def test_a_next_step_of_more_queries_waits_for_who_still_reads(ranks):
+def test_the_next_step_with_more_queries_waits_for_pending_reads(ranks):
     step = Step((5, 40, 9), heads=2 * ranks.size)
     other = Step(step.lengths, step.heads, queries=4, seed=1)
     out, lse = joined(ranks.run(rank_jobs.decode_before, step, other), ranks.size)
@@ -150,7 +150,7 @@ def test_an_empty_step(ranks):
     assert lse.shape == (0, ranks.size, 1)
 
 
-def test_ranks_that_differ_are_told(ranks):
+def test_ranks_that_differ_raise(ranks):
     told = ranks.outcomes(rank_jobs.call_with, {1: {"interleave": 2}}, interleave=1)
     assert all(isinstance(failure, Failure) for failure in told[:2])
     assert told[0].message.startswith("ValueError: ContextParallel needs the same arguments on all ranks: rank")
@@ -161,7 +161,7 @@ def test_ranks_that_differ_are_told(ranks):
 
 
 @pytest.mark.parametrize("wrong", [{"interleave": 0}, {"form": "ring"}, {"form": ["ring"]}, {"all_heads": 2}], ids=str)
-def test_a_wrong_argument_of_one_rank_is_told_on_all(ranks, wrong):
+def test_a_wrong_argument_of_one_rank_raises_on_all(ranks, wrong):
     told = ranks.outcomes(rank_jobs.call_with, {1: wrong})
     ((name, value),) = wrong.items()
     assert all(f"rank 1 has {name} {value}" in failure.message for failure in told)
@@ -169,7 +169,7 @@ def test_a_wrong_argument_of_one_rank_is_told_on_all(ranks, wrong):
     assert ranks.run(rank_jobs.call_with, {}) == [None] * ranks.size
 
 
-def test_shapes_that_differ_are_told_before_anybody_waits(ranks):
+def test_different_shapes_raise_before_a_collective(ranks):
     told = ranks.outcomes(rank_jobs.decode_heads, [2, *[1] * (ranks.size - 1)])
     said = "decode needs the same arguments on all ranks: rank 0 has q (2, 1, 2, 24); rank"
     assert all(said in failure.message for failure in told)

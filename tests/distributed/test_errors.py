@@ -92,7 +92,7 @@ def test_metadata(context, metadata):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_length_below_zero_sees_no_keys(dtype):
+def test_a_negative_length_has_no_keys(dtype):
     lengths = torch.tensor([torch.iinfo(dtype).min, -1, 0, 1], dtype=dtype)
     table = torch.zeros(4, 2, dtype=torch.int32)
     plan = plan_shard(Sharding(rank=0, size=2), table, lengths, page_tokens=64, queries=2)

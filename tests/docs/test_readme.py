@@ -18,7 +18,7 @@ def test_links_are_absolute():
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_what_a_link_names_is_in_the_repository(link):
+def test_links_lead_to_files_of_the_repository(link):
     path = re.sub(HOME, "", link).partition("#")[0]
     assert path != link, "a link that leads out of the repository"
     assert (ROOT / path).exists()

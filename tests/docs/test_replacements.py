@@ -124,7 +124,7 @@ def test_every_function_of_a_module_has_its_line(module):
     assert {name for cells in replacements(module) for name in names(cells[0])} - {"indices"} == functions
 
 
-def test_what_runs_in_their_place_is_public():
+def test_replacements_are_public():
     for module in MODULES:
         for cells in replacements(module):
             assert all(hasattr(flashlatte, name) or hasattr(kv_cache, name) for name in names(cells[1])), cells
@@ -138,7 +138,7 @@ def test_a_dash_stands_where_hopper_has_no_kernel(page):
 
 
 @pytest.mark.parametrize(("pages", "operation", "words", "taken", "refused"), LIMITS)
-def test_limits_are_those_that_are_told(pages, operation, words, taken, refused):
+def test_given_limits_are_used(pages, operation, words, taken, refused):
     for page in pages:
         assert words in "; ".join(last_cells(page)[operation])
     assert [refusal(operation, **facts) for facts in taken] == [None] * len(taken)

@@ -136,7 +136,7 @@ def test_a_report_takes_no_other_option(capsys):
     assert "--report takes no other option" in capsys.readouterr().err
 
 
-def test_cases_are_told_apart_by_their_names():
+def test_cases_have_distinct_names():
     assert len({problem.name for problem in cases.CASES}) == len(cases.CASES)
 
 

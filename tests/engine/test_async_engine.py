@@ -47,7 +47,7 @@ async def tokens_of(shared: AsyncEngine, tokens: list[int], params: SamplingPara
     return received
 
 
-def test_64_tasks_get_what_they_get_alone():
+def test_64_concurrent_tasks_get_the_results_of_single_ones():
     prompts = [prompt(3 + number % 20, number) for number in range(64)]
 
     async def all_at_once(shared: AsyncEngine) -> list[list[int]]:
@@ -111,7 +111,7 @@ def test_a_request_is_aborted_whose_task_is_cancelled_before_it_is_queued():
     run(cancel)
 
 
-def test_a_slow_reader_holds_one_result_and_delays_nobody():
+def test_a_slow_reader_holds_one_result_and_delays_no_others():
     async def slow(shared: AsyncEngine) -> list[int]:
         stream = await shared.add([prompt(3)], greedy(40))
         async with contextlib.aclosing(stream):
@@ -225,7 +225,7 @@ def test_all_requests_can_be_aborted_and_others_follow():
     run(abort)
 
 
-def test_a_stream_that_fails_gives_what_arrived_first():
+def test_a_failing_stream_yields_earlier_results_first():
     async def main() -> None:
         closed: list[OutputStream] = []
         stream = OutputStream(["a"], closed.append)

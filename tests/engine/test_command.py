@@ -45,7 +45,7 @@ def test_a_text_that_ends_within_a_letter_is_shown_to_its_end(checkpoint, capsys
     assert capsys.readouterr().out == tokenizer.decode(tokens) + "\n"
 
 
-def test_a_text_ends_where_the_checkpoint_says(checkpoint, capsys):
+def test_stop_tokens_come_from_the_checkpoint(checkpoint, capsys):
     tokens = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9)
     config = json.loads((checkpoint / "generation_config.json").read_text())
     (checkpoint / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [96, tokens[5]]}))

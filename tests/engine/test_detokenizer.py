@@ -40,7 +40,7 @@ def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
 
 
 @pytest.mark.parametrize(("token", "most"), [(ord("x"), 4), (0x80, 64), (256, 64)])
-def test_the_last_token_costs_what_the_first_did(token, most):
+def test_the_last_token_costs_as_much_as_the_first(token, most):
     """Also if no character is ever complete, or tokens have no text."""
     tokenizer = Bytes()
     text = Detokenizer(tokenizer, ["never here"])

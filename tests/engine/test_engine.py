@@ -139,7 +139,7 @@ def test_arrivals_and_aborts_leave_the_others_alone():
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["ended", "under way"])
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
-def test_weights_that_change_and_what_was_computed_before(family, in_flight):
+def test_changed_weights_and_earlier_pages(family, in_flight):
     """A running request seals pages computed with the old weights also after the reset."""
     changed = copy.deepcopy(model(family))
     served = engine(changed)
@@ -350,7 +350,7 @@ def test_a_prompt_may_be_a_tensor():
         _ = output.outputs[0].text
 
 
-def test_an_id_in_use_is_refused_and_its_request_goes_on():
+def test_a_duplicate_id_is_rejected_and_its_request_continues():
     served = engine()
     served.add(prompt(3), greedy(2), request_id="a")
     with pytest.raises(ValueError, match="got 'a' again"):

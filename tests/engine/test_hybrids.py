@@ -221,7 +221,7 @@ def test_hooks_on_linear_attention_run_and_others_are_refused():
         engine(hooked)
 
 
-def test_what_states_rule_out_is_refused_by_name():
+def test_options_unsupported_with_states_are_rejected_by_name():
     with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 for a kimi_linear, .* got 2"):
         engine(num_speculative_tokens=2)
     with pytest.raises(ValueError, match="batch_invariant must be False for a kimi_linear"):

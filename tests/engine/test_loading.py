@@ -138,7 +138,7 @@ def test_an_index_that_leaves_a_weight_out(read, tmp_path):
         read(tmp_path)
 
 
-def test_what_a_model_does_not_need_is_passed_over(read, tmp_path):
+def test_unneeded_weights_are_skipped(read, tmp_path):
     """The MTP layer, rotary buffers, and a head tied to the embedding."""
     whole = model("DeepseekV3", tie_word_embeddings=True)
     whole.save_pretrained(tmp_path)
@@ -156,7 +156,7 @@ def test_what_a_model_does_not_need_is_passed_over(read, tmp_path):
     assert made._head.weight.equal(whole.lm_head.weight)
 
 
-def test_nobody_reads_a_checkpoint_whole_to_find_that_a_weight_is_missing(tmp_path, monkeypatch):
+def test_missing_weights_are_detected_without_reading_the_checkpoint(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     rewrite(tmp_path, without("lm_head"))
     monkeypatch.setattr("flashlatte.engine.model.load", None)
@@ -176,7 +176,7 @@ def test_scales_that_are_missing_are_named(missing, kept, read, tmp_path, monkey
         read(tmp_path)
 
 
-def test_scales_of_a_config_that_does_not_say_so_are_refused(read, tmp_path):
+def test_scales_not_declared_in_the_config_are_rejected(read, tmp_path):
     fp8_linears.save(copy.deepcopy(model(**fp8_linears.SIZES)).bfloat16(), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": None}))

@@ -52,7 +52,7 @@ def check(outputs: list[RequestOutput], family: str) -> None:
     ],
     ids=str,
 )
-def test_it_ends_and_the_others_go_on(family, options):
+def test_it_ends_and_the_others_continue(family, options):
     served = engine(family, **options)
     prompts = [HEALTHY[0], POISONED, *HEALTHY[1:]]
     check(served.generate(prompts, greedy(NEW, logprobs=0)), family)

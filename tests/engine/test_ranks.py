@@ -125,7 +125,7 @@ def test_draws_are_those_of_one_process(two):
     assert [tokens for tokens, _, _ in outputs] == [output.outputs[0].token_ids for output in alone]
 
 
-def test_a_request_with_nan_logits_ends_and_the_others_go_on(two):
+def test_a_request_with_nan_logits_ends_and_the_others_continue(two):
     healthy = [PROMPTS[2], prompt(22, 1)]
     assert all(rank_engine_jobs.POISON not in tokens for tokens in healthy)
     poisoned = [*prompt(21, 9), rank_engine_jobs.POISON]
@@ -207,7 +207,7 @@ DIFFERENT = [
 
 @pytest.mark.parametrize("late", [None, 0, 1])
 @pytest.mark.parametrize(("one", "other", "said", "told"), DIFFERENT, ids=[told for *_, told in DIFFERENT])
-def test_engines_that_differ_are_told_on_all_ranks(two, one, other, said, told, late):
+def test_different_engines_raise_on_all_ranks(two, one, other, said, told, late):
     """In any order of creation. An engine of one process does not wait, so it raises only if it is created later."""
     begin = time.monotonic()
     outcomes = two.outcomes(rank_engine_jobs.options_by_rank, [one, other], late)
@@ -284,7 +284,7 @@ def test_engines_of_each_process_and_of_all(two):
     ],
     ids=str,
 )
-def test_a_wrong_argument_of_one_rank_is_told_on_all(two, wrong):
+def test_a_wrong_argument_of_one_rank_raises_on_all(two, wrong):
     told = two.outcomes(rank_engine_jobs.options_by_rank, [{}, wrong])
     assert all(next(iter(wrong)) in failure.message for failure in told)
 
@@ -350,7 +350,7 @@ def test_without_processes():
         Engine(Model(model()), tensor_parallel=2)
 
 
-def test_each_rank_is_told_what_it_is_not_for(two):
+def test_unsupported_calls_on_each_rank_raise(two):
     leader, follower = two.run(rank_engine_jobs.misuse)
     assert "follow() is for ranks other than 0" in leader
     assert "add() is for rank 0" in follower

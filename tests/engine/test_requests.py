@@ -166,7 +166,7 @@ def test_an_urgent_request_ends_before_one_that_came_first():
         ("a text", TypeError),
     ],
 )
-def test_of_prompts_with_a_mistake_none_is_queued_and_others_go_on(mistake, error):
+def test_prompts_with_an_error_are_all_rejected_and_others_continue(mistake, error):
     served = engine()
     served.add(PROMPTS[1], greedy(NEW), request_id="other")
     served.step()
@@ -192,7 +192,7 @@ def test_streams_side_by_side_lose_no_token():
     assert served.unfinished == served.pool.in_use == 0
 
 
-def test_a_stream_goes_on_after_others_stepped():
+def test_a_stream_continues_after_other_calls_to_step():
     served = engine()
     stream = served.stream(PROMPTS[0], greedy(NEW))
     got = [next(stream)]
@@ -245,7 +245,7 @@ def test_a_stream_that_the_garbage_collector_drops_within_a_step_is_aborted_afte
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_step_tells_what_a_stream_and_a_batch_gave_to_others(alone):
+def test_step_does_not_return_results_of_a_stream_or_batch(alone):
     served = engine()
     served.add(PROMPTS[0], greedy(2), request_id="ends meanwhile")
     if not alone:
@@ -292,7 +292,7 @@ def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
 
 @pytest.mark.parametrize("raises_in", ["run", "wait"])
 @pytest.mark.parametrize("swap_space", [0, 8])
-def test_a_step_that_fails_ends_all_requests_and_spoils_no_page(raises_in, swap_space, monkeypatch):
+def test_a_failed_step_ends_all_requests_and_leaves_no_wrong_page(raises_in, swap_space, monkeypatch):
     """Their first pages were allocated but not computed: a request with the same prefix must not reuse them."""
     served = engine(page_size=4, swap_space=swap_space, max_num_batched_tokens=8)
     names = [served.add(PROMPTS[number], greedy(NEW)) for number in (1, 2)]
@@ -334,7 +334,7 @@ def test_an_id_may_be_used_again_when_its_request_has_ended():
         assert finished(served) == {"again": expected(number)}
 
 
-def test_a_name_that_somebody_chose_is_not_given_to_another():
+def test_names_chosen_by_the_user_are_not_reused():
     served = engine()
     served.add(PROMPTS[1], greedy(NEW), request_id="request-0")
     assert served.generate([PROMPTS[0]], greedy(NEW))[0].outputs[0].token_ids == expected(0)
@@ -414,7 +414,7 @@ def test_a_step_may_move_pages_and_compute_nothing():
 
 
 @pytest.mark.parametrize("name", ["num_pages", "swap_space"])
-def test_a_cache_that_does_not_fit_names_what_to_change(name):
+def test_error_for_a_cache_that_does_not_fit_suggests_changes(name):
     with pytest.raises(
         ValueError, match=rf"{name} must fit the host's free memory: of 10000000000000 pages .* about \d+ do"
     ):

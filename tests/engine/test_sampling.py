@@ -53,7 +53,7 @@ def test_a_temperature_near_0_takes_the_likeliest_token(temperature):
 
 
 @pytest.mark.parametrize("temperature", mostly_full([1e30, 1e39, 1e308], 1e39))
-def test_a_huge_temperature_draws_evenly_from_what_is_not_suppressed(temperature):
+def test_a_huge_temperature_draws_uniformly_from_allowed_tokens(temperature):
     params = SamplingParams(temperature=temperature, suppress_tokens=(0, 3))
     assert torch.allclose(frequencies(params), expected([0, 1, 1, 0, 1]), atol=0.015)
 
@@ -88,7 +88,7 @@ def test_seeds_and_positions_decide_and_nothing_else():
     assert together != draw(4, range(100))
 
 
-def test_what_can_be_read_once_counts_every_time():
+def test_iterators_are_read_once():
     given: dict[str, Any] = {"suppress_tokens": iter([1, 2]), "stop_token_ids": torch.tensor([3]), "stop": iter("ab")}
     assert SamplingParams(**given) == SamplingParams(suppress_tokens=(1, 2), stop_token_ids=(3,), stop=("a", "b"))
 

@@ -237,7 +237,7 @@ def test_step_returns_and_abort_ends_all_outputs_of_a_request():
         served.stream(PROMPTS[0], params)
 
 
-def test_stop_reasons_and_the_text_of_what_stopped(monkeypatch):
+def test_stop_reasons_and_stop_texts(monkeypatch):
     tokens, word = plain(1), Letters().decode
     monkeypatch.setattr(model().generation_config, "eos_token_id", tokens[4])
 

@@ -42,7 +42,7 @@ def test_every_chunk_size_gives_the_same_tokens(chunk):
     run([Request(f"r{i}", [1] * (5 + 3 * i), 6) for i in range(4)], pages=32, max_num_batched_tokens=chunk)
 
 
-def test_requests_that_begin_alike_share_pages_once():
+def test_requests_with_a_common_prefix_share_pages_once():
     prompt = [1, 2] * 8
     machine = Machine(16, 4, 0)
     first, second = Request("a", prompt, 2), Request("b", [*prompt, 5], 2)
@@ -95,7 +95,7 @@ def test_a_pool_too_small_for_all_serves_all(swap_space):
     assert (statistics.swapped > 0) == (swap_space > 0)
 
 
-def test_who_is_in_a_step_keeps_its_pages_in_it():
+def test_requests_in_a_step_keep_their_pages():
     machine = Machine(6, 1, 0, max_num_batched_tokens=3, enable_prefix_caching=False)
     machine.add(Request("first", [1], 5))
     machine.run_step()
@@ -107,7 +107,7 @@ def test_who_is_in_a_step_keeps_its_pages_in_it():
     assert machine.scheduler.statistics.recomputed == 1
 
 
-def test_who_gave_way_waits_for_its_token_under_way():
+def test_a_preempted_request_waits_for_its_token_in_flight():
     machine = Machine(4, 1, 0, max_num_batched_tokens=8, enable_prefix_caching=False)
     machine.add(Request("later", [1], 4))
     machine.run_step()
@@ -131,7 +131,7 @@ def test_a_lower_priority_goes_first():
     assert list(machine.ended) == ["urgent", "running", "usual"]
 
 
-def test_who_waits_is_served_however_many_urgent_ones_keep_coming():
+def test_waiting_requests_are_not_starved_by_urgent_ones():
     machine = Machine(4, 4, 0, max_num_seqs=1, starvation_limit=3)
     machine.add(Request("patient", [1] * 4, 2))
     for number in range(40):
@@ -143,7 +143,7 @@ def test_who_waits_is_served_however_many_urgent_ones_keep_coming():
 
 
 @pytest.mark.parametrize("swap_space", [0, 8])
-def test_apart_what_is_computed_of_a_request_depends_on_it_alone(swap_space):
+def test_batch_invariant_chunks_of_a_request_do_not_depend_on_others(swap_space):
     """The prompt in separate chunks of 4, then token by token, whatever other requests are added or preempted."""
     requests = [Request(f"r{i}", [1] * (3 + 4 * i), 6) for i in range(4)]
     machine = Machine(11, 2, swap_space, max_num_batched_tokens=4, enable_prefix_caching=False, batch_invariant=True)

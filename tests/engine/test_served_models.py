@@ -35,7 +35,7 @@ def test_a_model_with_other_layers_is_refused_by_name():
 
 
 @pytest.mark.parametrize(("name", "value"), [("dtype", torch.bfloat16), ("device", "cpu")])
-def test_a_loaded_model_stays_what_it_is(name, value):
+def test_a_loaded_model_is_not_changed(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be None for a model that is loaded, .* got {value}$"):
         Model(model(), **{name: value})
 
@@ -186,7 +186,7 @@ def test_mistral_large_4_of_other_sizes(changes):
         assert output.outputs[0].token_ids == expected[0, ids.shape[1] :].tolist()
 
 
-def test_what_is_refused_of_mistral_large_4():
+def test_unsupported_configs_of_mistral_large_4():
     rope = {"no_rope_layers": (1, 1, 1, 1), "indexer_types": ("full",) * 4, "kv_source_layers": (0, 1, 0, 1)}
     with pytest.raises(ValueError, match=r"^kv_source_layers must name the last layer before 2 .*, got 0$"):
         Model(model("MistralLarge4", **rope))

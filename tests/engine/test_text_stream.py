@@ -50,7 +50,7 @@ def test_the_parts_are_the_text_and_each_is_final(words, stops, sizes, includes,
     assert stream.update(generated) == ""
 
 
-def test_only_what_may_begin_a_stop_is_withheld():
+def test_only_possible_beginnings_of_a_stop_string_are_withheld():
     generated = output(stop=["END"])
     stream, parts = TextStream(generated), []
     for letter in "some EN, then EN":

@@ -87,7 +87,7 @@ def test_a_prompt_over_a_workspace(monkeypatch):
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", mostly_full((1, 5, 64), 5))
-def test_requests_that_begin_alike_share_pages(max_num_batched_tokens):
+def test_requests_with_a_common_prefix_share_pages(max_num_batched_tokens):
     """After a shared page the last group is recomputed, in any chunks, without changing other requests' rows."""
     served = replayed(engine(max_num_batched_tokens=max_num_batched_tokens))
     alike, asked = prompt(26), greedy(4)
@@ -125,7 +125,7 @@ def test_a_pool_so_small_that_requests_are_swapped():
 
 
 @pytest.mark.parametrize("num_speculative_tokens", mostly_full((1, 6), 6))
-def test_drafts_that_are_taken_back(num_speculative_tokens, monkeypatch):
+def test_rejected_drafts(num_speculative_tokens, monkeypatch):
     """Drafts complete groups, which are recomputed after rejection: all accepted, all rejected, or only the first
     accepted."""
     lengths, new = (3, 13, 22), 20

@@ -76,7 +76,7 @@ def test_flashmla_grid(row: Arguments, backend: str) -> None:
 
 
 @ON_EVERY_BACKEND
-def test_the_check_sees_sums_rounded_head_by_head(backend: str) -> None:
+def test_the_check_detects_sums_rounded_head_by_head(backend: str) -> None:
     """Gradients of keys shared by many query heads, with each head's part rounded before the sum, must be rejected."""
     case = DensePrefillCase(2, 1024, 1024, 16, 1, causal=True)
     arguments = case.inputs(DEVICE)

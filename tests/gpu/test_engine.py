@@ -39,14 +39,14 @@ def test_greedy_tokens_are_transformers(expected, num_speculative_tokens):
     assert tokens == expected
 
 
-def test_what_cannot_be_captured_runs_without_graphs(expected):
+def test_models_that_cannot_be_captured_run_without_graphs(expected):
     with pytest.warns(UserWarning, match="without CUDA graphs"):
         tokens, _ = generate(num_pages=64, max_num_batched_tokens=96)
     assert tokens == expected
 
 
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
-def test_graphs_give_what_eager_steps_give():
+def test_graphs_equal_eager_steps():
     half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
     sampling = greedy(80, logprobs=0)
 

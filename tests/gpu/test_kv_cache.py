@@ -98,7 +98,7 @@ def test_gather(row: Arguments) -> None:
 
 
 @pytest.mark.parametrize("cache_format", ["v32", "model1"])
-def test_nan_spoils_its_tile_alone(cache_format: str) -> None:
+def test_nan_affects_only_its_tile(cache_format: str) -> None:
     cache, arguments = write_arguments(cache_format, tokens=9)
     arguments["slot_mapping"] = torch.arange(9, device=DEVICE)
     arguments["x"][3, 130] = torch.nan

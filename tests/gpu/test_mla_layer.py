@@ -151,7 +151,7 @@ def test_a_captured_decode_step_replays_for_new_lengths(cache_format: str, queri
 
 
 @pytest.mark.parametrize("cache_format", ["bf16", "v32"])
-def test_a_compiled_layer_is_one_graph_and_gives_what_the_eager_one_does(cache_format: str) -> None:
+def test_a_compiled_layer_is_one_graph_and_equals_the_eager_one(cache_format: str) -> None:
     eager, compiled = (Machine(make_layer(), DEVICE, torch.bfloat16, cache_format) for _ in range(2))
     compiled.layer = torch.compile(compiled.layer, fullgraph=True)  # pyright: ignore[reportAttributeAccessIssue]
     table = tables(2)

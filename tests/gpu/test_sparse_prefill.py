@@ -118,7 +118,7 @@ def test_tokens_that_share_a_tile(case: SparsePrefillCase) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("column", [3, 300, 550])
-def test_what_is_no_number_stays_with_the_tokens_that_selected_it(value: float, column: int) -> None:
+def test_nan_affects_only_tokens_that_select_it(value: float, column: int) -> None:
     arguments = replace(GROUPED[0], topk_lengths=False, empty_rows=0.0).inputs(DEVICE)
     indices = arguments["indices"][:, 0]
     row = indices[205][(indices[205] >= 0) & (indices[205] < len(arguments["kv"]))][0]

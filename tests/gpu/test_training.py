@@ -83,7 +83,7 @@ def test_a_model_learns_a_sequence_by_heart(indexer: dict[str, int]) -> None:
     assert losses[-1] < 0.7 * losses[0], losses
 
 
-def test_indexers_learn_what_attention_attends_to() -> None:
+def test_indexers_learn_to_select_the_attended_tokens() -> None:
     model = make("DeepseekV32", index_n_heads=16, index_topk=64, initializer_range=0.1)
     for name, weight in model.named_parameters():
         weight.requires_grad_(".indexer." in name)

@@ -171,7 +171,7 @@ def test_a_schedule_without_lengths_is_sglangs_own():
     assert attention.get_mla_metadata(lambda: "theirs") == "theirs"
 
 
-def test_what_stays_sglangs_has_sglangs_schedule():
+def test_calls_left_to_sglang_get_sglangs_schedule():
     """FlashLatte's schedule is zeros, with which SGLang's kernel would compute nothing."""
     lengths, cache = torch.tensor([70, 64], dtype=torch.int32), torch.zeros(2, 64, 1, 528, dtype=torch.uint8)
     indices, q = torch.zeros(2, 3, 64, dtype=torch.int32), torch.zeros(2, 3, 4, 512).bfloat16()
@@ -195,7 +195,7 @@ def test_what_stays_sglangs_has_sglangs_schedule():
     assert asked[0][1:] == (12, 1, 4, True, 64)
 
 
-def test_an_earlier_sglang_is_given_what_it_takes():
+def test_an_earlier_sglang_gets_only_supported_arguments():
     def original(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, *rest: Any) -> Any:
         assert len(rest) == 13  # to extra_topk_length: neither kv_format nor use_legacy
         return "theirs"

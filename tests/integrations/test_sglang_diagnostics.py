@@ -38,7 +38,7 @@ def installed(monkeypatch, tmp_path):
     return tmp_path / "sglang"
 
 
-def test_what_is_said_where_all_is_there(installed):
+def test_report_without_missing_parts(installed):
     facts = diagnostics.diagnose(V3)
     assert facts["missing"] == []
     assert diagnostics.report(facts) == [
@@ -51,7 +51,7 @@ def test_what_is_said_where_all_is_there(installed):
     assert "attention sinks with its DSA backend flashmla_sparse" in diagnostics.report(diagnostics.diagnose(sinks))[1]
 
 
-def test_what_an_sglang_lacks_is_named(installed):
+def test_functions_missing_in_sglang_are_named(installed):
     (installed / "srt/layers/attention/dsa_backend.py").write_text("def another(): ...\n")
     lines = diagnostics.report(diagnostics.diagnose())
     assert lines[1:] == [
@@ -61,14 +61,14 @@ def test_what_an_sglang_lacks_is_named(installed):
     ]
 
 
-def test_a_plugin_that_is_left_out_is_said_to_be(installed, monkeypatch):
+def test_an_excluded_plugin_is_reported(installed, monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     assert diagnostics.report(diagnostics.diagnose(V3)) == [
         "SGLang 0.5.23: FlashLatte's plugin is not registered: SGLANG_PLUGINS is 'another', without flashlatte"
     ]
 
 
-def test_without_sglang_nothing_is_said(monkeypatch):
+def test_no_report_without_sglang(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -67,7 +67,7 @@ def test_every_hook_is_registered_once(fake_sglang, caplog):
     assert not caplog.records
 
 
-def test_what_an_sglang_lacks_is_passed_over_and_named(fake_sglang, monkeypatch, caplog):
+def test_functions_missing_in_sglang_are_skipped_and_named(fake_sglang, monkeypatch, caplog):
     for module in ("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla"):
         monkeypatch.delattr(sys.modules[module], "flash_mla_sparse_fwd")
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
@@ -90,7 +90,7 @@ def test_a_deep_gemm_that_cannot_be_imported_is_passed_over(fake_sglang, monkeyp
     assert not caplog.records
 
 
-def test_what_stands_elsewhere_in_an_earlier_sglang_is_served(fake_sglang, monkeypatch, caplog):
+def test_functions_moved_since_an_earlier_sglang_are_replaced(fake_sglang, monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "sglang.kernels.ops.attention.flash_mla_interface")
     monkeypatch.delitem(sys.modules, "sglang.kernels.ops.attention.dsv4.topk")
     monkeypatch.delitem(sys.modules, "sglang.srt.layers.attention.dsa.utils")

@@ -113,7 +113,7 @@ def test_more_than_our_top_k_takes_stays_sglangs():
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError, OSError, RuntimeError])
-def test_what_the_indexer_is_resolved_to(error):
+def test_resolution_of_the_indexers_functions(error):
     """SGLang's function (DeepGEMM's, which is hooked, or one selected by a flag); FlashLatte's if DeepGEMM is
     missing."""
 

@@ -172,7 +172,7 @@ def test_generate_from_embeddings(make_model, prompts):
 
 
 @pytest.mark.parametrize("pads", [pytest.param((0,), marks=pytest.mark.full), (6, 0, 1)])
-def test_generate_goes_on_with_the_cache_of_an_earlier_call(make_model, prompts, pads):
+def test_generate_continues_with_the_cache_of_an_earlier_call(make_model, prompts, pads):
     stock, enabled = pair(make_model())
     sequences = []
     for model in (stock, enabled):
@@ -308,7 +308,7 @@ def test_autocast_to_another_dtype_is_stock_attention_s(make_model, prompts, cal
         assert got.equal(expected)
 
 
-def test_a_paged_cache_goes_on_under_autocast(make_model, prompts):
+def test_a_paged_cache_continues_under_autocast(make_model, prompts):
     stock, enabled = pair(make_model())
     ids = prompts((0, 0), length=24)["input_ids"]
     logits = []

@@ -208,7 +208,7 @@ def test_batch_size_and_device_must_be_the_cache_s(make_model):
         session.models[1](tokens(3, 1).to("meta"), **{CACHE: session.caches[1]})
 
 
-def test_stock_attention_goes_on_with_a_paged_cache_after_disable(make_model):
+def test_stock_attention_continues_with_a_paged_cache_after_disable(make_model):
     session = Session(make_model())
     session.forward(tokens(3, 10), padded(3, 10))
     session.forward(tokens(3, 1))

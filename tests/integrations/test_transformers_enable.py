@@ -112,7 +112,7 @@ def test_refused_models(make_model):
 @pytest.mark.parametrize(
     ("model", "got"), [("deepseek-ai/DeepSeek-V3", "'deepseek-ai/DeepSeek-V3'"), (torch.nn.Linear, "type")]
 )
-def test_what_is_no_loaded_model_is_refused(call, model, got):
+def test_objects_that_are_not_models_are_rejected(call, model, got):
     with pytest.raises(TypeError, match=rf"^model must be a transformers model, as from_pretrained .*, got {got}$"):
         call(model)
 

@@ -243,7 +243,7 @@ def caches_each_head(stock):
     return any(layer.keys.shape[1] > 1 for layer in layers if getattr(layer, "keys", None) is not None)
 
 
-def test_stock_attention_goes_on_with_a_paged_cache(stock, prompts):
+def test_stock_attention_continues_with_a_paged_cache(stock, prompts):
     inputs = prompts((3, 0), length=30)
     enabled = enable(copy.deepcopy(stock))
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

@@ -71,7 +71,7 @@ def test_generate_gives_stock_attention_s_tokens(stock, prompts, options):
     ],
     ids=["linear", "dynamic", "longrope"],
 )
-def test_rotations_that_only_transformers_knows(prompts, rope):
+def test_rotations_that_only_transformers_supports(prompts, rope):
     model = make("DeepseekV32", INDEXED | {"rope_parameters": rope | {"rope_theta": 10000.0}})
     inputs = prompts((5, 0), length=30)
     expected = generate(model, inputs)
@@ -85,7 +85,7 @@ def test_eager_attention_computes_prefill(prompts):
     assert torch.equal(generate(enable(model), inputs), expected)
 
 
-def test_stock_attention_goes_on_with_index_keys(stock, prompts):
+def test_stock_attention_continues_with_index_keys(stock, prompts):
     """If index keys were lost, a shared selection would come from another pass."""
     if caches_each_head(stock):
         pytest.skip("stock attention of this transformers does not go on with latents")

@@ -188,7 +188,7 @@ def test_settings_that_do_not_fit(stock, change, error, message):
 @pytest.mark.parametrize(
     "name", ["o_a_proj", "q_a_norm", "kv_norm", "compressor.kv_norm", "compressor.indexer.kv_norm"]
 )
-def test_hooks_on_what_is_read_and_not_called_are_refused(stock, name):
+def test_hooks_on_modules_that_are_not_called_are_rejected(stock, name):
     """Before the model is changed, and in the forward pass if they are added later."""
     model = copy.deepcopy(stock)
     hook = model.model.layers[1].self_attn.get_submodule(name).register_forward_hook(lambda *called: 2 * called[2])

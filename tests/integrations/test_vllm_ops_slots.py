@@ -38,7 +38,7 @@ def test_selected_tokens_become_slots():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_selected_tokens_in_what_later_vllms_have(dtype):
+def test_selected_tokens_with_arguments_of_later_vllm_versions(dtype):
     """Gaps between pages, an index mapping, output buffers, and a workspace with the tokens of all ranks."""
     beyond = 2**31 // 80 + 1
     table = torch.tensor([[4, 2, 9], [7, 0, beyond]], dtype=torch.int32)

@@ -136,7 +136,7 @@ def test_rows_that_end_in_their_scale(name, dtype):
     assert torch.allclose(out.double(), expected, atol=2e-2)
 
 
-def test_shapes_that_are_of_more_or_of_nobody():
+def test_expanded_scales_and_padded_tables():
     q, k, v = problem()
     k8, v8, q8 = e4m3(k.float()), e4m3(v.float()), q.to(E4M3)
     one, expanded = torch.empty_like(q), torch.empty_like(q)

@@ -142,7 +142,7 @@ WAIT = "LOOP: mbarrier.try_wait.parity.shared::cta.b64 %p3, [512], 0; @!%p3 bra 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_bulk_load_arrives_when_its_mbarrier_says_so(seed):
+def test_a_bulk_load_completes_on_its_mbarrier(seed):
     assert run(LOAD.format(wait=WAIT), seed=seed) == list(range(1, 65))
 
 

@@ -100,7 +100,7 @@ def test_a_token_lies_together_and_the_page_stride_is_free(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_spoils_its_block_and_no_other(name, number):
+def test_nonfinite_values_affect_only_their_block(name, number):
     block = 32 if name == "v41" else 16
     row = torch.randn(kv_cache.get_format(name).head_dim, generator=generator(0))
     clean = kv_cache.dequantize(kv_cache.quantize(row, name), name)

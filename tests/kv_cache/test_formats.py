@@ -76,7 +76,7 @@ def test_a_format_is_returned_as_it_is():
         (kv_cache.get_format("bf16", 48), 64, "^head_dim must be 48 as in the given bf16 format, got 64$"),
     ],
 )
-def test_what_is_no_format(name, head_dim, message):
+def test_names_that_are_not_formats(name, head_dim, message):
     with pytest.raises(ValueError, match=message):
         kv_cache.get_format(name, head_dim)
 
@@ -106,7 +106,7 @@ def test_infer_format(dtype, width, name, head_dim):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.uint8, 576), (torch.int8, 655), (torch.int32, 656)])
-def test_infer_format_refuses_what_could_be_anything(dtype, width):
+def test_infer_format_rejects_ambiguous_caches(dtype, width):
     with pytest.raises(ValueError, match=f"^k_cache must be a .* cache.* got .* {width} wide$"):
         kv_cache.infer_format(torch.empty(2, width, dtype=dtype), "k_cache")
 

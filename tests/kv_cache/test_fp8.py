@@ -43,7 +43,7 @@ def test_round_up_to_power_of_two(x):
     assert x <= rounded < 2 * x
 
 
-def test_round_up_keeps_powers_of_two_and_what_is_not_finite():
+def test_round_up_keeps_powers_of_two_and_nonfinite_values():
     x = torch.tensor([2.0**e for e in range(-126, 128)] + [math.inf])
     assert fp8.round_up_to_power_of_two(x).equal(x)
     assert fp8.round_up_to_power_of_two(torch.tensor([math.nan])).isnan().all()

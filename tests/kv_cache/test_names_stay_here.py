@@ -36,7 +36,7 @@ def named_formats(source: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_format_is_asked_for_its_name(path):
+def test_code_does_not_depend_on_format_names(path):
     assert not list(named_formats(path.read_text()))
 
 

@@ -73,7 +73,7 @@ def test_write_gather_and_decode():
 
 
 @pytest.mark.parametrize("operation", ["sparse_decode", "cache_write", "cache_gather"])
-def test_kernels_refuse_what_they_do_not_know(monkeypatch, operation):
+def test_kernels_reject_unknown_formats(monkeypatch, operation):
     monkeypatch.setattr("flashlatte.runtime.machine.compute_capability", lambda _: (9, 0))
     call = dispatch.CallSpec(operation, torch.device("cuda", 0), torch.bfloat16, "int8", 64, 32, 32)
     refusals = {choice.backend: choice.refusal for choice in dispatch.explain(call)}

@@ -52,7 +52,7 @@ def test_below_zero_is_nobodys():
 
 
 @given(sharding=shardings, turns=st.integers(1, 4), pages=st.permutations(range(6)), columns=st.integers(0, 6))
-def test_slots_are_where_the_tables_say(sharding, turns, pages, columns):
+def test_slots_agree_with_the_block_tables(sharding, turns, pages, columns):
     """Token t, written by its slot, is found through the rank's table at its local position."""
     page_tokens = sharding.size * sharding.interleave * turns
     held = page_tokens // sharding.size

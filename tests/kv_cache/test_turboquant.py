@@ -87,7 +87,7 @@ def test_bytes_and_numbers_against_the_oracle(name, head_dim, magnitude, outlier
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nan_infinity_and_what_is_too_large(name):
+def test_nan_infinity_and_values_that_saturate(name):
     layout = turboquant.turboquant_format(name, 16)
     key, value = torch.ones(4, 16), torch.arange(16.0).repeat(4, 1)
     for rows in (key, value):

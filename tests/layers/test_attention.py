@@ -124,7 +124,7 @@ def test_shards_of_heads_sum_to_the_layer(name, shards):
 
 
 @pytest.mark.parametrize(("name", "topk"), [("v3", 40), ("glm4", 5)])
-def test_given_indices_select_what_is_attended_to(name, topk):
+def test_given_indices_select_the_visible_tokens(name, topk):
     """Compared with the stock module under a mask that hides the other tokens."""
     model = stock(name)
     (hidden,) = hidden_states((24,))
@@ -202,7 +202,7 @@ def test_metadata_whose_buffers_hold_another_step_is_refused():
 
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("operation", ["dense_decode", "sparse_decode"])
-def test_batch_invariance_is_asked_of_decode(asked, operation, monkeypatch):
+def test_batch_invariance_is_passed_to_decode(asked, operation, monkeypatch):
     """The flag is passed on; its effect is tested with the operations."""
     told = []
     run = getattr(absorbed, operation)
@@ -219,7 +219,7 @@ def test_batch_invariance_is_asked_of_decode(asked, operation, monkeypatch):
     assert told
 
 
-def test_batch_invariance_of_what_does_not_promise_it_is_refused():
+def test_batch_invariance_is_rejected_for_unsupported_models():
     indexed = MLAConfig(64, 4, q_lora_rank=24, indexer=IndexerConfig(num_heads=4, head_dim=64, topk=8))
     with pytest.raises(ValueError, match="batch_invariant needs a config without an indexer"):
         MLAAttention(indexed, batch_invariant=True)

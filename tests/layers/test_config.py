@@ -64,7 +64,7 @@ SARVAM_JSON = V3_JSON | {
 
 
 @pytest.mark.parametrize(("name", "json"), [("DeepseekV3", V3_JSON), ("SarvamMLA", SARVAM_JSON)])
-def test_json_and_transformers_say_the_same(name, json):
+def test_json_and_transformers_configs_agree(name, json):
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, f"{name}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
@@ -77,7 +77,7 @@ FAMILIES = ("AXK1", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "G
 
 @pytest.mark.parametrize("said", [{}, {"rope_interleave": False}, {"rope_interleave": None}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_that_says_little_of_rotation_is_read_as_transformers_does(family, said):
+def test_rotation_defaults_of_a_checkpoint_are_those_of_transformers(family, said):
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
@@ -109,7 +109,7 @@ def test_a_text_config_inside():
 # What is at hand where a config is wanted.
 @pytest.mark.parametrize("config", ["deepseek-ai/DeepSeek-V3", torch.nn.Linear(1, 1), None], ids=str)
 @pytest.mark.parametrize("read", [MLAConfig.from_transformers, V4Config.layers])
-def test_what_is_no_config_is_refused(read, config):
+def test_objects_that_are_not_configs_are_rejected(read, config):
     got = repr(config) if isinstance(config, str) else type(config).__name__
     with pytest.raises(
         TypeError, match=rf"^config must be a transformers config \(a model's \.config\), .*, got {got}$"
@@ -154,7 +154,7 @@ def test_what_is_no_config_is_refused(read, config):
         ({"model_type": ["deepseek_v3"]}, "model_type must be a str"),
     ],
 )
-def test_what_is_no_mla_config_is_named(changes, message):
+def test_a_config_without_mla_is_named(changes, message):
     with pytest.raises((TypeError, ValueError), match=message):
         MLAConfig.from_transformers(V3_JSON | changes)
 
@@ -356,7 +356,7 @@ def test_layers_that_cannot_be_read(changes, layer, message):
         MLAConfig.from_transformers(DOTS3_JSON | changes, layer)
 
 
-def test_what_the_new_families_are():
+def test_properties_of_the_new_families():
     common = V3_JSON | {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 2048, "rms_norm_eps": 1e-5}
     common |= {"num_hidden_layers": 6}
     hy4 = MLAConfig.from_transformers(common | {"model_type": "hy_v4_vl_text"})

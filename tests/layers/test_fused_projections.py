@@ -132,7 +132,7 @@ def _transposed(linear):
 
 @pytest.mark.parametrize("change", [_hook, _pre_hook, _instance_forward, _class, _bias, _replica, _transposed])
 @pytest.mark.parametrize("number", range(3))
-def test_what_is_more_than_a_product_is_called(hidden, products, change, number):
+def test_modules_that_are_more_than_a_product_are_called(hidden, products, change, number):
     projections = linears()
     fuse_weights(*projections)
     change(projections[number])
@@ -141,7 +141,7 @@ def test_what_is_more_than_a_product_is_called(hidden, products, change, number)
     assert products == ([] if number == 1 else [sum(WIDTHS) - WIDTHS[number]])
 
 
-def test_what_replaced_a_layer_is_called(hidden):
+def test_the_replacement_of_a_layer_is_called(hidden):
     class Wrapper(nn.Module):
         def __init__(self, inner):
             super().__init__()

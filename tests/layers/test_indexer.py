@@ -121,7 +121,7 @@ def test_speculative_tokens_choose_each_for_itself(model, queries):
     assert_like_stock(model, engine)
 
 
-def test_no_request_can_be_longer_than_what_is_selected(model):
+def test_no_request_can_be_longer_than_the_selection(model):
     engine = engine_of(model, (TOPK, 5))
     engine.step({0: 6, 1: 4})
     engine.step({0: 2, 1: 1})
@@ -250,7 +250,7 @@ def test_config_of_a_checkpoint():
         MLAConfig.from_transformers({name: value for name, value in fields.items() if name != "index_topk"})
 
 
-def test_layers_that_share_as_transformers_says():
+def test_shared_layers_are_those_of_transformers():
     transformers = pytest.importorskip("transformers")
     for options in (
         {"index_topk_freq": 4},

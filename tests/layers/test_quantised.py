@@ -84,7 +84,7 @@ class Bytes(nn.Linear):
 
 @pytest.mark.parametrize("kind", [Dequantisable, Quantised])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_what_multiplies_the_layers_input_is_part_of_the_matrix(kind: type[Quantised], scaled: bool) -> None:
+def test_a_factor_of_the_layers_input_is_part_of_the_matrix(kind: type[Quantised], scaled: bool) -> None:
     assert_is_its_matrix(layer_of(kind, powers_of_two(INPUTS) if scaled else None))
 
 

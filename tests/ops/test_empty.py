@@ -279,7 +279,7 @@ def test_wrong_arguments_of_an_empty_call_are_errors():
 
 
 @pytest.mark.parametrize("name", INDEXER)
-def test_an_indexers_empty_call_knows_its_backends(name):
+def test_an_indexers_empty_call_checks_its_backend(name):
     with pytest.raises(ValueError, match=r"^backend must be one of hopper, portable, reference or None, got 'mine'$"):
         INDEXER[name][0](backend="mine")
 

@@ -134,7 +134,7 @@ def test_none_flows_through_the_reference_either(operation):
 
 
 @pytest.mark.parametrize("operation", CALLS)
-def test_says_nothing_where_nobody_expects_a_gradient(operation):
+def test_no_warning_without_required_gradients(operation):
     q = torch.ones(1, 1, 1, 8, requires_grad=True)
     assert not told(CALLS[operation], q.detach())
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_says_nothing_where_nobody_expects_a_gradient(operation):
         assert not told(CALLS[operation], q)
 
 
-def test_warns_of_what_is_compiled():
+def test_warns_about_compiled_modules():
     torch.compiler.reset()
     compiled = torch.compile(decode, backend="eager", fullgraph=True)
     assert len(told(compiled, torch.ones(1, 1, 1, 8, requires_grad=True))) == 1

@@ -70,7 +70,7 @@ def test_triton_refuses_conversions_to_e4m3_where_the_vllm_plugin_replaces_them(
     compile_triton(to_e4m3, types, {}, 10 * E4M3_CAPABILITY[0] + E4M3_CAPABILITY[1])
 
 
-def test_the_page_has_the_table_of_what_is_compiled() -> None:
+def test_the_page_has_the_table_of_compiled_kernels() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert written_into(page) == page, "write support.sparse_path.table() between the markers of docs/guide/gpus.md"
 

@@ -153,7 +153,7 @@ def test_kernels_of_layers_that_differ(compile_ahead):
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("cache_format", ["bf16", "v32"])
-def test_what_is_compiled_is_found_in_the_cache(compile_ahead, target, cache_format):
+def test_compiled_kernels_are_found_in_the_cache(compile_ahead, target, cache_format):
     options = ("--target", target, "--max-batch", "2", "--cache-format", cache_format)
     compiled = compile_ahead(*options, "--jobs", "2")
     assert compiled["errors"] == {}

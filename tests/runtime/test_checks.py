@@ -29,7 +29,7 @@ def test_tensor_is_returned_as_it_is():
     ],
     ids=["type", "layout", "dtype", "rank", "size", "empty", "device", "stride"],
 )
-def test_tensor_names_what_is_wrong(value, error, message):
+def test_tensor_errors_name_the_problem(value, error, message):
     with pytest.raises(error, match=message):
         checks.tensor("x", value, ("n", 3), FLOATS, CPU)
 

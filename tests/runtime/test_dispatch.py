@@ -275,7 +275,7 @@ def test_every_implementation_exists():
 
 
 @pytest.mark.parametrize(("value", "expected"), [("on", True), ("YES", True), ("0", False)])
-def test_interpreting_reads_what_triton_reads(value, expected, monkeypatch):
+def test_interpreting_reads_tritons_variable(value, expected, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", value)
     assert runpy.run_path(machine.__file__)["interpreting"]() is expected
 

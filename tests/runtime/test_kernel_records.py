@@ -108,7 +108,7 @@ def test_none_is_a_compile_time_value(repeats: int | None, loops: bool) -> None:
         ([Pair(pair(1).source, 4, 1.0)], "pair_target must be a Vector, got int"),  # type: ignore[arg-type]
     ],
 )
-def test_refuses_what_is_no_record(arguments: list[Any], message: str) -> None:
+def test_rejects_arguments_that_are_not_records(arguments: list[Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         flat_records({"pair": Pair}, {}, arguments)
 

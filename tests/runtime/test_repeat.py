@@ -299,7 +299,7 @@ def test_an_operation_of_pytorch_is_seen_through(add: Add) -> None:
     assert len(ran) == 1
 
 
-def test_a_backward_pass_knows_of_every_write(add: Add) -> None:
+def test_a_backward_pass_detects_in_place_writes(add: Add) -> None:
     op = register_op("test_repeat_write", mutates=("out", "more"))(_add_into)
     _COMPILED.append(add)
     ran: list[int] = []

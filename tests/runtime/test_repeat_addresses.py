@@ -77,7 +77,7 @@ def test_columns_of_one_tensor_are_arguments_like_others(add: Add) -> None:
     assert len(ran) == 1
 
 
-def test_an_argument_within_another_one_is_told_by_its_distance(add: Add) -> None:
+def test_an_argument_within_another_one_is_identified_by_its_offset(add: Add) -> None:
     """The launch gets views, which could belong to either argument."""
     call, ran = operation(add, lambda out, a, b, number: launch(add, out, a.view(-1), b.view(-1), number))
     for first, expected in ((1, 1), (1, 1), (2, 2), (2, 2), (1, 3)):

@@ -64,7 +64,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call not in NOT_REPEATED])
-def test_a_repeat_launches_what_the_call_would(
+def test_repeated_launches_are_those_of_the_call(
     monkeypatch: pytest.MonkeyPatch, launches: list[Any], call: Callable[[], None]
 ) -> None:
     by_kernels: list[bool] = []
@@ -103,7 +103,7 @@ def test_a_number_that_is_read_from_the_device_is_read_at_each_call(launches: li
     assert len(launches) == 3
 
 
-def test_a_merge_into_a_part_of_a_stack_is_told_from_one_into_other_memory(launches: list[Any]) -> None:
+def test_a_merge_into_part_of_a_stack_is_not_repeated_as_one_into_other_memory(launches: list[Any]) -> None:
     def addresses(tensors: Sequence[Any]) -> list[int]:
         return [tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
 

@@ -70,7 +70,7 @@ def test_a_program_for_any_sizes_writes_to_one_place(dynamic):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor wants a C++ compiler")
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_inductor_writes_where_it_is_told(dynamic):
+def test_inductor_writes_to_the_given_tensor(dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(write_layer, dynamic=dynamic)
     assert [written_sums(compiled, layer) for layer in (1, 2)] == [[0.0, 2880.0, 0.0], [0.0, 0.0, 2880.0]]

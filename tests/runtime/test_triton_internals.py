@@ -140,7 +140,7 @@ def test_triton_tells_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(told) == 2
 
 
-def test_only_the_launch_knows_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_launch_depends_on_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = no_gpu.use_without_compiling(monkeypatch)
     kernel = gluon_kernel(_plain, cluster=ClusterLaunch(2, 64))
     arguments = _plain_arguments(_tensors(4))

@@ -86,8 +86,8 @@ def test_a_client_that_leaves_within_its_body(server):
     assert server.request("GET", "/health")[0] == 200
 
 
-def test_a_reader_that_is_slow_delays_nobody_and_gets_all(server):
-    """Its request ends in the engine long before the response is read; unsent text is merged into one part per choice."""
+def test_a_slow_reader_delays_no_others_and_gets_everything(server):
+    """Its request ends in the engine long before the response is read; unsent text is merged to one part per choice."""
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 150, "n": 8, "seed": 1, "logprobs": 20, "stream": True}
     with sent(server, body) as connection:
         until(lambda: server.shared.statistics()["accepted"] == 8)
@@ -260,7 +260,7 @@ def test_nan_logits_are_an_error(serving):
         assert server.request("POST", COMPLETIONS, body | {"prompt": "Hello"})[0] == 200
 
 
-def test_a_stopping_server_finishes_what_runs(serving):
+def test_a_stopping_server_finishes_running_requests(serving):
     with serving() as server, sent(server, LONG | {"max_tokens": 100, "stream": True}) as connection:
         read_to(connection, b"data: ")
         server.server.should_exit = True
@@ -270,7 +270,7 @@ def test_a_stopping_server_finishes_what_runs(serving):
             server.request("GET", "/health")
 
 
-def test_a_stopping_server_ends_with_words_what_takes_too_long(serving):
+def test_a_stopping_server_ends_slow_requests_with_an_error(serving):
     from flashlatte.serve.context import ServerLimits
 
     with (

@@ -272,7 +272,7 @@ def test_neutral_values_of_unsupported_fields_pass(server, path):
     assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
 
 
-def test_hostile_values_that_are_valid_harm_nobody(server):
+def test_extreme_valid_values_do_not_affect_other_requests(server):
     values = [
         {"temperature": 1e300},
         {"temperature": 1e-320},
@@ -315,7 +315,7 @@ def test_a_tokenizer_without_a_template_refuses_chat(serving):
         assert server.request("POST", COMPLETIONS, BASE)[0] == 200
 
 
-def test_a_template_that_refuses_messages_says_why(serving):
+def test_errors_of_a_chat_template_are_reported(serving):
     from support import api_server
 
     template = "{{ raise_exception('roles must alternate') }}"

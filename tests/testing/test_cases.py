@@ -50,7 +50,7 @@ def test_only_selected_cache_rows_are_finite(cache_format):
     assert finite
 
 
-def test_sparse_cases_hold_what_they_promise():
+def test_sparse_cases_match_their_fields():
     inputs = SparsePrefillCase(
         64, 500, 128, 40, head_dim=8, d_v=4, duplicates=True, invalid_share=0.2, empty_rows=0.3
     ).inputs()
@@ -72,7 +72,7 @@ def test_strided_tensors_have_gaps():
     assert inputs["q"].isfinite().all()
 
 
-def test_prefill_cases_hold_what_they_promise():
+def test_prefill_cases_match_their_fields():
     case = DensePrefillCase(20, 9, 7, 4, 2, head_dim=8, d_v=4, varlen=True, zero_lengths=True, unowned=2, strided=True)
     inputs = case.inputs()
     for rows, name in (("q", "q"), ("k", "k"), ("v", "k")):

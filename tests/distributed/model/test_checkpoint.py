@@ -153,7 +153,7 @@ class Beside(torch.nn.Module):
 @pytest.mark.parametrize(
     ("part", "sizes"), [("mlp", ()), ("mlp.shared_experts", ()), ("mlp.shared_experts.down_proj", (32, 64))]
 )
-def test_what_every_rank_would_add_is_refused(part, sizes):
+def test_weights_that_every_rank_would_add_are_rejected(part, sizes):
     changed = copy.deepcopy(model())
     layer = changed.model.layers[1]
     layer.set_submodule(part, Beside(layer.get_submodule(part), *sizes))
@@ -180,7 +180,7 @@ def test_packed_weights_are_refused():
 
 
 @pytest.mark.parametrize("part", ["mlp.shared_experts", "mlp.experts", "mlp.shared_experts.up_proj"])
-def test_hooks_that_would_see_a_part_are_refused(part):
+def test_hooks_that_would_get_partial_data_are_rejected(part):
     changed = copy.deepcopy(model())
     hooked = changed.model.layers[1].get_submodule(part)
     hooked.register_forward_hook(lambda *called: called[2] + 1)
@@ -190,7 +190,7 @@ def test_hooks_that_would_see_a_part_are_refused(part):
 
 
 @pytest.mark.parametrize("part", ["mlp", "mlp.shared_experts", "mlp.shared_experts.up_proj", "self_attn.q_b_proj"])
-def test_another_forward_of_what_is_cut_is_refused(part):
+def test_a_replaced_forward_of_a_sliced_module_is_rejected(part):
     """In the sliced copy it would still compute with the weights of the whole model."""
     changed = copy.deepcopy(model())
     replaced = changed.model.layers[1].get_submodule(part)
@@ -241,7 +241,7 @@ def test_a_model_that_device_map_spread_stays_where_it_is(monkeypatch):
     assert hasattr(spread.model.layers[1].mlp, "_hf_hook")
 
 
-def test_what_others_have_is_not_read(tmp_path, monkeypatch):
+def test_weights_of_other_ranks_are_not_read(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     numbers = 0
     read = Slices._part
@@ -265,7 +265,7 @@ def test_tied_embeddings_are_one_weight(tmp_path):
     assert read._head.weight.data_ptr() == read._body.embed_tokens.weight.data_ptr()
 
 
-def test_names_of_its_own_are_transformers_business(tmp_path, monkeypatch):
+def test_unknown_tensor_names_are_left_to_transformers(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({name.removeprefix("model."): weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
@@ -274,7 +274,7 @@ def test_names_of_its_own_are_transformers_business(tmp_path, monkeypatch):
     assert all(got[name].equal(weight) for name, weight in want.items())
 
 
-def test_experts_in_one_tensor_are_transformers_business(tmp_path):
+def test_experts_in_one_tensor_are_left_to_transformers(tmp_path):
     model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     stored = {name: weight for name, weight in load_file(file).items() if ".experts." not in name}
@@ -285,7 +285,7 @@ def test_experts_in_one_tensor_are_transformers_business(tmp_path):
     assert all(got[name].equal(weight) for name, weight in want.items())
 
 
-def test_an_adapter_in_the_directory_is_transformers_business(tmp_path):
+def test_an_adapter_in_the_directory_is_loaded_by_transformers(tmp_path):
     """With peft, transformers applies the adapter, and non-plain layers are then rejected."""
     model().save_pretrained(tmp_path)
     assert Slices.of(tmp_path, model().config, None, "cpu") is not None

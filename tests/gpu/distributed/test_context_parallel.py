@@ -32,7 +32,7 @@ def test_decode(form, queries, interleave):
     assert_close(step, out, lse, rank_jobs.context_parallel(interleave, form, False))
 
 
-def test_a_next_step_of_more_queries_waits_for_who_still_reads():
+def test_the_next_step_with_more_queries_waits_for_pending_reads():
     step = Step(LENGTHS, heads=128, dtype=torch.bfloat16, device="cuda")
     other = Step(LENGTHS, heads=128, queries=4, dtype=torch.bfloat16, seed=1, device="cuda")
     out, lse = rank_jobs.decode_before(step, other)

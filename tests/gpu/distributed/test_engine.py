@@ -60,7 +60,7 @@ def test_greedy_tokens_are_transformers(family, keys_over_all, num_speculative_t
 
 @pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
 @pytest.mark.parametrize("keys_over_all", [False, True])
-def test_graphs_give_what_eager_steps_give(keys_over_all):
+def test_graphs_equal_eager_steps(keys_over_all):
     """Bitwise equal: the prompts of a group are computed in one step, so that its steps have the batch size of a
     graph."""
     source = copy.deepcopy(model("DeepseekV3")).to("cuda", torch.bfloat16)

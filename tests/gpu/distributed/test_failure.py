@@ -59,7 +59,7 @@ def started(arguments: list[str], told: list[Path]) -> Iterator[list[subprocess.
 @pytest.mark.parametrize(
     ("rank", "at_step", "context_parallel", "graphs"), [(1, 4, 1, 0), (1, 6, 2, 1), (0, 5, 1, 1)], ids=str
 )
-def test_every_rank_says_why(rank, at_step, context_parallel, graphs, tmp_path):
+def test_every_rank_reports_the_reason(rank, at_step, context_parallel, graphs, tmp_path):
     told, other = [tmp_path / str(number) for number in range(RANKS)], 1 - rank
     reason = "ValueError: this rank has no memory left"
     with started([str(number) for number in (rank, at_step, context_parallel, graphs)], told) as processes:

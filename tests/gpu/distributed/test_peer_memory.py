@@ -58,7 +58,7 @@ def test_sum_in_a_graph(memory):
         assert total.equal(memory.sum(memory.sum(x)))
 
 
-def test_what_was_taken_stays_when_buffers_grow(memory):
+def test_tensors_stay_valid_when_buffers_grow(memory):
     rank, size = dist.get_rank(), dist.get_world_size()
     small = memory.take(((5,), torch.float32), pool="queries")
     small.parts[0][rank].fill_(rank)
@@ -84,7 +84,7 @@ def test_a_graph_is_not_the_first_to_need_more(memory):
 
 
 @pytest.mark.parametrize(("tokens", "heads", "dim"), [(64, 32, 576), (3, 2, 576), (1, 1, 5), (7, 3, 33)])
-def test_what_is_pushed_lies_on_every_rank(memory, tokens, heads, dim):
+def test_push_stores_on_every_rank(memory, tokens, heads, dim):
     rank, size = dist.get_rank(), dist.get_world_size()
     taken = memory.take(((tokens, size * heads, dim), torch.bfloat16), pool="queries")
     (everywhere,) = taken.parts

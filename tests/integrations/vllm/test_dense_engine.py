@@ -31,7 +31,7 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("family", ["v2", "v3"])
-def test_generates_what_transformers_and_vllm_do(family, checkpoint):
+def test_generates_the_tokens_of_transformers_and_vllm(family, checkpoint):
     from vllm.v1.attention.backends.mla.prefill import selector
 
     given = prompts(MIXED)

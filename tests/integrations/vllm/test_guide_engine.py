@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "flashlatte bench "
 
 
-def test_what_is_measured_is_what_the_guide_says(monkeypatch):
+def test_the_guides_benchmark_command(monkeypatch):
     from vllm.benchmarks.throughput import add_cli_args, validate_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

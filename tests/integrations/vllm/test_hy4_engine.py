@@ -20,7 +20,7 @@ def stock(hy4):
 
 
 @pytest.mark.parametrize("chunk", [512, 96])
-def test_generates_what_transformers_does(hy4, stock, exact_indexer, chunk):
+def test_generates_the_tokens_of_transformers(hy4, stock, exact_indexer, chunk):
     with engine(hy4[1], attention_backend="CUSTOM", max_num_batched_tokens=chunk) as vllm:
         ours = vllm.generate(prompts(MIXED))
         assert vllm.calls()[0].keys() >= OPERATIONS

@@ -11,7 +11,7 @@ OVERRIDE = {KIMI: f"{vllm_kimi_model.__name__}:{KIMI}"}
 
 # Kimi-Linear projects queries at once, Kimi-K3 through a latent.
 @pytest.mark.parametrize("q_lora_rank", [None, 96])
-def test_generates_what_transformers_does(tmp_path, own_process, q_lora_rank):
+def test_generates_the_tokens_of_transformers(tmp_path, own_process, q_lora_rank):
     """In a separate process: another engine in the process does not survive the packages that vLLM's model imports."""
     model, given = vllm_kimi_model.write(tmp_path, q_lora_rank=q_lora_rank), prompts(MIXED)
     with engine(model, model_class_overrides=OVERRIDE, max_num_batched_tokens=96, attention_backend="CUSTOM") as vllm:

@@ -27,7 +27,7 @@ def generated(model, family, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generates_what_transformers_does(models, exact_indexer, family):
+def test_generates_the_tokens_of_transformers(models, exact_indexer, family):
     model, stock = models(family)
     ours = generated(model, family)
     assert [one.tokens for one in ours] == [other.tokens for other in stock]

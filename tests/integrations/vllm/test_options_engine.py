@@ -15,7 +15,7 @@ def configured(**options):
 
 
 @pytest.mark.parametrize(("named", "elsewhere"), [(None, False), ("CUSTOM", False), ("FLASH_ATTN", True)])
-def test_whoever_names_another_prefill_gets_it(monkeypatch, named, elsewhere):
+def test_another_prefill_backend_can_be_selected(monkeypatch, named, elsewhere):
     import vllm.config
     from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 
@@ -55,7 +55,7 @@ def test_queries_of_a_prefill_are_not_quantised(caplog, monkeypatch, asked):
     assert all("ignores use_prefill_query_quantization" in message for message in caplog.messages)
 
 
-def test_no_backend_takes_query_lengths_that_the_device_alone_knows():
+def test_no_backend_supports_query_lengths_on_the_device_only():
     from flashlatte.integrations.vllm.backends import dense, indexer, sparse
 
     for backend in (

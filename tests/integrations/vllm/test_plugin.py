@@ -31,7 +31,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.32.0", "0.33.1.dev7+g1234"])
-def test_registers_with_versions_that_it_knows(installed, version):
+def test_registers_with_supported_versions(installed, version):
     registered = installed(version)
     vllm.register()
     vllm.register()
@@ -56,7 +56,7 @@ def test_takes_over_the_automatic_choice(installed, monkeypatch):
         ("dev", "it supports vLLM 0.20 to 0.33, and dev is installed"),
     ],
 )
-def test_says_once_that_it_registers_nothing(installed, caplog, version, message):
+def test_warns_once_that_nothing_is_registered(installed, caplog, version, message):
     registered = installed(version)
     with caplog.at_level(logging.WARNING, logger=compat._logger.name):
         compat._logger.propagate, before = True, compat._logger.propagate
@@ -159,7 +159,7 @@ def test_dots3_is_refused_with_ours(configurations):
     assert done == ["base"]
 
 
-def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
+def test_a_configuration_is_changed_once(configurations):
     table, done = configurations
     every = (*support.V4_MODELS, *support.V41_MODELS)
     compat.configure_models(every, before=refuse_v41)
@@ -172,7 +172,7 @@ def test_what_vllm_does_to_a_configuration_is_done_once(configurations):
     assert done == ["OfV4", "base", "of the model"]
 
 
-def test_the_platform_is_asked_for(installed, monkeypatch):
+def test_the_platform_needs_the_variable(installed, monkeypatch):
     installed("0.32.0")
     monkeypatch.delenv("FLASHLATTE_VLLM_CPU", raising=False)
     assert vllm.cpu_platform() is None

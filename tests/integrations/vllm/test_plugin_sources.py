@@ -75,7 +75,7 @@ def plugin_files() -> list[Path]:
 
 
 @pytest.mark.parametrize("source", folders("vllm"), ids=lambda source: source.name)
-def test_what_is_imported_exists(source: Path) -> None:
+def test_imported_names_exist(source: Path) -> None:
     oldest = source.name.startswith("vllm-0.20")
     missing = []
     for file in plugin_files():

@@ -33,7 +33,7 @@ OPERATIONS = {"index_quantize", "index_gather", "index_select", "paged_index_sel
         ("glm", FUSED | {"max_num_batched_tokens": 96, "block_size": 16}),
     ],
 )
-def test_generates_what_transformers_does(checkpoint, exact_indexer, family, options):
+def test_generates_the_tokens_of_transformers(checkpoint, exact_indexer, family, options):
     model, given = checkpoint(family), prompts(MIXED)
     with engine(model, **options) as vllm:
         ours = vllm.generate(given)
@@ -144,6 +144,6 @@ def test_custom_is_by_the_model(cuda):
         ({"architecture": V32, "use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
     ],
 )
-def test_what_is_refused_on_a_gpu(cuda, arguments, reason):
+def test_unsupported_calls_on_a_gpu(cuda, arguments, reason):
     with pytest.raises(ValueError, match=reason):
         cuda(**arguments)

@@ -121,7 +121,7 @@ def test_attends_to_the_rows_that_vllm_copied(make, monkeypatch, tokens, residen
     torch.testing.assert_close(out, expected)
 
 
-def test_a_prefill_backend_is_wanted_with_contexts_on_the_host_only(make):
+def test_a_prefill_backend_is_used_only_with_contexts_on_the_host(make):
     """vLLM plans the copies of a prompt's context only with one."""
     topk, _ = batch(slice(0, 2))
     assert make(topk, Group(None)).supports_dense_mha_prefill

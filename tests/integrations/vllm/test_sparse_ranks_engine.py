@@ -36,7 +36,7 @@ def generated(model, **options):
         ("hy4", {}),
     ],
 )
-def test_two_ranks_generate_what_one_does(checkpoint, hy4, own_process, family, options):
+def test_two_ranks_generate_the_tokens_of_one(checkpoint, hy4, own_process, family, options):
     model = hy4 if family == "hy4" else checkpoint(family)
     cache = {name: value for name, value in options.items() if name == "kv_cache_dtype"}
     alone, _ = generated(model, max_num_batched_tokens=96, **cache)

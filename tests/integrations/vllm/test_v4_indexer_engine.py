@@ -125,7 +125,7 @@ def test_requests_with_as_many_tokens_each(choose, tokens):
     check(case, choose(case, case.decode(2), [case.chunk(2, 0, 9)]))
 
 
-def test_tokens_before_the_first_group_see_none(choose):
+def test_tokens_before_the_first_group_have_no_groups(choose):
     """vLLM creates no chunk for requests without a group."""
     case = Case(lengths=(70, 43, 3), new=(1, 1, 3))
     chosen = choose(case, case.decode(2), [])

@@ -35,7 +35,7 @@ def share_selection(model):
     ("changes", "chooses"),
     [({"index_topk": 512}, False), ({"index_topk": 32}, True), ({"index_topk": 32, "index_topk_freq": 2}, True)],
 )
-def test_generates_what_transformers_does(tmp_path, changes, chooses):
+def test_generates_the_tokens_of_transformers(tmp_path, changes, chooses):
     """Chunked prefill across groups of 4 and of 128 tokens, and a page from the prefix cache."""
     model, results = served(tmp_path, **changes)
     if "index_topk_freq" in changes:

@@ -138,7 +138,7 @@ def test_every_token_of_mixed_batches(kind, seed):
 
 @pytest.mark.parametrize("limits", [None, pytest.param(WorkspaceLimits(min_queries=2), marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_are_taken_back(kind, limits):
+def test_rolled_back_tokens(kind, limits):
     """Drafts complete groups, whose rows are rewritten when other tokens replace them."""
     config = stock_config(kind)
     stock = stock_layer(config, 0)

@@ -38,7 +38,7 @@ def contents(step: V4Step, requests: int) -> dict[str, list[list[int]]]:
     return found
 
 
-def test_what_a_graph_holds_follows_the_steps():
+def test_buffers_of_a_graph_follow_the_steps():
     made = builder()
     table = torch.randperm(40)[: 3 * MAX_PAGES].view(3, MAX_PAGES)
     held = None

@@ -35,7 +35,7 @@ def call(
     groups_table=TABLE,
     first=0,
 ):
-    """The layer's output; ``other_caches`` maps names of caches to the number of pages to keep, or None for no cache."""
+    """The layer's output; ``other_caches`` gives, by name, the number of pages to keep of a cache, or None for none."""
     groups = {ratio: (groups_table, TABLE)}
     ids = torch.zeros(3, dtype=torch.int32)
     step = V4Step.build(ids, torch.arange(first, first + 3), table, groups, window=window, page_size=4)
@@ -181,6 +181,6 @@ def test_formats_of_other_rows_are_refused():
         (V4Config, {"indexer": 5}, "^indexer must be of type V4IndexerConfig or None, got int$"),
     ],
 )
-def test_what_a_layer_cannot_be_made_of(make, arguments, message):
+def test_unsupported_configs_of_a_layer(make, arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make(**arguments)

@@ -10,7 +10,7 @@ from flashlatte.kv_cache.registry import as_format
 from flashlatte.layers import V4Step
 
 
-def test_sparse_prefill_over_what_gather_last_and_index_workspace_make():
+def test_sparse_prefill_over_results_of_gather_last_and_index_workspace():
     torch.manual_seed(0)
     lengths, new, window, ratio, page_size = [23, 9], [5, 9], 6, 4, 4
     layout = as_format("fp32", 32)

@@ -163,7 +163,7 @@ def test_gather(
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", ["fp8", "fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_number_is_written_alike(name, dtype, apart):
+def test_every_16_bit_value_is_written_equally(name, dtype, apart):
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     same_type = kv_cache.get_format(name).record_dtype == dtype
     if name != "fp8" and not same_type:
@@ -176,7 +176,7 @@ def test_every_16_bit_number_is_written_alike(name, dtype, apart):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 1e-30, 1e30])
-def test_float32_numbers_are_rounded_alike_to_e4m3(scale):
+def test_float32_values_are_rounded_equally_to_e4m3(scale):
     steps = torch.arange(0x7F).to(torch.uint8).view(torch.float8_e4m3fn).float()
     between = torch.cat((steps, steps[1:] / 2 + steps[:-1] / 2))
     bits = between.view(torch.int32)[:, None] + torch.arange(-2, 3, dtype=torch.int32)
@@ -204,7 +204,7 @@ def tiles_of_all_magnitudes(tile, tiles, rope_dim, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("name", "scale_rounding"), SCALED)
-def test_tiles_of_all_magnitudes_are_quantised_alike(name, scale_rounding, dtype):
+def test_tiles_of_all_magnitudes_are_quantised_equally(name, scale_rounding, dtype):
     tile, tiles = {
         "v32": (128, 4),
         "v32_no_rope": (128, 4),
@@ -218,7 +218,7 @@ def test_tiles_of_all_magnitudes_are_quantised_alike(name, scale_rounding, dtype
     assert actual.equal(expected)
 
 
-def test_scales_beside_every_e4m3_number_are_rounded_up_alike():
+def test_scales_next_to_every_e4m3_value_are_rounded_up_equally():
     scales = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     amax = [6 * scales, *(torch.nextafter(6 * scales, torch.tensor(end)) for end in (0.0, torch.inf))]
     amax = torch.nn.functional.pad(torch.cat(amax), (0, 6)).view(12, 32)
@@ -229,7 +229,7 @@ def test_scales_beside_every_e4m3_number_are_rounded_up_alike():
 
 
 @pytest.mark.parametrize(("name", "scale_rounding"), SCALED)
-def test_nan_and_infinity_spoil_their_own_tile_alike(name, scale_rounding):
+def test_nan_and_infinity_affect_only_their_tile_equally(name, scale_rounding):
     layout = kv_cache.get_format(name)
     x = torch.randn(6, layout.head_dim, generator=generator(0))
     x[0, 3] = torch.nan
@@ -256,7 +256,7 @@ def test_nan_and_infinity_spoil_their_own_tile_alike(name, scale_rounding):
 
 
 @pytest.mark.parametrize("name", ["fp8", "v32", "v32_no_rope", "model1", *BLOCKED])
-def test_every_byte_is_dequantised_alike(name):
+def test_every_byte_is_dequantised_equally(name):
     layout = kv_cache.get_format(name, 512 if name == "fp8" else None)
     cache = kv_cache.allocate(layout, 2, 4)
     latent_bytes = layout.latent_dim

@@ -76,7 +76,7 @@ def test_write_changes_the_named_slots_and_nothing_else(
 
 
 @pytest.mark.parametrize("scale_rounding", ["power_of_two", "exact"])
-def test_write_rounds_v32_scales_as_told(scale_rounding):
+def test_write_rounds_v32_scales_as_given(scale_rounding):
     x = torch.randn(2, 576, generator=generator(0))
     cache = kv_cache.allocate("v32", 1, 2)
     kv_cache.write(cache, torch.arange(2), x, scale_rounding=scale_rounding)
@@ -182,7 +182,7 @@ def test_boundaries_without_an_end_give_the_last_request_the_rest():
     assert records.equal(given)
 
 
-def test_gather_allocates_what_it_is_told_or_what_cu_seqlens_says():
+def test_gather_allocates_total_tokens_or_the_end_of_cu_seqlens():
     cache = kv_cache.pack(torch.randn(2, 3, 1, 40, generator=generator(0)), "bf16")
     table, cu_seqlens = torch.tensor([[1, 0]]), torch.tensor([0, 4])
     gathered = kv_cache.gather(cache, table, cu_seqlens)

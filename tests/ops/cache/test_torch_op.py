@@ -52,7 +52,7 @@ def test_compile(name):
     assert_compiles(write_and_gather, *({"cache": cache, "x": draw_rows(name, rows)} for rows in (3, 4, 5)))
 
 
-def test_gather_of_as_many_tokens_as_the_device_says_compiles_whole():
+def test_gather_with_a_token_count_on_the_device_compiles_as_one_graph():
     cache = kv_cache.pack(torch.randn(8, 3, 1, 576), "bf16")
     table = torch.tensor([[1, 2, 3], [4, 5, 6]])
 

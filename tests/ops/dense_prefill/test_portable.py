@@ -104,7 +104,7 @@ def test_any_boundaries_leave_no_row_out(name, boundaries, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["portable", "reference"])
-def test_keys_that_no_query_sees_may_be_nan(backend):
+def test_keys_visible_to_no_query_may_be_nan(backend):
     arguments = replace(TOY, batch=1, s_q=9, s_k=60, varlen=False, window=(11, 0), unowned=0).inputs()
     first_seen = 60 - 9 - 11
     clean = run(arguments, backend)
@@ -116,7 +116,7 @@ def test_keys_that_no_query_sees_may_be_nan(backend):
 
 
 @pytest.mark.parametrize("backend", ["portable", "reference"])
-def test_queries_that_see_no_key_may_be_nan(backend):
+def test_queries_without_visible_keys_may_be_nan(backend):
     """So may the gradients of their outputs, such as those of weights e^(lse - lse')."""
     arguments = replace(CAUSAL, batch=1, s_q=40, s_k=20, varlen=False, unowned=0).inputs()
     dout = torch.randn(40, 2, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

@@ -78,7 +78,7 @@ def test_every_byte(name, width, page_size, lengths, starts, padding, open_end, 
 
 
 @pytest.mark.parametrize("name", ["v32", "model1", "bf16"])
-def test_records_are_what_dequantize_takes(name):
+def test_records_can_be_dequantized(name):
     cache, layout, _ = draw_cache(name, 3, 4, None, 0)
     where = torch.tensor([[2, 0]]), torch.tensor([0, 7])
     records = gather_records(cache, *where, 7, backend=BACKEND)

@@ -124,7 +124,7 @@ def test_targets_in_splits(monkeypatch, dense):
     check(arguments(replace(TOY, h_q=37, s_kv=100, topk=70, empty_rows=0.2), dense))
 
 
-def test_groups_of_tokens_that_see_ranges(monkeypatch):
+def test_groups_of_tokens_with_ranges_of_keys(monkeypatch):
     monkeypatch.setattr(launch, "_GROUP", 4)
     check(arguments(replace(TOY, s_q=9, s_kv=100), True))
 

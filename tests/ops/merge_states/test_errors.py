@@ -49,7 +49,7 @@ def test_errors_name_the_argument(change, error, message):
         ({"backend": "portable"}, "^backend must be 'reference' or None if gradients are recorded, got 'portable'$"),
     ],
 )
-def test_what_cannot_record_gradients_is_refused(change, message):
+def test_calls_that_cannot_record_gradients_are_rejected(change, message):
     outs = [torch.ones(2, 3, requires_grad=True), torch.ones(2, 3)]
     with pytest.raises(ValueError, match=message):
         merge_states(outs, [torch.zeros(2), torch.zeros(2)], **change)

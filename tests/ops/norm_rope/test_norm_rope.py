@@ -133,5 +133,5 @@ def test_bad_arguments_are_named(changes, message):
         latent_rows(**arguments | changes)
 
 
-def test_dispatch_knows_both_operations():
+def test_dispatch_has_both_operations():
     assert {"latent_rows", "rotate_heads"} <= set(dispatch.operations())

@@ -69,7 +69,7 @@ def test_every_byte(lengths, first, missing, max_seqlen, inner, gap, dtype, inde
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2])
-def test_padding_is_minus_infinity_unless_told(dtype):
+def test_padding_is_minus_infinity_by_default(dtype):
     packed = pack_seq(torch.zeros(2, 3, dtype=dtype), torch.tensor([0, 2, 2]), 3, backend=BACKEND)
     assert packed.float()[0, 2].eq(-math.inf).all()
     assert packed.float()[1].eq(-math.inf).all()

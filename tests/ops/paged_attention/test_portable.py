@@ -85,7 +85,7 @@ def test_a_softcap_far_above_the_scores_leaves_them():
 
 
 @pytest.mark.parametrize("page_size", [16, *(pytest.param(size, marks=FULL) for size in (5, 32))])
-def test_absent_pages_among_keys_that_all_rows_see(page_size):
+def test_missing_pages_among_keys_visible_to_all_rows(page_size):
     arguments = replace(TOY, s_q=6, context=90, page_size=page_size, varlen=False, h_kv=1, window=80).inputs()
     table = arguments["block_table"]
     table[0, 40 // page_size], table[1, 60 // page_size] = len(arguments["k_cache"]), -1

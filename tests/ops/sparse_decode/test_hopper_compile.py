@@ -315,7 +315,7 @@ def test_caches_too_large_for_its_numbers_are_left_to_others(monkeypatch):
 
 
 @pytest.mark.parametrize("large", ["k_cache", "extra_k_cache"])
-def test_says_how_large_the_larger_cache_is(monkeypatch, large):
+def test_error_gives_the_size_of_the_larger_cache(monkeypatch, large):
     calls = []
     monkeypatch.setattr(dispatch, "select", lambda asked, _: calls.append(asked) or "reference")
     caches: dict[str, Any] = {
@@ -330,7 +330,7 @@ def test_says_how_large_the_larger_cache_is(monkeypatch, large):
 
 @pytest.mark.parametrize(("first_byte", "aligned"), [(0, True), (4, True), (2, False)])
 @pytest.mark.parametrize("extra", [False, True])
-def test_says_whether_records_are_aligned(monkeypatch, first_byte, aligned, extra):
+def test_alignment_of_records(monkeypatch, first_byte, aligned, extra):
     calls = []
     monkeypatch.setattr(dispatch, "select", lambda call, _: calls.append(call) or "reference")
     shape, size = (2, 4, 1, 656), 2 * 4 * 656

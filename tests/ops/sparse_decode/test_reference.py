@@ -247,7 +247,7 @@ def test_outputs_given_are_written_and_returned():
     assert lse.equal(expected_lse)
 
 
-def test_dequantised_rows_give_what_the_quantised_cache_gives():
+def test_dequantised_rows_and_the_quantised_cache_give_equal_results():
     inputs = small(cache_format="v32", head_dim=None)
     rows = kv_cache.unpack(inputs["k_cache"], "v32", dtype=torch.float32)
     unquantised = sparse_decode(**(inputs | {"k_cache": rows, "cache_format": "fp32"}))

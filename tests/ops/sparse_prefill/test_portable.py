@@ -115,7 +115,7 @@ def test_nan_in_a_selected_row_stays_with_the_tokens_that_selected_it():
     assert torch.equal(out[~selected], expected[~selected])
 
 
-def test_computes_anew_only_what_is_damaged():
+def test_recomputes_only_damaged_entries():
     arguments = replace(TOY, s_q=5).inputs()
     before = sparse_prefill(**arguments, backend="portable")
     results = [torch.full_like(result, 7.0) for result in before]

@@ -67,7 +67,7 @@ def test_every_byte(name, dtype, head_dim, heads, gap, slots, slot_dtype, factor
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", turboquant.TURBOQUANT_NAMES)
-def test_nan_infinity_and_what_is_too_large(name):
+def test_nan_infinity_and_values_that_saturate(name):
     key, value = rows(4, 1, 16), rows(4, 1, 16, seed=1)
     for one in (key, value):
         one[0, 0, 3] = math.nan
