@@ -103,8 +103,8 @@ def test_logits_that_are_compared_are_of_the_same_tokens(family):
 
 
 def test_overlap_is_the_fraction_of_expected_tokens():
-    made, wanted = [frozenset({1, 2, 3}), frozenset({4})], [frozenset({2, 3, 9}), frozenset({4})]
-    assert overlap(made, wanted) == 0.75
+    made, expected = [frozenset({1, 2, 3}), frozenset({4})], [frozenset({2, 3, 9}), frozenset({4})]
+    assert overlap(made, expected) == 0.75
 
 
 @pytest.mark.full

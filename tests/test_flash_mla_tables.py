@@ -49,23 +49,23 @@ def behind_other_columns(table):
 def test_a_slice_stands_for_whole_rows(inputs, place, columns):
     table = inputs["block_table"]
     narrow = place(table)[:ROWS, :columns]
-    for given, wanted in zip(decode(inputs, block_table=narrow), decode(inputs), strict=True):
-        assert given.equal(wanted)
+    for given, expected in zip(decode(inputs, block_table=narrow), decode(inputs), strict=True):
+        assert given.equal(expected)
 
 
 def test_nothing_behind_the_storage_is_read(inputs):
     """A length beyond the whole row means the row."""
     narrow, lengths = cut_buffer(inputs["block_table"])[:, :1], torch.full((ROWS,), 10**6, dtype=torch.int32)
-    for given, wanted in zip(
+    for given, expected in zip(
         decode(inputs, block_table=narrow[-1:], cache_seqlens=lengths[-1:], q=inputs["q"][-1:]),
         decode(inputs, cache_seqlens=lengths),
         strict=True,
     ):
-        assert given[0].equal(wanted[-1])
+        assert given[0].equal(expected[-1])
 
 
 def test_a_slice_in_a_compiled_program(inputs):
     buffer = buffer_of(inputs["block_table"])
     compiled = torch.compile(lambda table: decode(inputs, block_table=table), backend="eager", fullgraph=True)
-    for given, wanted in zip(compiled(buffer[:, :1]), decode(inputs), strict=True):
-        assert given.equal(wanted)
+    for given, expected in zip(compiled(buffer[:, :1]), decode(inputs), strict=True):
+        assert given.equal(expected)

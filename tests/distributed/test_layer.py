@@ -5,17 +5,17 @@ import torch
 from support import rank_layer_jobs
 
 
-def assert_close(results, wanted):
-    for got, want in zip(results, wanted, strict=True):
+def assert_close(results, expected):
+    for got, want in zip(results, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_over_ranks(ranks):
     """8 heads over 3 ranks are 2, 3 and 3; every rank stores every token."""
-    wanted = rank_layer_jobs.whole()
+    expected = rank_layer_jobs.whole()
     tokens = sum(sum(step.values()) for step in rank_layer_jobs.STEPS)
     for results, stored in ranks.run(rank_layer_jobs.divided, 1):
-        assert_close(results, wanted)
+        assert_close(results, expected)
         assert stored == tokens
 
 
@@ -26,12 +26,12 @@ def test_heads_and_keys_over_ranks(ranks, index_format):
     Steps have prefill over cached tokens. An indexer selects among all of them, 8 for each query.
     """
     heads = 12
-    wanted = rank_layer_jobs.whole(heads, index_format)
+    expected = rank_layer_jobs.whole(heads, index_format)
     tokens = sum(sum(step.values()) for step in rank_layer_jobs.STEPS)
     for kv_ranks in {2: (2,), 3: (3,), 4: (2, 4)}[ranks.size]:
         results = ranks.run(rank_layer_jobs.divided, kv_ranks, heads, index_format)
         for got, _ in results:
-            assert_close(got, wanted)
+            assert_close(got, expected)
         assert sum(stored for _, stored in results) == ranks.size // kv_ranks * tokens
 
 

@@ -121,19 +121,19 @@ def test_a_prefix_is_computed_once(family):
 
 def test_arrivals_and_aborts_leave_the_others_alone():
     served = engine(max_num_batched_tokens=16)
-    wanted = {served.add(prompt(20, seed), greedy(6)): prompt(20, seed) for seed in range(3)}
+    expected = {served.add(prompt(20, seed), greedy(6)): prompt(20, seed) for seed in range(3)}
     gone = served.add(prompt(30, 9), greedy(6))
     done = {}
     for number in range(60):
         if number == 2:
             assert served.abort(gone).outputs[0].finish_reason == "abort"
-            wanted[served.add(prompt(11, 5), greedy(6))] = prompt(11, 5)
+            expected[served.add(prompt(11, 5), greedy(6))] = prompt(11, 5)
         done |= {
             output.request_id: output.outputs[0].token_ids
             for output in served.step()
             if output.outputs[0].finish_reason == "length"
         }
-    assert done == {name: generated_by_transformers("DeepseekV3", tokens, 6) for name, tokens in wanted.items()}
+    assert done == {name: generated_by_transformers("DeepseekV3", tokens, 6) for name, tokens in expected.items()}
     assert served.pool.in_use == 0
 
 

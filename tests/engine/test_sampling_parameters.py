@@ -121,13 +121,13 @@ def test_each_case_changes_the_tokens():
 
 def test_biases_and_min_tokens_are_transformers():
     tokens = plain(1)
-    wanted = generated_by_transformers("DeepseekV3", PROMPTS[1], NEW, sequence_bias={(tokens[0],): -4.5, (5,): 2.5})
+    expected = generated_by_transformers("DeepseekV3", PROMPTS[1], NEW, sequence_bias={(tokens[0],): -4.5, (5,): 2.5})
     (output,) = engine().generate(PROMPTS[1:2], greedy(NEW, logit_bias={tokens[0]: -4.5, 5: 2.5}))
-    assert output.outputs[0].token_ids == wanted
+    assert output.outputs[0].token_ids == expected
     ends = {"eos_token_id": tokens[2], "min_new_tokens": 6, "pad_token_id": 0}
-    wanted = generated_by_transformers("DeepseekV3", PROMPTS[1], NEW, **ends)
+    expected = generated_by_transformers("DeepseekV3", PROMPTS[1], NEW, **ends)
     (output,) = engine().generate(PROMPTS[1:2], greedy(NEW, stop_token_ids=[tokens[2]], min_tokens=6))
-    assert output.outputs[0].token_ids == wanted
+    assert output.outputs[0].token_ids == expected
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -152,14 +152,14 @@ def test_logprobs_are_the_models_before_all_parameters(count, plan):
         assert completion.cumulative_logprob == pytest.approx(sum(chosen_logprobs(output)))
 
 
-def check_logprobs(found: dict[int, Any], token: int, wanted: list[float], count: int) -> None:
-    order = sorted(range(VOCABULARY), key=lambda one: -wanted[one])
+def check_logprobs(found: dict[int, Any], token: int, expected: list[float], count: int) -> None:
+    order = sorted(range(VOCABULARY), key=lambda one: -expected[one])
     top = order if count < 0 else order[:count]
     assert set(found) == {token, *top}
     for one, entry in found.items():
-        assert entry.logprob == pytest.approx(wanted[one], abs=1e-4)
+        assert entry.logprob == pytest.approx(expected[one], abs=1e-4)
         # Nearly equal ones may change places.
-        assert wanted[order[entry.rank - 1]] == pytest.approx(wanted[one], abs=1e-4)
+        assert expected[order[entry.rank - 1]] == pytest.approx(expected[one], abs=1e-4)
         assert entry.decoded_token == Letters().decode([one])
 
 
@@ -292,6 +292,6 @@ def test_prompt_logprobs_of_models_with_several_caches(family):
             (entry or {})[token].logprob
             for entry, token in zip((output.prompt_logprobs or [])[1:], PROMPTS[1][1:], strict=True)
         ]
-        wanted = logprobs[:-1].gather(-1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0].tolist()
-        assert found == pytest.approx(wanted, abs=1e-3)
+        expected = logprobs[:-1].gather(-1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0].tolist()
+        assert found == pytest.approx(expected, abs=1e-3)
     assert first.outputs[0].token_ids == again.outputs[0].token_ids

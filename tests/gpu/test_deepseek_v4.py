@@ -109,11 +109,11 @@ def test_rotate_and_cache(form: str, tokens: int) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_inverse_rope_quantize(packed: bool) -> None:
     o, positions, cos_sin = torch.randn(301, 64, 512, device=DEVICE).to(BF16), torch.arange(301, device=DEVICE), table()
-    (values, scales), (wanted, wanted_scales) = (
+    (values, scales), (expected, wanted_scales) = (
         flashlatte.inverse_rope_quantize(o, cos_sin, positions, 8, packed_scales=packed, backend=backend)
         for backend in BACKENDS
     )
-    assert share_that_differs(values.contiguous(), wanted.contiguous()) < 2e-3
+    assert share_that_differs(values.contiguous(), expected.contiguous()) < 2e-3
     assert share_that_differs(scales.contiguous(), wanted_scales.contiguous()) < 2e-3
 
 
@@ -121,8 +121,8 @@ def test_norms_and_index_queries() -> None:
     both, weights = torch.randn(77, 1536, device=DEVICE).to(BF16), torch.rand(1536, device=DEVICE)
     (q_rows, kv_rows), (q_weight, kv_weight) = both.split((1024, 512), dim=1), weights.split((1024, 512))
     found = [flashlatte.q_kv_norm(q_rows, kv_rows, q_weight, kv_weight, backend=backend) for backend in BACKENDS]
-    for part, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(part, wanted, rtol=2.0**-7, atol=2.0**-7)
+    for part, expected in zip(*found, strict=True):
+        torch.testing.assert_close(part, expected, rtol=2.0**-7, atol=2.0**-7)
     q, head_weights = torch.randn(77, 64, 128, device=DEVICE).to(BF16), torch.randn(77, 64, device=DEVICE)
     positions = torch.arange(77, device=DEVICE)
     arguments = q, head_weights, table(), positions

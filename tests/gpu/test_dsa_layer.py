@@ -120,10 +120,10 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor, bound: float) -> 
     assert error <= bound, f"differs by {error:.2e} of the largest, {bound} is accepted"
 
 
-def assert_same_choice(chosen: torch.Tensor, wanted: torch.Tensor, least: float) -> None:
+def assert_same_choice(chosen: torch.Tensor, expected: torch.Tensor, least: float) -> None:
     """Check that selections have the same number of tokens, no duplicates, and nearly the same tokens."""
     both = total = 0
-    for mine, other in zip(chosen.tolist(), wanted.tolist(), strict=True):
+    for mine, other in zip(chosen.tolist(), expected.tolist(), strict=True):
         a, b = [slot for slot in mine if slot >= 0], {slot for slot in other if slot >= 0}
         assert len(set(a)) == len(a) == len(b)
         both, total = both + len(b.intersection(a)), total + len(b)

@@ -96,8 +96,8 @@ def test_results_repeat_bitwise(dense: bool, backend: str) -> None:
         first = with_gradients(indexer_loss, given, backend=backend, deterministic=not dense)
     for _ in range(20):
         again = with_gradients(indexer_loss, given, backend=backend, deterministic=not dense)
-        for name, result, wanted in zip(NAMES, again, first, strict=True):
-            assert result.equal(wanted), name
+        for name, result, expected in zip(NAMES, again, first, strict=True):
+            assert result.equal(expected), name
 
 
 @ON_BOTH_STAGES
@@ -144,10 +144,10 @@ def test_everything_but_the_gradient_of_index_k_repeats_bitwise(backend: str) ->
     with harness.refusals_skip(backend):
         first = with_gradients(indexer_loss, given, backend=backend)
     for _ in range(20):
-        for name, result, wanted in zip(
+        for name, result, expected in zip(
             NAMES, with_gradients(indexer_loss, given, backend=backend), first, strict=True
         ):
-            assert name == "d_index_k" or result.equal(wanted), name
+            assert name == "d_index_k" or result.equal(expected), name
 
 
 @ON_EVERY_BACKEND

@@ -123,8 +123,8 @@ def test_cache_beyond_2_31_elements(cache_format: str) -> None:
     rows = draw.normal(slot_mapping.numel(), layout.head_dim, dtype=torch.bfloat16)
     write(cache, {"slot_mapping": slot_mapping, "x": rows, "cache_format": layout})
     read_back = kv_cache.read(cache, slot_mapping, cache_format=layout, dtype=torch.float32)
-    wanted = kv_cache.dequantize(kv_cache.quantize(rows, layout), layout, dtype=torch.float32)
-    assert torch.equal(read_back, wanted)
+    expected = kv_cache.dequantize(kv_cache.quantize(rows, layout), layout, dtype=torch.float32)
+    assert torch.equal(read_back, expected)
 
     assert_gathers_right(
         {

@@ -96,8 +96,8 @@ def test_deterministic_gradients_repeat_bitwise(backend: str) -> None:
     inputs = replace(TYPICAL, s_kv=600, duplicates=True).inputs(DEVICE)
     first = gradients(inputs, backend, deterministic=True)
     for _ in range(20):
-        for name, result, wanted in zip(NAMES, gradients(inputs, backend, deterministic=True), first, strict=True):
-            assert result.equal(wanted), name
+        for name, result, expected in zip(NAMES, gradients(inputs, backend, deterministic=True), first, strict=True):
+            assert result.equal(expected), name
 
 
 @ON_EVERY_BACKEND
@@ -127,14 +127,14 @@ def test_keys_beyond_2_31_elements(backend: str) -> None:
     s_kv = 2**32 // 1024
     case = SparsePrefillCase(s_q=3, s_kv=64, h_q=16, topk=32)
     inputs = case.inputs(DEVICE)
-    wanted = gradients(inputs, backend, deterministic=True)
+    expected = gradients(inputs, backend, deterministic=True)
     kv = torch.full((s_kv, 1, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     kv[-64:] = inputs["kv"]
     valid = (inputs["indices"] >= 0) & (inputs["indices"] < 64)
     moved = torch.where(valid, inputs["indices"] + s_kv - 64, -1).int()
     results = gradients(inputs | {"kv": kv, "indices": moved}, backend, deterministic=True)
-    assert results[2].equal(wanted[2])
-    assert results[3][-64:].equal(wanted[3])
+    assert results[2].equal(expected[2])
+    assert results[3][-64:].equal(expected[3])
     assert results[3][:-64].eq(0).all()
 
 

@@ -309,8 +309,8 @@ def test_the_language_model_inside_hy4_vl(prompts):
     assert type(out.past_key_values).__name__ == "PagedLatentCache"
     assert torch.equal(out.sequences, generate(stock, inputs))
     positions = torch.randint(0, 40, (3, 2, 30), generator=torch.Generator().manual_seed(0)).sort(dim=-1).values
-    got, wanted = (model(**inputs, position_ids=positions, use_cache=True).logits for model in (enabled, stock))
-    torch.testing.assert_close(got[1], wanted[1], rtol=1e-4, atol=2e-4)
+    got, expected = (model(**inputs, position_ids=positions, use_cache=True).logits for model in (enabled, stock))
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=2e-4)
 
     ids = inputs["input_ids"][1:]
     enabled.model.rope_deltas = stock.model.rope_deltas = None

@@ -111,8 +111,8 @@ def test_v32_pages_with_quantised_index_keys(prompts, index_format):
     inputs = prompts((0, 0), length=60)
     enabled = enable(copy.deepcopy(stock), cache_format="v32", index_format=index_format)
     with torch.no_grad():
-        wanted = stock(**inputs).logits
-        difference = (enabled(**inputs, use_cache=True).logits - wanted).square().mean(dim=-1).sqrt() / wanted.std()
+        expected = stock(**inputs).logits
+        difference = (enabled(**inputs, use_cache=True).logits - expected).square().mean(dim=-1).sqrt() / expected.std()
     topk = INDEXED["index_topk"]
     assert difference[:, :topk].max() < 0.05, "the first tokens choose all"
     assert difference[:, topk:].median() < BOUNDS[index_format]

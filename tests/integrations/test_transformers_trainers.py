@@ -31,9 +31,9 @@ def step(model: Any, length: int = LENGTH) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, gradient in wanted.items():
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
         error = (found[key] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12)
         assert error < 1e-4, f"{key} differs by {error:.1e}"
 

@@ -261,14 +261,14 @@ def test_checkpointing_changes_nothing(any_name, prompts, use_reentrant):
     inputs = prompts((0, 4), length=LENGTH)
     model = enable(make(any_name))
     outputs = step(model, inputs)
-    wanted = gradients(model)
+    expected = gradients(model)
     model.zero_grad()
     checkpointing(model, use_reentrant)
     again = step(model, inputs)
     assert again.loss.equal(outputs.loss)
     found = gradients(model)
-    assert found.keys() == wanted.keys()
-    assert all(gradient.equal(wanted[key]) for key, gradient in found.items())
+    assert found.keys() == expected.keys()
+    assert all(gradient.equal(expected[key]) for key, gradient in found.items())
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -278,7 +278,7 @@ def test_indexers_alone_learn(name, prompts):
     inputs = prompts((0, 4), length=LENGTH)
     model = enable(make(name))
     step(model, inputs)
-    wanted = {key: gradient for key, gradient in gradients(model).items() if ".indexer." in key}
+    expected = {key: gradient for key, gradient in gradients(model).items() if ".indexer." in key}
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(".indexer." in key)
     for use_reentrant in (None, False, True):
@@ -289,8 +289,8 @@ def test_indexers_alone_learn(name, prompts):
             checkpointing(model, use_reentrant)
         step(model, inputs)
         found = gradients(model)
-        assert found.keys() == wanted.keys()
-        assert all(gradient.equal(wanted[key]) for key, gradient in found.items())
+        assert found.keys() == expected.keys()
+        assert all(gradient.equal(expected[key]) for key, gradient in found.items())
     model.disable_input_require_grads()
     with pytest.raises(ValueError, match=r"^a reentrant checkpoint around an indexer in training must have"):
         step(model, inputs)

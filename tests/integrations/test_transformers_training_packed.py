@@ -54,7 +54,7 @@ def test_packed_sequences_are_those_alone(name, attended, by):
         alone = alone + weighted_logits(outputs, first) + outputs.get("indexer_loss", 0.0) * length / sum(LENGTHS)
         first += length
     alone.backward()
-    wanted = gradients(model)
+    expected = gradients(model)
     model.zero_grad()
     attended.clear()
     outputs = model(**packed_inputs(by))
@@ -63,8 +63,8 @@ def test_packed_sequences_are_those_alone(name, attended, by):
     assert_close(total, alone)
     total.backward()
     found = gradients(model)
-    assert found.keys() == wanted.keys()
-    for key, gradient in wanted.items():
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
         assert_close(found[key], gradient, key)
 
 

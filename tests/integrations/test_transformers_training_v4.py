@@ -109,7 +109,7 @@ def test_packed_sequences_are_those_alone(attended, by):
         logits.append(outputs.logits)
         first += length
     alone.backward()
-    wanted = gradients(model)
+    expected = gradients(model)
     model.zero_grad()
     attended.clear()
     outputs = model(**inputs)
@@ -119,8 +119,8 @@ def test_packed_sequences_are_those_alone(attended, by):
     assert_close(total, alone, "loss")
     total.backward()
     found = gradients(model)
-    assert found.keys() == wanted.keys()
-    for key, gradient in wanted.items():
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
         assert_close(found[key], gradient, key)
 
 

@@ -41,12 +41,12 @@ def enabled(stock):
 def test_every_token(stock, enabled, sizes):
     """Chunks end within groups, and single tokens cross their boundaries."""
     ids = tokens(2, 41)
-    wanted, _ = logits_by_steps(stock, ids, sizes)
+    expected, _ = logits_by_steps(stock, ids, sizes)
     found, cache = logits_by_steps(enabled, ids, sizes)
     assert cache is not None
     assert type(cache).__name__ == "PagedV4Cache"
     assert cache.get_seq_length() == 41
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_every_token(stock, enabled, sizes):
 def test_padding_on_the_left(stock, enabled, sizes):
     ids, mask = tokens(3, 41), torch.ones(3, 41, dtype=torch.int64)
     mask[0, :7] = mask[2, :13] = 0
-    wanted, _ = logits_by_steps(stock, ids, sizes, mask)
+    expected, _ = logits_by_steps(stock, ids, sizes, mask)
     found, _ = logits_by_steps(enabled, ids, sizes, mask)
-    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("padding", [0, 9])
@@ -79,9 +79,9 @@ def test_a_prefill_over_a_workspace(stock, enabled, padding, monkeypatch):
     ids, mask = tokens(2, 290), torch.ones(2, 290, dtype=torch.int64)
     mask[1, :padding] = 0
     sizes, mask_or_none = [139, 3, 147, 1], mask if padding else None
-    wanted, _ = logits_by_steps(stock, ids, sizes, mask_or_none)
+    expected, _ = logits_by_steps(stock, ids, sizes, mask_or_none)
     found, cache = logits_by_steps(enabled, ids, sizes, mask_or_none)
-    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-3)
     assert cache is not None
     assert cache.get_seq_length() == 290
     assert over_workspaces == [2 * 139] * 3 + [2 * 147] * 3
@@ -105,22 +105,22 @@ def test_positions_beyond_the_configs(stock, enabled):
     short = copy.deepcopy(stock)
     short.config.max_position_embeddings = 16
     paged, ids = enable(short, page_size=4), tokens(2, 40)
-    wanted, _ = logits_by_steps(stock, ids, [9, 1, 29, 1])
+    expected, _ = logits_by_steps(stock, ids, [9, 1, 29, 1])
     found, _ = logits_by_steps(paged, ids, [9, 1, 29, 1])
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     far = torch.arange(300, 340)[None]
     assert paged(ids, position_ids=far).logits.equal(enabled(ids, position_ids=far).logits)
 
 
 def test_inference_mode_then_no_grad(stock, enabled):
     ids = tokens(2, 30)
-    wanted = stock(ids).logits[:, 11:]
+    expected = stock(ids).logits[:, 11:]
     with torch.inference_mode():
         cache = enabled(ids[:, :9]).past_key_values
         cache.reorder_cache(torch.arange(2))
         enabled(ids[:, 9:11], **{CACHE: cache})
     found = enabled(ids[:, 11:], **{CACHE: cache}).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_model1(stock):
@@ -136,9 +136,9 @@ def test_model1(stock):
         if parameter.dim() > 1 or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     ids, sizes = tokens(1, 30), [13, 1, 16]
-    wanted, _ = logits_by_steps(model, ids, sizes)
+    expected, _ = logits_by_steps(model, ids, sizes)
     found, _ = logits_by_steps(enable(model, "model1"), ids, sizes)
-    error = (found - wanted).norm() / wanted.norm()
+    error = (found - expected).norm() / expected.norm()
     assert 1e-6 < error < 2.0**-4
 
 
@@ -211,9 +211,9 @@ def test_yarn_that_scales_cosines():
     )
     stock = model_of(rope_parameters={"main": main, "compress": compress}, num_hidden_layers=3)
     ids = tokens(2, 23)
-    wanted, _ = logits_by_steps(stock, ids, [20, 1, 2])
+    expected, _ = logits_by_steps(stock, ids, [20, 1, 2])
     found, _ = logits_by_steps(enable(stock, page_size=4), ids, [20, 1, 2])
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_groups_of_one_size_in_both_kinds_of_layers_are_refused():

@@ -40,10 +40,10 @@ def enabled(stock):
 def assert_stocks_logits(stock, enabled, sizes, mask=None, positions=None):
     """Logits of hidden columns too: ``generate`` reads them if prompts are padded on the right."""
     ids = tokens(3, COLUMNS)
-    wanted, _ = logits_by_steps(stock, ids, sizes, mask, positions)
+    expected, _ = logits_by_steps(stock, ids, sizes, mask, positions)
     found, cache = logits_by_steps(enabled, ids, sizes, mask, positions)
     assert type(cache).__name__ == "PagedV4Cache"
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 POSITIONS = {
@@ -152,10 +152,10 @@ def test_attention_that_is_not_causal_is_stocks(stock):
     model = copy.deepcopy(stock)
     model.config.is_causal = False
     ids = tokens(2, 12)
-    wanted = model(ids, use_cache=True).logits
+    expected = model(ids, use_cache=True).logits
     found = enable(model, page_size=4)(ids, use_cache=True)
     assert type(found.past_key_values).__name__ == "DynamicCache"
-    torch.testing.assert_close(found.logits, wanted)
+    torch.testing.assert_close(found.logits, expected)
 
 
 def test_a_pass_reads_its_device_once_at_most():

@@ -68,8 +68,8 @@ def test_other_sizes(stock, prompts):
     inputs = prompts((7, 0), length=33)
     enabled = enable(copy.deepcopy(stock), page_size=8)
     assert torch.equal(generate(enabled, inputs), generate(stock, inputs))
-    for got, wanted in zip(logits(enabled, inputs), logits(stock, inputs), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
+    for got, expected in zip(logits(enabled, inputs), logits(stock, inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(

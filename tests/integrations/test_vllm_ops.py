@@ -262,9 +262,9 @@ def test_a_scale_for_each_token_and_head():
     write(key, value, *caches, *scales, torch.tensor([3, 1]), mode)
     for rows, cache, scale in zip((key, value), caches, scales, strict=True):
         for token, slot in ((0, 3), (1, 1)):
-            wanted = rows[token].abs().amax(dim=-1) / 127
-            assert torch.allclose(scale[0, slot], wanted)
-            assert cache[0, slot].equal((rows[token] / wanted[:, None]).round().to(torch.int8))
+            expected = rows[token].abs().amax(dim=-1) / 127
+            assert torch.allclose(scale[0, slot], expected)
+            assert cache[0, slot].equal((rows[token] / expected[:, None]).round().to(torch.int8))
     with pytest.raises(ValueError, match=r"^kv_quant_mode must be an 8-bit mode, got INT4_PER_TOKEN_HEAD$"):
         write(key, value, *caches, *scales, torch.tensor([3, 1]), SimpleNamespace(name="INT4_PER_TOKEN_HEAD"))
 

@@ -210,10 +210,10 @@ def choice(index_format):
 
 def test_overlap_of_rounded_keys_with_the_choice_in_float32():
     """From the 65th token on, where not all tokens are selected: 0.971 with e4m3 keys and queries, 0.998 with bf16."""
-    wanted = choice("index_fp32")[64:]
+    expected = choice("index_fp32")[64:]
     for index_format, least in (("index_fp8", 0.965), ("index_bf16", 0.995)):
         chosen = choice(index_format)[64:]
-        overlap = sum(len(a & b) for a, b in zip(chosen, wanted, strict=True)) / (64 * len(wanted))
+        overlap = sum(len(a & b) for a, b in zip(chosen, expected, strict=True)) / (64 * len(expected))
         assert overlap >= least
 
 

@@ -186,8 +186,8 @@ def test_checkpointing_changes_nothing(name, use_reentrant):
         found.append([hidden.grad, *(parameter.grad for parameter in layer.parameters())])
         hidden.grad = None
         layer.zero_grad()
-    for gradient, wanted in zip(*found, strict=True):
-        assert gradient.equal(wanted)
+    for gradient, expected in zip(*found, strict=True):
+        assert gradient.equal(expected)
 
 
 # PyTorch's RMSNorm of bf16 with a float32 weight.
@@ -202,10 +202,10 @@ def test_autocast_is_close_to_float32(name):
         result = layer.forward_training(*call, dense=True)
     assert result.out.dtype == torch.bfloat16
     assert_within(result.out.float(), exact.out, 0.05)
-    found, wanted = (gradients(layer, hidden, one.out.float().square().sum()) for one in (result, exact))
+    found, expected = (gradients(layer, hidden, one.out.float().square().sum()) for one in (result, exact))
     for key, gradient in found.items():
-        assert gradient.dtype == wanted[key].dtype
-        assert_within(gradient, wanted[key], 0.1)
+        assert gradient.dtype == expected[key].dtype
+        assert_within(gradient, expected[key], 0.1)
     with torch.autocast("cpu", torch.bfloat16):
         result = layer.forward_training(*call)
     assert all(gradient.isfinite().all() for gradient in gradients(layer, hidden, result.out.float().sum()).values())

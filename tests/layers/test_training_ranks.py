@@ -48,9 +48,9 @@ def test_blocks_of_ranks_are_the_batch(before, lengths, after, size, zigzag):
     out, lse = torch.cat(outs)[order], torch.cat(lses)[order]
     torch.testing.assert_close(out, whole[0])
     torch.testing.assert_close(lse, whole[1])
-    for gradient, wanted in zip(gradients(out), gradients(whole[0]), strict=True):
+    for gradient, expected in zip(gradients(out), gradients(whole[0]), strict=True):
         assert not gradient.isnan().any()
-        torch.testing.assert_close(gradient, wanted)
+        torch.testing.assert_close(gradient, expected)
 
 
 def test_the_key_ranges_of_a_rank_are_those_of_its_tokens():

@@ -329,8 +329,8 @@ def test_limits(record, variant):
         code = one.compile(variant.arch)
         assert code.shared + one.shared_beside <= SHARED_BYTES[variant.arch], code
         counts = {"hgmma": code.hgmma, "hmma": code.hmma}
-        wanted = counts.pop(variant.products, 1)
-        assert wanted > 0, code
+        expected = counts.pop(variant.products, 1)
+        assert expected > 0, code
         assert not any(counts.values()), code
         # A compiler that is short of registers serialises products: it waits after each of them.
         assert code.waits <= code.hgmma / 4, code

@@ -17,8 +17,8 @@ def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch, devi
     launched: list[int] = []
 
     @contextlib.contextmanager
-    def made_current(wanted: torch.device) -> Any:
-        before, current[0] = current[0], wanted.index
+    def made_current(expected: torch.device) -> Any:
+        before, current[0] = current[0], expected.index
         yield
         current[0] = before
 

@@ -38,14 +38,14 @@ def errors(
     for row in rows:
         (alone(row[None], labels=row[None]).loss / len(rows)).backward()
     sharded(own, labels=own).loss.backward()
-    wanted, found = gradients(alone), gradients(sharded)
-    assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
-    return {key: _error(found[key], wanted[key]) for key in wanted}
+    expected, found = gradients(alone), gradients(sharded)
+    assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
+    return {key: _error(found[key], expected[key]) for key in expected}
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert isinstance(found, DTensor)
-    return ((found.full_tensor() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12)).item()
+    return ((found.full_tensor() - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
 
 
 def loss_in_bf16(name: str) -> tuple[float, float]:

@@ -87,10 +87,10 @@ def training_inputs(kind: str, device: str = "cpu") -> tuple[MLAAttention, torch
     return layer.requires_grad_(True), hidden.to(device)
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any], limit: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
     for name, result in found.items():
-        error = ((result - wanted[name]).abs().max() / wanted[name].abs().max()).item()
+        error = ((result - expected[name]).abs().max() / expected[name].abs().max()).item()
         # The indexer's gradients are small differences of probabilities.
         factor = 10 if name.startswith(("indexer", "mean loss")) else 1
         assert error < factor * limit, f"{name} differs by {error:.2e} of its largest element"
@@ -101,14 +101,14 @@ def tokens_over_ranks(
 ) -> None:
     """Check outputs and the input's gradient for the rank's tokens, and the sum over ranks of parameters' gradients."""
     layer, hidden = training_inputs(kind, device)
-    wanted = step(kind, copy.deepcopy(layer), hidden, None)
+    expected = step(kind, copy.deepcopy(layer), hidden, None)
     shard = ContextShard(TOKENS, zigzag=zigzag)
     found = step(kind, layer, hidden, shard, checkpointed, ranks=shard)
     for name in ("out", "hidden"):
-        wanted[name] = shard.take(wanted[name])
+        expected[name] = shard.take(expected[name])
     for name, _ in layer.named_parameters():
         dist.all_reduce(found[name], group=shard.group)
-    assert_same(found, wanted, limit)
+    assert_same(found, expected, limit)
 
 
 def tokens_in_autocast(kind: str) -> None:
@@ -121,7 +121,7 @@ def heads_over_ranks(kind: str, token_ranks: int = 1, *, device: str = "cpu", li
     ``token_ranks`` token ranks those of its own tokens.
     """
     layer, hidden = training_inputs(kind, device)
-    wanted = step(kind, copy.deepcopy(layer), hidden, None)
+    expected = step(kind, copy.deepcopy(layer), hidden, None)
     rank, size = dist.get_rank(), dist.get_world_size()
     shard: ContextShard | None = None
     heads_group: Any = None
@@ -137,14 +137,14 @@ def heads_over_ranks(kind: str, token_ranks: int = 1, *, device: str = "cpu", li
     names = [name for name, _ in divided.layer.named_parameters()]
     # A shard's weights and their gradients are the same part of the whole.
     part = TensorParallelAttention(layer.config, heads_group, dtype=torch.float32, device=device).layer
-    part.load_weights({name: wanted[name] for name, _ in layer.named_parameters()})
-    wanted = {name: wanted[name] for name in found if name not in names} | part.state_dict()
+    part.load_weights({name: expected[name] for name, _ in layer.named_parameters()})
+    expected = {name: expected[name] for name in found if name not in names} | part.state_dict()
     if shard is not None:
         for name in names:
             dist.all_reduce(found[name], group=shard.group)
         for name in ("out", "hidden"):
-            wanted[name] = shard.take(wanted[name])
-    assert_same(found, wanted, limit)
+            expected[name] = shard.take(expected[name])
+    assert_same(found, expected, limit)
 
 
 def different_batches() -> None:

@@ -32,11 +32,11 @@ BESIDE = {
 
 def write(path: Path, **changes: Any) -> Path:
     """Write a random model in float32, without experts."""
-    wanted = {
+    expected = {
         name: value for name, value in COMMON.items() if name not in ("n_routed_experts", "first_k_dense_replace")
     }
     layers = {"layer_types": ["full_attention"] * LAYERS, "mlp_layer_types": ["dense"] * LAYERS}
-    config = transformers.KimiLinearConfig(**wanted | layers | {"rms_norm_eps": 1e-6, "pad_token_id": 258} | changes)
+    config = transformers.KimiLinearConfig(**expected | layers | {"rms_norm_eps": 1e-6, "pad_token_id": 258} | changes)
     torch.manual_seed(0)
     model = transformers.KimiLinearForCausalLM(config).float()
     with torch.no_grad():

@@ -36,10 +36,10 @@ def test_sum(memory, shape, dtype):
     mine = ranks[dist.get_rank()]
     assert memory.sums(mine[:1])
     total = memory.sum(mine)
-    wanted = torch.stack(ranks).double().sum(0)
+    expected = torch.stack(ranks).double().sum(0)
     # Each addition rounds by half an ulp of what is summed so far.
     ulps = len(ranks) / 2 * torch.finfo(dtype).eps
-    assert ((total - wanted).abs() <= ulps * torch.stack(ranks).double().abs().sum(0)).all()
+    assert ((total - expected).abs() <= ulps * torch.stack(ranks).double().abs().sum(0)).all()
     everyone = [torch.empty_like(total) for _ in ranks]
     dist.all_gather(everyone, total)
     assert all(one.equal(total) for one in everyone)

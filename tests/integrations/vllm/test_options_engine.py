@@ -104,12 +104,12 @@ def test_a_cpu_refuses_a_cache_before_weights_load(dtype, cache, sparse, refused
     from flashlatte.integrations import vllm
     from flashlatte.integrations.vllm.backends.cpu import FlashLatteCpuPlatform
 
-    wanted = AttentionSelectorConfig(576, dtype, cache, 64, use_mla=True, use_sparse=sparse)
+    expected = AttentionSelectorConfig(576, dtype, cache, 64, use_mla=True, use_sparse=sparse)
     if refused:
         with pytest.raises(ValueError, match=f"a {cache} cache takes queries of its own dtype, not "):
-            FlashLatteCpuPlatform.get_attn_backend_cls(None, wanted)
+            FlashLatteCpuPlatform.get_attn_backend_cls(None, expected)
     else:
-        assert FlashLatteCpuPlatform.get_attn_backend_cls(None, wanted) == (vllm.SPARSE if sparse else vllm.DENSE)
+        assert FlashLatteCpuPlatform.get_attn_backend_cls(None, expected) == (vllm.SPARSE if sparse else vllm.DENSE)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -115,8 +115,8 @@ def cuda(monkeypatch):
     def choose(architecture, dtype=BF16, cache="auto", use_sparse=True, head_size=576, **more):
         config = types.SimpleNamespace(model_config=types.SimpleNamespace(architecture=architecture))
         monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
-        wanted = AttentionSelectorConfig(head_size, dtype, cache, None, use_mla=True, use_sparse=use_sparse, **more)
-        return CudaPlatformBase.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, wanted, num_heads=128)
+        expected = AttentionSelectorConfig(head_size, dtype, cache, None, use_mla=True, use_sparse=use_sparse, **more)
+        return CudaPlatformBase.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, expected, num_heads=128)
 
     return choose
 

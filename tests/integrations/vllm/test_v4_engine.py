@@ -175,7 +175,7 @@ def layer(monkeypatch):
         monkeypatch.setattr(flashmla, "dequantize_and_gather_k_cache", gather)
         monkeypatch.setattr(flashmla, "combine_topk_swa_indices", combine)
         # vLLM's workspace has arbitrary contents.
-        spaces = lambda *wanted: tuple(torch.full(shape, -7, dtype=dtype) for shape, dtype in wanted)  # noqa: E731
+        spaces = lambda *expected: tuple(torch.full(shape, -7, dtype=dtype) for shape, dtype in expected)  # noqa: E731
         manager = SimpleNamespace(get_simultaneous=spaces)
         monkeypatch.setattr(flashmla, "current_workspace_manager", lambda: manager)
         out = torch.full((case.tokens, PADDED, 512), torch.nan, dtype=torch.bfloat16)

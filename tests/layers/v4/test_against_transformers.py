@@ -188,7 +188,7 @@ def test_model1_caches(kind):
     attention.load_state_dict({k: v for k, v in stock.state_dict().items() if "rotary_emb" not in k})
     hidden = [torch.randn(40, 48)]
     (out,) = run(attention, hidden, steps_of([40], 1), "model1")
-    wanted = stock_output(stock, config, hidden[0])
-    error = (out - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    expected = stock_output(stock, config, hidden[0])
+    error = (out - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 2.0**-4
     assert error.max() > 1e-4  # it is quantised

@@ -32,12 +32,12 @@ def test_plans(spans, ratio, topk, window, queries, max_rows_per_query, rows, in
         starts.append(starts[-1] + end - begin)
 
     # Who attends over a workspace, by request and position.
-    wanted = set()
+    expected = set()
     for request, (begin, end) in enumerate(spans):
         new = end - begin
         needed = (end // ratio if ratio else 0) + min(end, new + window - 1)
         if new >= queries and needed <= min(rows, max_rows_per_query * new):
-            wanted |= {(request, position) for position in range(begin, end)}
+            expected |= {(request, position) for position in range(begin, end)}
     found = []
     for chunk in chunks:
         requests, begins = torch.arange(len(spans))[chunk.requests].tolist(), chunk.cu_queries.tolist()
@@ -66,7 +66,7 @@ def test_plans(spans, ratio, topk, window, queries, max_rows_per_query, rows, in
             width = max(width, window + (groups if topk is None else min(topk, groups)))
         assert width * begins[-1] <= indices or begins[-1] == 1
     assert len(found) == len(set(found))
-    assert set(found) == wanted
+    assert set(found) == expected
     # The others are in the parts between, and all are in order.
     parts = [(part.start, part.stop) for part in paged_slices(chunks, starts[-1])]
     everything = sorted(parts + [(chunk.tokens.start, chunk.tokens.stop) for chunk in chunks])

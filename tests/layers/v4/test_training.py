@@ -159,8 +159,8 @@ def test_checkpointing_changes_nothing(kind, use_reentrant):
         found.append([hidden.grad, *(parameter.grad for parameter in layer.parameters())])
         hidden.grad = None
         layer.zero_grad()
-    for gradient, wanted in zip(*found, strict=True):
-        assert gradient.equal(wanted)
+    for gradient, expected in zip(*found, strict=True):
+        assert gradient.equal(expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,10 +172,10 @@ def test_autocast_is_close_to_float32(kind):
         result = layer.forward_training(hidden, boundaries(), max(LENGTHS), dense=True)
     assert result.out.dtype == torch.bfloat16
     assert_within(result.out.float(), exact.out, 0.05)
-    found, wanted = (gradients(layer, hidden, weighted(one.out.float())) for one in (result, exact))
+    found, expected = (gradients(layer, hidden, weighted(one.out.float())) for one in (result, exact))
     for key, gradient in found.items():
-        assert gradient.dtype == wanted[key].dtype
-        assert_within(gradient, wanted[key], 0.1)
+        assert gradient.dtype == expected[key].dtype
+        assert_within(gradient, expected[key], 0.1)
 
 
 @pytest.mark.interpreter
@@ -196,11 +196,11 @@ def test_tokens_of_no_sequence_and_unused_groups(kind):
     """Their attention output is 0, and NaN in them does not propagate to other tokens."""
     _, _, layer = layers_of(kind)
     hidden, lengths = hidden_of(), torch.tensor([0, 43, 46])
-    wanted = layer.forward_training(hidden[:46], lengths, 43)
+    expected = layer.forward_training(hidden[:46], lengths, 43)
     poisoned = torch.cat((hidden[:46], torch.full((32, 48), torch.nan)))
     result = layer.forward_training(poisoned, lengths, 43)
-    assert_within(result.out[:46], wanted.out, 1e-6)
-    assert result.num_rows is None or result.num_rows == wanted.num_rows
+    assert_within(result.out[:46], expected.out, 1e-6)
+    assert result.num_rows is None or result.num_rows == expected.num_rows
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_sparse_prefill_over_results_of_gather_last_and_index_workspace():
         chosen[token, : len(some)] = some.int()
     slots = flashlatte.index_convert(chosen, table, page_size, request_ids=ids)
     q, sinks = torch.randn(len(ids), 2, 32), torch.randn(2)
-    wanted, _ = flashlatte.sparse_decode(
+    expected, _ = flashlatte.sparse_decode(
         q.unsqueeze(1),
         tokens,
         step.window_slots.unsqueeze(1),
@@ -59,4 +59,4 @@ def test_sparse_prefill_over_results_of_gather_last_and_index_workspace():
     out, _, _ = flashlatte.sparse_prefill(
         q, workspace.view(-1, 1, 32), indices.unsqueeze(1), d_v=32, attn_sink=sinks, topk_length=counts
     )
-    torch.testing.assert_close(out, wanted.squeeze(1))
+    torch.testing.assert_close(out, expected.squeeze(1))

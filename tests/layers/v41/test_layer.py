@@ -39,21 +39,21 @@ def test_every_weight_of_a_checkpoint_has_a_place():
 def test_weights_with_block_scales(tmp_path, block_size):
     safetensors = pytest.importorskip("safetensors.torch")
     module, weights = layer_and_weights(KV_SOURCE)
-    wanted, stored = dict(weights), dict(weights)
+    expected, stored = dict(weights), dict(weights)
     for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b"):
         rows, columns = weights[f"{name}.weight"].shape
         blocks = -(-rows // block_size[0]), -(-columns // block_size[1])
         scales = 2.0 ** torch.randint(-3, 3, blocks)
         values = weights[f"{name}.weight"].to(torch.float8_e4m3fn)
         per_element = scales.repeat_interleave(block_size[0], 0).repeat_interleave(block_size[1], 1)[:rows, :columns]
-        wanted[f"{name}.weight"] = values.float() * per_element
+        expected[f"{name}.weight"] = values.float() * per_element
         stored |= {f"{name}.weight": values, f"{name}.scale": scales.to(torch.float8_e8m0fnu)}
     others = {"layers.11.attn.wq_a.weight": torch.zeros(1), "mtp.1.attn.wq_a.weight": torch.zeros(1)}
     named = {f"layers.{KV_SOURCE}.attn.{name}": tensor for name, tensor in stored.items()}
     safetensors.save_file(named | others, tmp_path / "model.safetensors")
     module.load_weights(read_layer(tmp_path, KV_SOURCE, "attn"), block_size)
     for name, parameter in module.named_parameters():
-        assert torch.equal(parameter, wanted[NAMES[name]]), name
+        assert torch.equal(parameter, expected[NAMES[name]]), name
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_copies_compute_the_same():
     model = Model(FIELDS, v41_reference.random_weights(FIELDS, 0), 1, 8)
     hidden, step = hidden_states(FIELDS, [8], 0)[KV_SOURCE][0], model.step([(0, 8)])
     layer, cache = model.layers[KV_SOURCE], model.caches[KV_SOURCE]
-    wanted = layer(hidden, step, cache)
+    expected = layer(hidden, step, cache)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(hidden, step, cache), wanted)
+        assert torch.equal(other(hidden, step, cache), expected)
 
 
 def test_rows_of_unfinished_groups_are_not_written():

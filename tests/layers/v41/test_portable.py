@@ -44,7 +44,7 @@ def test_portable_kernels(formats, change):
         for backend in ("portable", "reference")
     ]
     for spans, limits in steps:
-        found, wanted = (model.run(hidden, spans, limits) for model in models)
-        for layer, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        found, expected = (model.run(hidden, spans, limits) for model in models)
+        for layer, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             out, reference = torch.cat(ours).double(), torch.cat(theirs).double()
             assert (out - reference).norm(dim=1).max() < 0.02 * reference.norm(dim=1).max(), layer

@@ -102,12 +102,12 @@ def test_lengths_that_are_not_neighbours():
 
 def test_nan_keys_of_one_request_stay_there():
     arguments = replace(TOY, varlen=False).inputs()
-    wanted, _ = decode(arguments)
+    expected, _ = decode(arguments)
     arguments["k_cache"][arguments["block_table"][1, 0]] = torch.nan
     out, lse = decode(arguments)
     assert out[1].isnan().all()
     assert lse[1].isnan().all()
-    assert torch.equal(out[[0, 2]], wanted[[0, 2]])
+    assert torch.equal(out[[0, 2]], expected[[0, 2]])
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])

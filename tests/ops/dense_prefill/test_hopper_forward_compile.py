@@ -103,8 +103,8 @@ def compiled(record):
 
 def _main_loops(sass: str) -> list[list[str]]:
     """The instructions of the main loop of each consumer: the two shortest loops with products and a softmax."""
-    wanted = ("HGMMA", "MUFU.EX2")
-    return sorted((loop for loop in loops(sass) if all(any(op in one for one in loop) for op in wanted)), key=len)[:2]
+    expected = ("HGMMA", "MUFU.EX2")
+    return sorted((loop for loop in loops(sass) if all(any(op in one for one in loop) for op in expected)), key=len)[:2]
 
 
 # Of each call, keys of a block, and products of the loop: 16 columns of keys and 16 values at a time, the values in two

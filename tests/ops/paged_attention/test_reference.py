@@ -224,8 +224,8 @@ def test_given_outputs_are_written():
     results = paged_attention(**arguments, out=out, lse=lse)
     assert results[0] is out
     assert results[1] is lse
-    for result, wanted in zip(results, paged_attention(**arguments), strict=True):
-        assert result.equal(wanted)
+    for result, expected in zip(results, paged_attention(**arguments), strict=True):
+        assert result.equal(expected)
 
 
 def test_no_tokens():

@@ -83,8 +83,8 @@ def test_pieces(monkeypatch, emulated, name, tokens, scratch_rows):
     whole = run(inputs, deterministic=True)
     monkeypatch.setattr(emulated, "SCORE_BYTES", tokens * 3 * -(-case.h_q // 64) * 2 * 8192)
     monkeypatch.setattr(emulated, "SCRATCH_BYTES", scratch_rows * 4 * case.head_dim)
-    for result, wanted in zip(run(inputs, deterministic=True), whole, strict=True):
-        torch.testing.assert_close(result, wanted, rtol=1e-2, atol=1e-4, equal_nan=True)
+    for result, expected in zip(run(inputs, deterministic=True), whole, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.full

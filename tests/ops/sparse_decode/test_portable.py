@@ -189,8 +189,8 @@ def test_batch_invariant_is_the_same_alone_and_among_others(many_parts):
     for request in range(3):
         one = slice(request, request + 1)
         alone = decode(arguments | {name: arguments[name][one] for name in by_request}, batch_invariant=True)
-        for result, wanted in zip(alone, together, strict=True):
-            assert torch.equal(result, wanted[one])
+        for result, expected in zip(alone, together, strict=True):
+            assert torch.equal(result, expected[one])
 
 
 def test_lengths_outside_the_list(many_parts):

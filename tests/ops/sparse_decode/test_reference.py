@@ -251,8 +251,8 @@ def test_dequantised_rows_and_the_quantised_cache_give_equal_results():
     inputs = small(cache_format="v32", head_dim=None)
     rows = kv_cache.unpack(inputs["k_cache"], "v32", dtype=torch.float32)
     unquantised = sparse_decode(**(inputs | {"k_cache": rows, "cache_format": "fp32"}))
-    for result, wanted in zip(sparse_decode(**inputs), unquantised, strict=True):
-        assert result.equal(wanted)
+    for result, expected in zip(sparse_decode(**inputs), unquantised, strict=True):
+        assert result.equal(expected)
 
 
 def test_a_second_run_is_bitwise_the_same_and_a_request_does_not_depend_on_its_batch():
