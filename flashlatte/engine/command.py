@@ -114,7 +114,7 @@ def _text_of(file: Path) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input that are not blank, asked for on a terminal."""
+    """The non-blank lines of standard input, with a prompt on a terminal."""
     with suppress(EOFError):
         while True:
             line = input("> " if sys.stdin.isatty() else "")

@@ -6,7 +6,7 @@ prefix cache can end only where a snapshot of the states was taken: after a full
 
 Snapshots are taken where a later request is most likely to continue: after the last full page of the tokens that are
 known when a request starts, after the last page that it has in common with an earlier request, and after each page that
-it generates, of which only the latest snapshot stays. The snapshot that was not used for longest is evicted first.
+it generates, replacing the snapshot of the page before. The least recently used snapshot is evicted first.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def compare(backends: list[str], engines: Iterable[EngineProcess], host: Host, o
 
     Args:
         backends: the engines' names.
-        engines: the processes; each is asked before the next one is taken.
+        engines: the processes; each is used before the iterator starts the next one.
 
     Returns:
         0, or 1 if an engine ended or a row was wrong.

@@ -18,7 +18,8 @@ MAX_POSITION, ROPE = 16384, 64
 POISON_BYTE = 0xFF
 
 EQUAL = Tolerance(0.0, 0.0)
-# bf16 of float32 sums in another order; e4m3 of these (a step is an eighth); four bits, few of which may differ.
+# For bf16 roundings of float32 sums in another order; e4m3 roundings (a step is an eighth); 4-bit codes, few of which
+# may differ.
 ROUNDED = Tolerance(1e-3, 2.01 / 128, 1e-5)
 ONE_BYTE = Tolerance(2e-3, 0.13, 1e-5)
 FOUR_BITS = Tolerance(1.0, 0.51, 1e-4)
