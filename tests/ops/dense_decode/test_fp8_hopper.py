@@ -74,6 +74,23 @@ def test_emulated(emulate, name: str, sharpness: float, batch_invariant: bool) -
 
 
 @pytest.mark.full
+def test_batch_invariance_bounds_the_loss_of_truncated_sums(emulate) -> None:
+    """Values with a mean lose up to 2⁻¹⁷ with each key that a CTA sums."""
+    inputs = replace(CASE, s_k=2048, h_q=4).inputs()
+    keys = inputs["k_cache"].float()
+    means = keys.nan_to_num().std() * torch.randn(576, generator=torch.Generator().manual_seed(0))
+    inputs["k_cache"] = (keys + means).to(E4M3)
+    expected, _ = oracles.dense_decode(**inputs)
+    errors = {
+        batch_invariant: (emulate(inputs, 1, batch_invariant=batch_invariant)[0].double() - expected).norm()
+        / expected.norm()
+        for batch_invariant in (False, True)
+    }
+    assert 0.01 < errors[False] < 2048 * 2.0**-16
+    assert errors[True] < 0.6 * errors[False]
+
+
+@pytest.mark.full
 def test_a_nan_stays_with_its_request(emulate) -> None:
     """Of a query in its row; of a visible key in its request. Rows after the last key are NaN in each case."""
     inputs = replace(CASE, batch=3, s_k=70, h_q=3).inputs()
