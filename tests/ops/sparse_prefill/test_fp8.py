@@ -97,7 +97,7 @@ def test_a_gpu_without_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     message = r"^no kernel runs this call of sparse_prefill with precision='fp8': hopper needs .*; portable has no "
     real = CASE.inputs()
     with FakeTensorMode():
-        inputs = {
+        inputs: dict[str, Any] = {
             name: torch.empty(value.shape, dtype=value.dtype, device="cuda") if torch.is_tensor(value) else value
             for name, value in real.items()
         }
