@@ -28,4 +28,5 @@ def whole_rows(block_table: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             elements = block_table.untyped_storage().nbytes() // block_table.element_size()
             width = min(width, elements - block_table.storage_offset() - (rows - 1) * row_stride)
-        return block_table.as_strided((rows, width), (row_stride, 1))
+        # Equal if the storage ends with the table, less without storage: a table of no columns.
+        return block_table.as_strided((rows, width), (row_stride, 1)) if width > columns else block_table
