@@ -70,7 +70,8 @@ def sparse_prefill(
             value in any of its rows, also of those that no index selects: a huge one makes all others imprecise. Its
             error is about 20 times that of None if the weights of a query are similar, 35 times if few keys dominate.
             Sums have 14 bits on Hopper: values with a common sign lose 1 to 3% with 2,048 indices
-            (docs/guide/numerics.md). Only "hopper" and "reference" have it.
+            (docs/guide/numerics.md). Only "hopper" and "reference" have it. On
+            a GPU, the reference runs only if ``backend`` names it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
@@ -109,7 +110,8 @@ def sparse_prefill(
     )
     gradients.warn_if_dropped(OPERATION, q, kv, attn_sink)
     empty_lse = checks.empty_lse(empty_lse)
-    backend = dispatch.select(call, backend)
+    select = dispatch.select if precision is None else dispatch.select_kernel
+    backend = select(call, backend)
     if s_q == 0:
         return out, max_logits, lse
     params = SparsePrefillParams(

@@ -101,6 +101,16 @@ def test_a_nan_stays_with_its_request(emulate) -> None:
     assert out.isnan().any(-1)[:, 0].tolist() == [[False, True, False], [False] * 3, [True] * 3]
 
 
+@pytest.mark.full
+def test_zero_queries_over_tiny_keys(emulate) -> None:
+    """The product of both scales is 0 in float32."""
+    inputs = replace(CASE, s_k=70, h_q=3).inputs() | {"k_scale": 1e-13}
+    inputs["q"] = torch.zeros_like(inputs["q"])
+    expected = dense_decode(**inputs, precision="fp8", backend="reference")
+    for result, reference in zip(emulate(inputs, 4), expected, strict=True):
+        torch.testing.assert_close(result, reference, atol=1e-5, rtol=0.03)
+
+
 CALLS: dict[str, dict[str, Any]] = {
     "many requests": {"batch": 128},
     "few requests": {"batch": 4},

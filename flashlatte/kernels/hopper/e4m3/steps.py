@@ -49,6 +49,8 @@ from flashlatte.runtime.gluon_compat import cta_barrier
 # P is relative to row_max - OFFSET, and row_max is raised if a block exceeds it by more than MARGIN.
 OFFSET = gl.constexpr(P_EXPONENT)
 MARGIN = gl.constexpr(P_MARGIN)
+# The least factor of scores: -inf times it is -inf, and -inf times 0 would be NaN.
+SMALLEST_FACTOR = gl.constexpr(1e-37)
 # Bytes of a block's latents.
 BLOCK_BYTES = gl.constexpr(KEYS.value * LATENT.value)
 
