@@ -16,7 +16,8 @@ USER_ERROR = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0 success, 1 the command found or had a failure, 2 invalid arguments."""
+    """Run a command; returns its exit code: 0 for success, 1 if the command reports an error, 2 for invalid
+    arguments."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:

@@ -1,4 +1,5 @@
-"""FlashMLA's functions for multi-head attention over requests of variable length; ``flashlatte.flash_mla`` has them."""
+"""FlashMLA's functions for multi-head attention over requests of variable length, exported by
+``flashlatte.flash_mla``."""
 
 from __future__ import annotations
 
@@ -26,28 +27,29 @@ def flash_attn_varlen_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Variable-length multi-head attention, forward and backward: ``flashlatte.dense_prefill``.
 
-    Beyond FlashMLA's: any head dims, fp16, grouped heads in the backward pass too, a gradient of lse, and
-    ``deterministic``.
+    In addition to FlashMLA's function it supports any head dims, fp16, grouped heads in the backward pass, a gradient
+    of lse, and ``deterministic``.
 
     Args:
         q: [T_q, h, d_qk], bf16 or fp16 (float32 and float64 on the reference).
         k, v: [T_k, h_k, d_qk] and [T_k, h_k, d_v] in q's dtype. h is a multiple of h_k.
-        cu_seqlens_qo, cu_seqlens_kv: int32 or int64 [b + 1], where requests begin and the last one ends.
-        max_seqlen_qo, max_seqlen_kv: of the longest request; never change results.
+        cu_seqlens_qo, cu_seqlens_kv: int32 or int64 [b + 1], boundaries of the requests.
+        max_seqlen_qo, max_seqlen_kv: length of the longest request; they never change results.
         dropout_p: 0, as there is no dropout.
         softmax_scale: above 0; d_qk^-0.5 if None.
-        causal: bottom-right: the last query of a request sees all of its keys.
-        deterministic: dq, dk and dv are bitwise the same from run to run.
-        is_varlen: False says that all requests have as many tokens: T_q / b and T_k / b, whatever cu_seqlens hold.
-        backend: "hopper", "portable" or "reference"; None chooses.
+        causal: bottom-right: the last query of a request attends to all of its keys.
+        deterministic: make dq, dk and dv bitwise reproducible.
+        is_varlen: if False, all requests have T_q / b queries and T_k / b keys, and the values of cu_seqlens are
+            ignored.
+        backend: "hopper", "portable" or "reference"; None selects one.
 
     Returns:
-        out [T_q, h, d_v] in q's dtype; lse, natural logarithm, float32 [T_q, h] with strides (1, T_q). A row that sees
-        no key: out 0, lse -inf.
+        out [T_q, h, d_v] in q's dtype, and lse (natural logarithm), float32 [T_q, h] with strides (1, T_q). A row
+        without visible keys has out 0 and lse -inf.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other; a
-            backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments; a backend
+            that cannot run the call.
     """
     if checks.number("dropout_p", dropout_p) != 0:
         raise ValueError(f"dropout_p must be 0, as there is no dropout, got {dropout_p}")
@@ -92,7 +94,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Args:
         qkv: [T, h, 2 · head_dim_qk + d_v], q, k and v along the last axis.
-        cu_seqlens, max_seqlen: of queries and keys alike.
+        cu_seqlens, max_seqlen: boundaries and maximum length, for both queries and keys.
         head_dim_qk: width of a query and of a key.
         dropout_p, softmax_scale, causal, deterministic, is_varlen, backend: as for ``flash_attn_varlen_func``.
 
@@ -100,7 +102,7 @@ def flash_attn_varlen_qkvpacked_func(
         out and lse, as ``flash_attn_varlen_func``.
 
     Raises:
-        TypeError, ValueError: as ``flash_attn_varlen_func``; a qkv too narrow for such heads.
+        TypeError, ValueError: as ``flash_attn_varlen_func``; qkv is too narrow for these head dims.
     """
     _check_packed("qkv", qkv, 2 * checks.positive_int("head_dim_qk", head_dim_qk), "2 · head_dim_qk")
     q, k, v = qkv.split((head_dim_qk, head_dim_qk, qkv.shape[-1] - 2 * head_dim_qk), dim=-1)
@@ -152,7 +154,7 @@ def flash_attn_varlen_kvpacked_func(
         out and lse, as ``flash_attn_varlen_func``.
 
     Raises:
-        TypeError, ValueError: as ``flash_attn_varlen_func``; a kv too narrow for such heads.
+        TypeError, ValueError: as ``flash_attn_varlen_func``; kv is too narrow for these head dims.
     """
     _check_packed("kv", kv, checks.positive_int("head_dim_qk", head_dim_qk), "head_dim_qk")
     k, v = kv.split((head_dim_qk, kv.shape[-1] - head_dim_qk), dim=-1)
@@ -184,11 +186,11 @@ def _check_packed(name: str, value: object, least: int, keys: str) -> None:
 
 
 def _equal_lengths(name: str, rows: torch.Tensor, cu_name: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """cu_seqlens of requests that share the rows evenly."""
+    """cu_seqlens of requests with equal numbers of rows."""
     for tensor_name, tensor in ((name, rows), (cu_name, cu_seqlens)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
             raise TypeError(f"{tensor_name} must be a tensor with an axis, got {tensor!r}")
     batch, total = cu_seqlens.shape[0] - 1, rows.shape[0]
     if batch < 1 or total % batch:
-        raise ValueError(f"{name} must have as many tokens for each of {batch} requests, got {total} tokens")
+        raise ValueError(f"{name} must have equally many tokens for each of {batch} requests, got {total} tokens")
     return torch.arange(batch + 1, dtype=torch.int32, device=rows.device) * (total // batch)

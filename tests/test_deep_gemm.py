@@ -167,7 +167,7 @@ def test_the_paged_form_of_deep_gemm_2_8_is_told_by_types():
     ):
         assert logits.dtype == torch.bfloat16
         assert logits[0, :70].equal(earlier[0, :70].bfloat16())
-    with pytest.raises(TypeError, match=r"^clean_logits must be True or False where indices is given"):
+    with pytest.raises(TypeError, match=r"^clean_logits must be True or False if indices is given"):
         deep_gemm.fp8_fp4_paged_mqa_logits(*call, indices, indices=indices)
 
 
@@ -326,7 +326,7 @@ def test_errors(fp8):
         ({"cu_seq_len_k_start": STARTS.float()}, TypeError, "^cu_seq_len_k_start must be int32 or int64, got float32$"),
         ({"cu_seq_len_k_end": ENDS[1:]}, ValueError, r"^cu_seq_len_k_end must have shape \["),
         ({"clean_logits": "no"}, TypeError, "^clean_logits must be True or False, got 'no'$"),
-        ({"clean_logits": 1, "max_seqlen_k": 5}, TypeError, "^clean_logits must be True or False where max_seqlen_k"),
+        ({"clean_logits": 1, "max_seqlen_k": 5}, TypeError, "^clean_logits must be True or False if max_seqlen_k"),
         ({"logits_dtype": torch.float16}, TypeError, "^logits_dtype must be float32 or bfloat16, got torch.float16$"),
     ],
 )

@@ -68,7 +68,7 @@ def test_equal_lengths_need_no_cu_seqlens():
         ({"cu_seqlens_kv": torch.tensor([0, 5, 4, 9])}, ValueError, "^cu_seqlens_kv must not decrease"),
         ({"max_seqlen_qo": -1}, ValueError, "^max_seqlen_qo must be at least 0, got -1$"),
         ({"is_varlen": 0}, TypeError, "^is_varlen must be True or False"),
-        ({"is_varlen": False, "q": torch.zeros(8, 4, 24)}, ValueError, "^q must have as many tokens for each of 3"),
+        ({"is_varlen": False, "q": torch.zeros(8, 4, 24)}, ValueError, "^q must have equally many tokens for each"),
     ],
 )
 def test_wrong_arguments_of_varlen_attention(change, error, message):

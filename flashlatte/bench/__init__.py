@@ -1,4 +1,4 @@
-"""``flashlatte bench``: operations on named cases, and the benchmarks with a name of their own."""
+"""``flashlatte bench``: operations on named cases, and named benchmarks of more than one call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 EXTRA_HINT = "pip install 'flashlatte[bench]'"
 
-# Name, module of this package and summary of each benchmark with a command line of its own. A module has
+# Name, module of this package and summary of each benchmark with its own command line. A module has
 # ``add_arguments(parser)`` and ``run(options)``, which returns the exit code.
 NAMED = {
     "compare": ("compare", "two checkouts, timed alternately"),

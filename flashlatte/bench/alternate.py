@@ -1,7 +1,7 @@
-"""Calls that are compared with the reference and then timed alternately: each becomes a JSON line.
+"""Compares calls with the reference, then times them alternately; writes a JSON line for each.
 
-On a machine without a GPU the calls are scaled down: the portable kernels run in Triton's interpreter if
-TRITON_INTERPRET is 1, else the reference runs. Only the benchmark itself is tried then.
+On a machine without a GPU the calls are scaled down, and only test the benchmark itself: the portable kernels run in
+Triton's interpreter if TRITON_INTERPRET is 1, else the reference runs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class TimedCall:
         run: one call by a backend; returns its results by name. Repeated calls give bitwise equal results.
         check: raises WrongResult if results are wrong.
         moved: bytes read and written.
-        flops: of matrix products; None if only the bytes count.
+        flops: FLOPs of the matrix products; None for operations that are measured in bytes only.
         method: "device" or "graph", as in ``flashlatte bench``.
-        backend: the one that is timed on a GPU.
+        backend: the backend that is timed on a GPU.
         more: further fields of the line.
     """
 
@@ -68,7 +68,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checked_timer(case: TimedCall, device: torch.device) -> Callable[[], float]:
-    """Returns a function that times the call, after a check that two results are right and bitwise equal."""
+    """Check that two results are correct and bitwise equal, and return a function that times the call."""
     call = functools.partial(case.run, backend_on(case.backend, device))
     results = call()
     case.check(results)
@@ -86,7 +86,7 @@ def lines(
     wrong: list[str],
     rounds: int = ROUNDS,
 ) -> Iterator[dict[str, Any]]:
-    """A line for each call whose results are right; messages about the others are appended to ``wrong``."""
+    """A line for each call with correct results; messages about the others are appended to ``wrong``."""
     about = dataclasses.asdict(environment.describe(device))
     known: set[str] = set()
     for group in groups:

@@ -68,8 +68,8 @@ class Recorded:
     of the varlen b 128, s_q 1 case stem from a slower one of them).
 
     Attributes:
-        microseconds, tflops, gbps: of whole calls by do_bench, or in a CUDA graph for the "graph" cases. The rates are
-            as FlashMLA counts; ``results`` compares with our count of its work.
+        microseconds, tflops, gbps: time and rates of whole calls by do_bench, or in a CUDA graph for the "graph" cases.
+            The rates are as FlashMLA counts; ``results`` compares with our count of its work.
         cool_microseconds, cool_tflops: by FlashMLA's own scripts.
     """
 

@@ -1,13 +1,13 @@
-"""Two checkouts timed alternately, case by case: a chip at its power limit slows down whichever runs second.
+"""Times two checkouts alternately, case by case, because a chip at its power limit slows down the second run.
 
     flashlatte bench compare BEFORE AFTER [--case NAME ...] [--rounds 4]
 
 BEFORE and AFTER are checkouts of this repository. Each has its own process, which draws a case, checks its result
 against the reference and then times it on request: B A, A B, and so on. The order of allocations can show in times, so
 half of the rounds use a second pair of processes, in which AFTER starts and draws first. Prints a line per case: the
-ratio (above 1: AFTER is faster; of the medians in each pair, and of both pairs the geometric mean), the medians, and
-the ratio in each pair; then the geometric mean of all. Exits with 1 if a result was wrong, also while processes compile
-concurrently, or if a case is slower than ``--min-ratio``.
+ratio (geometric mean over both pairs of the ratio of medians; above 1: AFTER is faster), the medians, and the ratio in
+each pair; then the geometric mean of all cases. Exits with 1 if a result was wrong, also while processes compile
+concurrently, or if a ratio is below ``--min-ratio``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def chosen(name: str, wanted: list[str] | None) -> bool:
 def compare(
     pairs: list[dict[str, CheckoutProcess]], cases: list[tuple[str, str]], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Times the cases of one problem that both sides serve, ``rounds`` in each pair of processes."""
+    """Time the cases of one problem that both sides support, ``rounds`` times in each pair of processes."""
     timed = []
     for pair in pairs:
         timed.append([time_alternately(pair, name, backend, rounds) for name, backend in cases])
@@ -125,7 +125,7 @@ def compare(
 def time_alternately(
     pair: dict[str, CheckoutProcess], name: str, backend: str, rounds: int
 ) -> dict[str, list[float]] | str | None:
-    """Times of each side in µs, the first one of ``pair`` first; a message if a result is wrong; None: not served."""
+    """Times of each side in µs, in the order of ``pair``; a message if a result is wrong; None if not supported."""
     prepared = {side: one.ask("prepare", name, backend) for side, one in pair.items()}
     if "refused" in prepared.values():
         return None

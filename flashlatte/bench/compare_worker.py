@@ -1,7 +1,7 @@
 """A process of ``flashlatte bench compare``: a request per line on stdin, an answer per line on stdout, both JSON.
 
-``compare`` passes this file to the interpreter as text and puts a checkout on PYTHONPATH: that one is timed, whatever
-its version of this file.
+``compare`` passes the text of this file to the interpreter and puts a checkout on PYTHONPATH, so that both checkouts
+are timed by the same version of this file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long each kernel of the bench list takes to compile for a GPU, present or not, and in which stages of Triton.
+"""Compile time of each kernel of the bench cases, by stage of Triton, for a GPU that need not be present.
 
     flashlatte bench compile-time [--op dense_decode] [--backend hopper] [--json FILE]
 
-Cases run with their heads and few keys, since lengths make no variants. A kernel's seconds are processor time, ptxas
-included; those of its stages are wall-clock time, and so longer on a busy machine.
+Cases run with their number of heads and few keys, since lengths do not change the variant. A kernel's seconds are
+processor time, including ptxas; those of its stages are wall-clock time, which is longer on a busy machine.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     precompile.use(H100)
     variants = list(launched(set(options.op), set(options.backend or BACKENDS)))
     about = {"target": "sm_90"} | dataclasses.asdict(environment.describe(torch.device("cpu")))
-    # Triton's initialization in a process belongs to no kernel.
+    # Exclude Triton's initialization from the first kernel.
     empty_kernel.warmup(grid=(1,))
     total = 0.0
     for case, backend, variant in variants:

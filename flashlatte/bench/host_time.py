@@ -1,11 +1,11 @@
-"""Host time of warm calls: how long Python is busy with a call whose shape has been seen before.
+"""Host time of warm calls: the time that Python takes for a call whose shape was called before.
 
     flashlatte bench host-time [--batches 80] [--calls 50] [--json FILE]
 
-Each operation is timed plainly and under ``torch.set_default_device("cuda")``, a mode that every torch function passes
-through, and compared with ``x.add_(1)``, one kernel of PyTorch's. Where FlashMLA is installed as ``flash_mla``, its
-``flash_mla_with_kvcache`` is timed with the same tensors. It waits for the GPU between batches of calls, so
-that a full queue is not timed.
+Each operation is timed alone and under ``torch.set_default_device("cuda")``, a torch-function mode, and compared with
+``x.add_(1)``, a single PyTorch kernel. If FlashMLA is installed as ``flash_mla``, its ``flash_mla_with_kvcache`` is
+timed with the same tensors. The benchmark waits for the GPU between batches of calls, so that the launch queue is never
+full.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     if options.batches < 4 or options.calls < 1:
         raise ValueError("--batches must be at least 4 and --calls at least 1")
     if not torch.cuda.is_available():
-        raise ValueError("host times are those of launches on a CUDA GPU, and PyTorch finds none")
+        raise ValueError("host times need a CUDA GPU for the launches, and PyTorch finds none")
     about = dataclasses.asdict(environment.describe(torch.device("cuda")))
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {Path(flashlatte.__file__).parent}")
     print(f"{'µs':44}{PLAIN:>10}{MODE:>22}")

@@ -1,4 +1,4 @@
-"""Results for people: a line as each comes, tables at the end."""
+"""Prints results: a line for each as it arrives, and tables at the end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def progress(result: Result) -> None:
 
 
 def tables(results: Sequence[Result], *, to_stderr: bool) -> None:
-    """One table an operation, on stdout unless that carries JSON lines."""
+    """A table for each operation, on stdout unless JSON lines are printed there."""
     console = Console(stderr=to_stderr)
     if not console.is_terminal:
         console = Console(stderr=to_stderr, width=WIDTH_WITHOUT_TERMINAL)

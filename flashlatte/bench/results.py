@@ -19,12 +19,12 @@ class Result:
     """The outcome of a case on a backend.
 
     Attributes:
-        problem: the case's, scaled down on a machine without a GPU.
+        problem: the case's problem, scaled down on a machine without a GPU.
         ceilings: the chip's rates in this run; None on a machine without a GPU.
         status: "ok"; "wrong" (differs from the reference, so it has no time); "refused" by the backend; "failed".
         message: the difference, or the reason of a refusal or failure.
-        microseconds: of one call, as ``case.method`` says; only if the status is "ok".
-        flops, bytes_moved: of one call.
+        microseconds: time of one call, as ``case.method`` says; only if the status is "ok".
+        flops, bytes_moved: FLOPs and bytes of one call.
         gpu: its name; None on a machine without one.
     """
 
@@ -57,19 +57,20 @@ class Result:
 
     @property
     def flashmla_share_of_matmul(self) -> float | None:
-        """FlashMLA's of the matmul of its own run, its work counted as here."""
+        """FlashMLA's share of its own run's matmul, with FLOPs counted as here."""
         rate = self._flashmla_rate(self.flops, 1e6)
         return None if rate is None else rate / RECORDED_MATMUL_TFLOPS
 
     @property
     def flashmla_share_of_copy(self) -> float | None:
-        """FlashMLA's of the copy of its own run, its bytes counted as here."""
+        """FlashMLA's share of its own run's copy, with bytes counted as here."""
         rate = self._flashmla_rate(self.bytes_moved, 1e3)
         return None if rate is None else rate / RECORDED_COPY_GBPS
 
     @property
     def share_of_flashmla(self) -> float | None:
-        """FlashMLA's recorded time over this one, if of a GPU like its: above 1 is faster than FlashMLA was."""
+        """FlashMLA's recorded time divided by this time (above 1: faster than FlashMLA), on the same model of GPU
+        only."""
         recorded = self.case.recorded
         if recorded is None or self.gpu is None or gpu_slug(self.gpu) != RECORDED_GPU or self.microseconds is None:
             return None
@@ -136,7 +137,7 @@ def append_line(path: Path | None, line: dict[str, Any]) -> None:
 
 
 def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The newest right line of each (case, backend, device), in the order of their first appearance.
+    """The newest line with a correct result for each (case, backend, device), in order of first appearance.
 
     Lines of other benchmarks, which may be in the same folder, have no ``problem``.
     """

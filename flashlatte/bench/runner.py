@@ -30,8 +30,8 @@ def run(
     """Run every case on every backend.
 
     Args:
-        backends: None for all that serve the case, the reference only where there is no GPU.
-        ceilings: of this run; None on a machine without a GPU, where the cases are scaled down.
+        backends: the backends; None: all that support the case, or only the reference without a GPU.
+        ceilings: measured ceilings of this run; None on a machine without a GPU, where the cases are scaled down.
         report: called with each result as soon as it is available.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -84,7 +84,7 @@ def _outcome(case: Case, backend: str, workload: Workload) -> dict[str, Any]:
 def timer(
     method: str, call: Callable[[], Results], check: Callable[[Results], None], device: torch.device
 ) -> Callable[[], float]:
-    """A function that times ``call`` as a case's ``method`` says, in µs; on a CPU it times single calls.
+    """A function that times ``call`` in µs by the case's ``method``; on a CPU it times single calls.
 
     Raises:
         WrongResult: if ``check`` finds a CUDA graph's results wrong.

@@ -67,18 +67,18 @@ def fp8_fp4_mqa_logits(
         logits_dtype: float32 or bf16. Default: float32 if ``clean_logits`` is given, else the dtype of ``weights``, as
             in DeepGEMM 2.8 (bf16 of both on SM100, float32 elsewhere).
         schedule_meta: unused; the result of ``get_mqa_logits_metadata``, or None.
-        backend: "hopper", "portable" or "reference"; None chooses.
+        backend: "hopper", "portable" or "reference"; None selects one.
 
     Returns:
         [M, N], or [M, max_seqlen_k]; rows begin at multiples of 128 bytes.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     if isinstance(clean_logits, int) and not isinstance(clean_logits, bool):
         # DeepGEMM 2.8 by position: max_seqlen_k, then schedule_meta.
         if isinstance(max_seqlen_k, int) or (max_seqlen_k is not None and schedule_meta is not None):
-            raise TypeError(f"clean_logits must be True or False where max_seqlen_k is given, got {clean_logits}")
+            raise TypeError(f"clean_logits must be True or False if max_seqlen_k is given, got {clean_logits}")
         _check_schedule(schedule_meta if max_seqlen_k is None else max_seqlen_k)
         clean_logits, max_seqlen_k = None, clean_logits
         clean = False
@@ -165,17 +165,17 @@ def fp8_fp4_paged_mqa_logits(
         clean_logits: fill columns outside a query's range with -inf; otherwise they are undefined. Default False.
         logits_dtype: as for ``fp8_fp4_mqa_logits``.
         indices: unused; in DeepGEMM the request of each row, to group rows.
-        backend: "hopper", "portable" or "reference"; None chooses.
+        backend: "hopper", "portable" or "reference"; None selects one.
 
     Returns:
         [b · next_n, max_context_len]; rows begin at multiples of 128 bytes.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     if isinstance(clean_logits, torch.Tensor):
         if indices is not None:
-            raise TypeError("clean_logits must be True or False where indices is given, got a tensor")
+            raise TypeError("clean_logits must be True or False if indices is given, got a tensor")
         clean_logits = None
     dtype = logits_dtype_of(logits_dtype, weights, clean_logits is None)
     max_context_len = checks.positive_int("max_context_len", max_context_len)

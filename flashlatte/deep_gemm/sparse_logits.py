@@ -43,7 +43,7 @@ def fp8_fp4_sparse_mqa_logits(
         o of candidate block j, -inf if that key is outside the query's range.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.flag("use_unaligned_ks", use_unaligned_ks)
     check_pair("kv", kv)
@@ -74,7 +74,7 @@ def fp8_fp4_paged_sparse_mqa_logits(
         [b, num_max_sparse_blocks · sparse_block_kv], as ``fp8_fp4_sparse_mqa_logits``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     refuse_paged_mxfp8(q)
     values = query(q)
@@ -121,7 +121,7 @@ def get_sparse_mqa_logits_metadata(
         int64 [M, num_max_sparse_blocks, 2], on the device of the arguments.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
     """
     blocks = checks.tensor(
         "sparse_kv_block_indices", sparse_kv_block_indices, ("M", "num_max_sparse_blocks"), checks.INDEX_DTYPES
@@ -133,7 +133,7 @@ def get_sparse_mqa_logits_metadata(
     start, end = limits
     size = checks.positive_int("sparse_block_kv", sparse_block_kv)
     num_kv_tokens = checks.positive_int("num_kv_tokens", num_kv_tokens)
-    # Blocks beyond the keys stay beyond them, without overflow.
+    # Clamped without overflow: blocks after the last key stay after it.
     first = blocks.long().clamp(-1, num_kv_tokens) * size
     if checks.flag("use_unaligned_ks", use_unaligned_ks):
         first += start % size
@@ -167,7 +167,7 @@ def get_paged_sparse_mqa_logits_metadata(
         int64 [rows, num_max_sparse_blocks, 2], on the device of the arguments.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     blocks = checks.tensor(
         "sparse_kv_block_indices", sparse_kv_block_indices, ("rows", "num_max_sparse_blocks"), checks.INDEX_DTYPES
@@ -178,7 +178,7 @@ def get_paged_sparse_mqa_logits_metadata(
     block_table = whole_rows(block_table)
     page_kv = checks.positive_int("page_kv", page_kv)
     size = _check_block_size(sparse_block_kv, page_kv, "page_kv")
-    # Blocks beyond the table, and pages beyond the cache, stay beyond them: no product overflows.
+    # Clamped, so that no product overflows: blocks after the table's end and pages outside the cache stay outside.
     position = blocks.long().clamp(-1, block_table.shape[1] * page_kv) * size
     column = position // page_kv
     in_table = (column >= 0) & (column < block_table.shape[1])

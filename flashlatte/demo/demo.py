@@ -73,7 +73,7 @@ CHOICES_OF = {"v3": CHOICES, "v3.2": INDEXED_CHOICES, "v4": V4_CHOICES}
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one cache format. ``overlap`` is that of the indexer's selection with stock attention's."""
+    """The results of one cache format. ``overlap``: fraction of stock attention's selected tokens that are selected."""
 
     choice: CacheChoice
     run: Run
@@ -215,7 +215,7 @@ def _one_thread() -> Iterator[None]:
 def _compare(
     console: Console, name: str, model: Any, served: Any, prompt: list[int], new_tokens: int
 ) -> tuple[Run, list[Row]]:
-    """The run of stock transformers and those of the engine with each cache, with a progress bar."""
+    """Run stock transformers, then the engine with each cache format, with a progress bar; returns all runs."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from flashlatte.demo import runs

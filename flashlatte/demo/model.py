@@ -21,7 +21,7 @@ class ByteTokenizer:
     eos_token_id = 257
     pad_token_id = 258
     vocabulary = 259
-    # A model of random weights writes any byte as soon as another, and most are no text.
+    # A model with random weights generates all bytes with similar probability, and most bytes are not text.
     unreadable = tuple(token for token in range(vocabulary) if token not in _READABLE)
 
     def encode(self, data: bytes) -> list[int]:
@@ -36,10 +36,10 @@ class ByteTokenizer:
 LAYERS, HEADS = 3, 8
 NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
 
-# Chosen so that greedy decoding writes many different tokens, each well ahead of the next best: a query that is sharp,
-# and experts that matter little, since a rounding that changes the choice of an expert shows in full.
+# Chosen so that greedy decoding generates many different tokens, each with a clear margin over the second: attention is
+# peaked, and the experts' outputs are small, because rounding may change the choice of an expert.
 SEED = 1
-# The indexer of DeepseekV32: a choice of a third of the tokens.
+# DeepseekV32's indexer, which selects a third of the tokens.
 INDEX_HEADS, INDEX_DIM, TOPK = 32, 128, 128
 FAMILIES = {"v3": "DeepseekV3", "v3.2": "DeepseekV32", "v4": "DeepseekV4"}
 GAINS = {
@@ -51,7 +51,7 @@ GAINS = {
     "_hc.fn": 0.1,
     "lm_head": 2.0,
 }
-# DeepSeek-V4's queries are normed behind their projection: there it is the keys' norm that makes attention sharp.
+# DeepSeek-V4 normalizes queries after their projection, so the weight of the keys' norm makes attention peaked.
 KEY_GAIN = 4.0
 
 
@@ -111,7 +111,7 @@ def _attention(name: str) -> dict[str, Any]:
             "hc_mult": 2,
             "index_n_heads": INDEX_HEADS,
             "index_head_dim": INDEX_DIM,
-            # More than the groups of the longest text: with random weights every group matters.
+            # At least as many as the longest text has groups: with random weights every group matters.
             "index_topk": 1024,
         }
     mla = {

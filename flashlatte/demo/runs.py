@@ -33,7 +33,7 @@ class Run:
 def generate_by_transformers(
     model: Any, prompt: Sequence[int], count: int, suppressed: Sequence[int], advance: Callable[[], None]
 ) -> Run:
-    """Greedy generation of ``count`` tokens after ``prompt``, none of ``suppressed``, after a warm-up."""
+    """Generate ``count`` tokens after ``prompt`` greedily, without ``suppressed`` tokens, after a warm-up run."""
     from transformers.generation.streamers import BaseStreamer
 
     class Progress(BaseStreamer):
@@ -71,8 +71,8 @@ def generate_by_engine(
     suppressed: Sequence[int],
     advance: Callable[[], None],
 ) -> Run:
-    """The same with the engine, over a cache of this format."""
-    # The warm-up must not leave the prompt's pages behind, and a model in float32 cannot be captured as a graph.
+    """``generate_by_transformers`` with the engine, over a cache of this format."""
+    # The warm-up must not leave the prompt's pages in the prefix cache. Float32 models cannot be captured in a graph.
     pages = -(-(len(prompt) + count) // model.page_size)
     engine = Engine(model, cache_format=cache_format, num_pages=pages, enable_prefix_caching=False, cuda_graphs=False)
     engine.generate([prompt], SamplingParams(temperature=0, max_tokens=2, suppress_tokens=tuple(suppressed)))
@@ -105,7 +105,7 @@ def logits_of_transformers(
 def logits_of_engine(
     model: PagedModel, cache_format: str, prompt: Sequence[int], tokens: torch.Tensor, advance: Callable[[], None]
 ) -> torch.Tensor:
-    """The same with the engine's model, over a cache of this format."""
+    """``logits_of_transformers`` with the engine's model, over a cache of this format."""
     longest, page_size = len(prompt) + len(tokens), model.page_size
     pages = -(-longest // page_size)
     caches = model.allocate(cache_format, pages, page_size)
@@ -125,7 +125,7 @@ def logits_of_engine(
 
 @contextlib.contextmanager
 def choices_of_transformers(model: Any) -> Iterator[list[frozenset[int]]]:
-    """The tokens that each layer's indexer chose for each single token decoded within, in order."""
+    """Collect the tokens that each layer's indexer selects, for each token that is decoded in the context, in order."""
     made: list[frozenset[int]] = []
 
     def record(module: Any, args: Any, output: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ def choices_of_transformers(model: Any) -> Iterator[list[frozenset[int]]]:
 
 @contextlib.contextmanager
 def choices_of_engine(model: Model) -> Iterator[list[frozenset[int]]]:
-    """The same of ``logits_of_engine``, whose slots are positions."""
+    """``choices_of_transformers`` for ``logits_of_engine``, where slots are positions."""
     made: list[frozenset[int]] = []
 
     def record(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -38,11 +38,11 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
 def as_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, or the group of all ranks. Raise ValueError if there is none, TypeError if this rank is no member."""
+    """``group``, or the group of all ranks. Raise ValueError if there is none, TypeError if this rank is not in it."""
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group must be a process group, and torch.distributed has none: call init_process_group()")
-    # ``new_group`` returns another object to ranks that are no members.
+    # ``new_group`` returns another object to ranks outside of the group.
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group that this rank is in, got {group!r}")
     return group
@@ -175,7 +175,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except GeneratorExit:
-        raise  # closing the caller's generator is no failure
+        raise  # closing the caller's generator is not a failure
     except BaseException as error:
         if isinstance(error, Exception):
             check_others(group, error)

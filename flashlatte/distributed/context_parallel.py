@@ -137,8 +137,8 @@ class ContextParallel:
             the sink. Without any key, out is 0 and lse -inf.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that differ between ranks; a
-                plan for another cache or other queries.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or that differ between ranks;
+                a plan for another cache or other queries.
             RuntimeError: a rank does not make the first call with these shapes within the timeout.
         """
         pages, layout = as_cache(k_cache, cache_format, "k_cache")

@@ -81,12 +81,12 @@ class TensorParallelAttention(nn.Module):
         shard: ContextShard | None = None,
         **options: Any,
     ) -> TrainingOutput:
-        """``MLAAttention.forward_training`` with all heads, over which the target of the indexer's loss is the mean.
+        """``MLAAttention.forward_training`` with all heads; the target of the indexer's loss is their mean.
 
-        Gradients are whole on every rank: those of q_b_proj, kv_b_proj and o_proj are of its own heads, and those of
-        hidden and of the other parameters are the same on all ranks. None must be summed over these ranks. (The bias of
-        o_proj is on the first rank only.) In the backward pass the gradients of the queries' and keys' latents are
-        summed over the ranks in float32.
+        Gradients are complete on every rank and must not be summed over these ranks: those of q_b_proj, kv_b_proj and
+        o_proj are for the rank's own heads, and those of hidden and of the other parameters are the same on all ranks.
+        (The bias of o_proj is on the first rank only.) In the backward pass the gradients of the queries' and keys'
+        latents are summed over the ranks in float32.
 
         Args:
             hidden: [tokens, hidden_size], the same on every rank of the group.

@@ -87,7 +87,7 @@ class PeerMemory:
         return x.dtype in (torch.float32, torch.bfloat16) and (self.group.size() - 1) * x.nbytes <= MAX_SUM_BYTES
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's x, all of one shape; bitwise the same on all ranks."""
+        """The sum of every rank's x, which must have one shape; bitwise identical on all ranks."""
         buffer, _ = self._buffer(x.nbytes, _SUM_POOL)
         mine = buffer[: x.nbytes].view(x.dtype).view(x.shape)
         reduce = torch.ops.symm_mem.one_shot_all_reduce_copy
@@ -106,7 +106,7 @@ class PeerMemory:
         return SharedTensors(views, handle)
 
     def _buffer(self, size: int, pool: str) -> tuple[torch.Tensor, Any]:
-        """The pool's buffer, a larger one if it has less than ``size`` bytes."""
+        """The pool's buffer; replaced by a larger one if it has fewer than ``size`` bytes."""
         if pool not in self._buffers or size > self._buffers[pool][0].nbytes:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(

@@ -29,9 +29,9 @@ class PrefillRing:
     """Ring attention: each rank's queries attend to all ranks' latents, which rotate in size - 1 exchanges.
 
     A prompt is split into 2 · size blocks, and rank r has the blocks r and 2 · size - 1 - r (zig-zag). Every rank then
-    has the same work in every round, and no round but a rank's own needs a mask. Over the shard of a lower rank, all
-    queries attend to its first block. Over the shard of a higher rank, the queries of the second block attend to all of
-    it. Over its own shard, attention is causal, as if the two blocks were contiguous.
+    has the same work in every round. With the shard of a lower rank, all queries attend to its first block. With the
+    shard of a higher rank, the queries of the second block attend to all of it. Only attention to a rank's own shard
+    needs a mask: it is causal, as if the two blocks were contiguous.
 
     Ranks exchange latents (576 elements a token in DeepSeek-V3; keys and values of 128 heads are seventy times as many)
     and expand them locally, overlapped with the next exchange. A rank holds two shards of latents and the keys and
@@ -39,7 +39,7 @@ class PrefillRing:
 
     Args:
         group: a process group of torch.distributed; all ranks if None.
-        timeout: how long a rank works for the others at the first prompt of a new length.
+        timeout: how long a rank waits for the others at the first prompt of a new length.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: timedelta = timedelta(seconds=60)) -> None:

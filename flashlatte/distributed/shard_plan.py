@@ -54,7 +54,7 @@ def plan_shard(
 ) -> ShardPlan:
     """Plan a step for one rank from the global block table and lengths; arguments as for ``ContextParallel.plan``.
 
-    Of the keys 0 to n - 1, a rank stores ``sharding.local_lengths(n)``. From one causal query to the next this number
+    A rank stores ``sharding.local_lengths(n)`` of the keys 0 to n - 1. From one causal query to the next this number
     grows only if the new key is on the rank. Therefore each causal query is a row of attention with its own length.
     """
     checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=1)

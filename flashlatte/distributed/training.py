@@ -16,20 +16,20 @@ from flashlatte.runtime import checks
 
 
 class ContextShard:
-    """The tokens of a training batch that a rank has (context parallelism): ``forward_training``'s ``ranks``.
+    """A rank's share of the tokens of a training batch (context parallelism); ``ranks`` of ``forward_training``.
 
     Each rank computes the queries of its tokens. Latents and index keys of all tokens are gathered, since every rank
-    has queries that see most of them, and their gradients are reduce-scattered in float32. A rank's memory therefore
-    holds the latents of the whole batch: 576 elements a token in DeepSeek-V3, which is less than the queries of its own
-    tokens.
+    has queries that attend to most of them, and their gradients are reduce-scattered in float32. A rank's memory
+    therefore holds the latents of the whole batch: 576 elements a token in DeepSeek-V3, which is less than the queries
+    of its own tokens.
 
-    Ranks may have different numbers of tokens. One object serves any number of steps with so many tokens.
+    Ranks may have different numbers of tokens. One object can be used for every step with ``tokens`` tokens.
 
     Args:
         tokens: tokens of the batch on all ranks.
         group: a process group of torch.distributed; all ranks if None.
-        zigzag: divide the batch into 2 · size blocks of equal size (± 1 token), of which rank r has the blocks r and
-            2 · size - 1 - r, so that all ranks see about as many keys; False: size contiguous blocks.
+        zigzag: divide the batch into 2 · size blocks of equal size (± 1 token), and give rank r the blocks r and
+            2 · size - 1 - r, so that all ranks have about the same work; False: size contiguous blocks.
         timeout: how long a rank waits for the others to create the object.
 
     Attributes:
@@ -62,7 +62,7 @@ class ContextShard:
         self.blocks = blocks[group.rank()]
         counts = [sum(map(len, each)) for each in blocks]
         self._rows_per_rank = max(counts)
-        # Of each token, its row among the ranks' padded rows.
+        # The row of each token among the ranks' padded rows.
         order = torch.empty(tokens, dtype=torch.int64)
         for rank, each in enumerate(blocks):
             first = rank * self._rows_per_rank
@@ -90,7 +90,7 @@ class ContextShard:
         return _Gather.apply(x, self.group, self._order, self._rows_per_rank)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: a rank has all heads."""
+        """``x`` unchanged, since each rank has all heads."""
         return x
 
     def mean(self, loss: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
@@ -100,15 +100,15 @@ class ContextShard:
         a wrapper that averages them over these ranks, multiply the result by their number).
 
         Args:
-            loss: the sum of this rank's rows, as ``indexer_loss`` and ``forward_training`` return it.
-            num_rows: int64, number of rows in it.
+            loss: the sum over this rank's rows, as ``indexer_loss`` and ``forward_training`` return it.
+            num_rows: int64, number of rows in the sum.
         """
         total = collectives.all_reduce(num_rows.clone(), self.group)
         return _Sum.apply(loss / total.clamp_min(1), self.group)
 
 
 class HeadRanks:
-    """``TrainingRanks`` whose ranks have different heads, and, with a ``ContextShard``, other ranks other tokens."""
+    """``TrainingRanks`` for heads divided over the ranks of ``group``; with ``shard``, tokens are divided as well."""
 
     def __init__(self, group: dist.ProcessGroup, shard: ContextShard | None = None) -> None:
         self.heads_group = group
@@ -149,7 +149,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. Every rank computes the same from it, so that its gradient is that of each rank's term."""
+    """The sum over ranks. Since every rank computes the same from it, its gradient is that of each rank's term."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -162,7 +162,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """The same tensor, with which every rank computes something else: its gradient is the sum of theirs, in float32."""
+    """Identity in the forward pass; the backward pass sums the ranks' gradients in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Example calls of every operation, in the shape of a model: what ``dispatch`` is asked about."""
+"""Example calls of every operation, in the shapes of a model, for which ``dispatch`` selects implementations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEEPSEEK_V3 = MLAConfig(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536)
 # Latent and rotated dims of DeepSeek-V4's rows.
 V4_ROW = (448, 64)
-# Operations of models' layers that take attention sinks. No implementation refuses them.
+# Operations of models' layers that take attention sinks. All implementations support sinks.
 _SINK_OPERATIONS = ("sparse_decode", "sparse_prefill", "sparse_attention_backward")
 
 

@@ -18,7 +18,7 @@ from flashlatte.doctor.private import without_private
 from flashlatte.doctor.worker import CEILINGS, CaseProcess
 from flashlatte.runtime import machine
 
-# Of the report's fields; increased when their meaning changes.
+# Version of the report's fields; increased when their meaning changes.
 VERSION = 1
 
 
@@ -27,12 +27,12 @@ def collect(progress: Callable[[str], None] | None = None, indices: Sequence[int
 
     Args:
         progress: called with a line about each result; None: none.
-        indices: of the cases of ``cases.CASES`` to run; None: all.
+        indices: indices in ``cases.CASES`` of the cases to run; None: all.
 
     Returns:
-        ``environment``: GPU, driver, versions and commit. ``ceilings``: the matmul and the copy of the same run, None
-        on a CPU. ``cases``: ``cases.run_case`` of each case and backend. ``counts``: cases of each status. Texts have
-        no paths, host names or user names.
+        ``environment``: GPU, driver, versions and commit. ``ceilings``: matmul and copy rates of the same run, None on
+        a CPU. ``cases``: the result of ``cases.run_case`` for each case and backend. ``counts``: number of cases of
+        each status. Texts contain no paths, host names or user names.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda _: None)
@@ -64,7 +64,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def _different(device: torch.device) -> list[int]:
-    """Indices of the cases. On a CPU, some are the same when they are scaled down."""
+    """Indices of the cases without duplicates: on a CPU, some cases are equal after they are scaled down."""
     if device.type == "cuda":
         return list(range(len(CASES)))
     small = {problem.scaled_down(): index for index, problem in reversed(list(enumerate(CASES)))}
@@ -107,7 +107,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver, or None if nvidia-smi does not tell it."""
+    """The version of NVIDIA's driver, or None if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

@@ -61,7 +61,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     """The content of a model's ``config.json``, given by its path or directory.
 
     Raises:
-        OSError, ValueError: a file that cannot be read, or is no JSON object; names the file.
+        OSError, ValueError: the file cannot be read, or is not a JSON object; the message names the file.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file

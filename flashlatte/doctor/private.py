@@ -1,4 +1,4 @@
-"""Removes what identifies a machine or its user from the texts of a report."""
+"""Removes paths, host names and user names from the texts of a report."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import tempfile
 from pathlib import Path
 
 MOST_CHARACTERS = 2000
-# An absolute path, or one below the home directory: at least one folder, and the name that is kept.
+# An absolute path, or one below the home directory: at least one folder, and the last part, which is kept.
 _PATH = re.compile(
     r"(?:[A-Za-z]:[\\/]|~[\w.-]*[\\/]|(?<![\w.)])[\\/])(?:[^\s\\/:'\"<>|,;()]+[\\/])*([^\s\\/:'\"<>|,;()]*)"
 )
-# A name of two letters is part of other words.
+# Shorter names are not removed: they occur in other words.
 _SHORTEST_NAME = 3
 
 
 def without_private(text: str) -> str:
-    """``text`` without folders, host name and user name; at most 2,000 characters, from the end.
+    """``text`` without folders, host name and user name: the last 2,000 characters.
 
-    Of a path, its last part stays.
+    The last part of a path is kept.
     """
     for folder in sorted(_folders(), key=len, reverse=True):
         text = text.replace(folder, "/…")
@@ -42,7 +42,7 @@ def _folders() -> set[str]:
 
 
 def _names() -> list[tuple[str, str]]:
-    """What a name is, and the name: of the host, with and without its domain, and of the user."""
+    """(kind, name) of the host, with and without its domain, and of the user."""
     host = socket.gethostname()
     names = [("host", host), ("host", host.partition(".")[0])]
     with contextlib.suppress(OSError, KeyError):  # a user without a name, as in a container

@@ -17,7 +17,7 @@ import torch
 from flashlatte.bench import timing
 from flashlatte.doctor.cases import CASES, run_case
 
-# Includes the compilation of a kernel.
+# Seconds that a job may take, including the compilation of a kernel.
 CASE_SECONDS = 600
 STDERR_CHARACTERS = 2000
 CEILINGS = "ceilings"
@@ -25,7 +25,7 @@ COMMAND = (sys.executable, "-m", "flashlatte.doctor.worker")
 
 
 class CaseProcess:
-    """The process. It starts with the first job, and again after each that failed: an error of CUDA stays in a process.
+    """The process. It starts with the first job, and restarts after a failed one, because CUDA errors are sticky.
 
     Args:
         command: the process, which answers as ``main`` does.
@@ -105,7 +105,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer each line of stdin with a line on stdout. What else prints to stdout goes to stderr."""
+    """Answer each line of stdin with a line on stdout. All other output to stdout is redirected to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

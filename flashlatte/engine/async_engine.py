@@ -1,8 +1,8 @@
-"""``AsyncEngine``: an engine in a thread of its own, for any number of asyncio tasks.
+"""``AsyncEngine``: an engine in a separate thread, for any number of asyncio tasks.
 
-Only that thread calls the engine. Tasks send it commands through a queue, and it runs them between steps. After each
-step it posts a snapshot of every output that changed to the event loop. A stream keeps only the latest snapshot of each
-of its requests, so a slow reader neither blocks others nor lets results pile up.
+Only that thread calls the engine. Tasks send it commands through a queue, which it runs between steps. After each step
+it posts a snapshot of every output that changed to the event loop. A stream keeps only the latest snapshot of each of
+its requests, so a slow reader neither blocks other readers nor accumulates results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class QueueFull(RuntimeError):
-    """As many outputs as an ``AsyncEngine`` accepts are running, waiting or not read to their end."""
+    """The ``AsyncEngine`` has its maximum number of outputs that run, wait or are not read to their end."""
 
 
 class EngineStopped(RuntimeError):
@@ -45,11 +45,11 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
     """Runs an ``Engine`` in a thread, between ``async with`` and its end. Names and results are those of vLLM.
 
     Args:
-        engine: of rank 0. Nothing else may call it meanwhile, other than ``Engine.statistics``.
+        engine: an engine of rank 0. Until it is closed, nothing else may call it, except ``Engine.statistics``.
         max_num_queued: outputs that are accepted beyond the ``max_num_seqs`` that run at a time.
 
     Attributes:
-        max_num_outputs: outputs that are accepted at a time, those included that are not read to their end.
+        max_num_outputs: maximum number of accepted outputs, including those that are not read to their end.
         step_error: the error of the last step; None if it succeeded.
         is_running: whether requests are accepted. A failed step of an engine on several ranks ends it.
     """
@@ -85,8 +85,8 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
         request_id: str | None = None,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The result of a request each time that it grows. A reader that is slower than the engine gets several tokens
-        at once, in ``new_token_ids``. Leaving the iteration aborts the request.
+        """Yield the result of a request whenever it has new tokens. If the reader is slower than the engine, a result
+        has several ``new_token_ids``. Leaving the iteration aborts the request.
 
         Raises:
             TypeError, ValueError, QueueFull, EngineStopped, StepFailed: as ``add`` and ``OutputStream``.
@@ -105,7 +105,7 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
         request_ids: Sequence[str] | None = None,
         cache_salt: str = "",
     ) -> OutputStream:
-        """Queue one request for each prompt, or none if one of them is invalid. Close the stream that it returns.
+        """Queue one request for each prompt, or none if one of them is invalid. The caller closes the returned stream.
 
         Raises:
             TypeError, ValueError: as ``Engine.add``; more outputs than ``max_num_outputs``.
@@ -140,7 +140,7 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
         self._commands.put(functools.partial(self._end_all, EngineStopped(reason)))
 
     async def shutdown(self) -> None:
-        """End all requests, and the thread after its current step. The engine can be used again then."""
+        """End all requests, and the thread after its current step. The engine can then be used again."""
         self.is_running = False
         self._commands.put(self._stop)
         if self._thread.is_alive():
@@ -158,12 +158,13 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
             self._commands.put(functools.partial(self._abort, stream))
 
     def _thread_ended(self) -> None:
-        """Fail the streams whose requests the thread did not see. Later ones are refused: this runs in the loop."""
+        """Fail the streams whose requests the thread has not processed. Runs in the event loop, so no request can be
+        added meanwhile."""
         self.is_running = False
         for stream in list(self._open):
             stream.fail(EngineStopped("the engine was shut down" + _reason(self.step_error)))
 
-    # All that follows runs in the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:

@@ -57,9 +57,9 @@ class StepBatch:
             device has.
         rows: rows of the flat batch whose logits are needed: to sample, then to score prompt tokens.
         kept: state index at which each sampled token is stored; empty if the host verifies draft tokens first.
-        state_swap_out, state_swap_in, state_copies: slots of states to copy then, as in ``Step``.
+        state_swap_out, state_swap_in, state_copies: slots of states to copy after the pages, as in ``Step``.
         state_slots: slot of the states of each request.
-        snapshots: those that are taken of each request, as in ``ScheduledRequest``.
+        snapshots: snapshots to take of each request, as in ``ScheduledRequest``.
     """
 
     swap_out: PageCopies

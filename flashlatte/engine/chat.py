@@ -1,4 +1,4 @@
-"""From the messages of a conversation to the tokens of a prompt, by the template of the checkpoint's tokenizer."""
+"""Converts the messages of a conversation to a prompt's tokens, by the chat template of the checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def chat_tokens(
     """The tokens of a conversation.
 
     Args:
-        tokenizer: of transformers, with a chat template.
+        tokenizer: a transformers tokenizer with a chat template.
         messages: each with "role" and "content".
-        add_generation_prompt: whether the template ends with the beginning of an answer.
-        continue_final_message: whether the output continues the last message, in place of a new one.
+        add_generation_prompt: whether the prompt ends with the start of an assistant message.
+        continue_final_message: whether the output continues the last message instead of starting a new one.
         template_arguments: further variables of the template.
 
     Raises:

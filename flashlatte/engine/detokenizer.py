@@ -40,8 +40,8 @@ class Detokenizer:
         self._tail_length = max(map(len, stop), default=1) - 1
 
     def add(self, token: int) -> tuple[str, StopMatch | None]:
-        """The text that a token completes (empty while bytes of a character are missing), and the stop string that
-        ends in the new text, the first one if there are several.
+        """The text that a token completes (empty while bytes of a character are missing), and the first stop string
+        that ends in the new text, or None.
         """
         self._tokens.append(token)
         known = self._decode(self._tokens[: self._num_complete])
@@ -63,5 +63,5 @@ class Detokenizer:
         return new, match
 
     def rest(self) -> str:
-        """The text that was held back at the end, with incomplete characters as replacement characters."""
+        """The remaining withheld text, with incomplete characters as replacement characters."""
         return self._decode(self._tokens)[len(self._decode(self._tokens[: self._num_complete])) :]

@@ -43,7 +43,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         num_speculative_tokens: draft tokens per step, proposed by prompt lookup and verified in one step.
         cuda_graphs: whether decode steps run as CUDA graphs (on a GPU).
         tokenizer: an object with ``decode``, for ``text`` and ``stop``, and ``encode``, for prompts that are strings.
-            Default: that of the checkpoint's directory if it has a tokenizer.json.
+            Default: the tokenizer of the checkpoint's directory, if it has a tokenizer.json.
         tensor_parallel: ranks that share heads and MLPs: the number of processes that ``torchrun`` started.
         context_parallel: ranks that share the keys, a divisor of ``tensor_parallel``; 1: each stores all keys.
 
@@ -210,17 +210,18 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return tokens
 
     def reset_prefix_cache(self) -> None:
-        """Share no page that was computed before, as after a change of the weights. Unfinished requests keep theirs."""
+        """Stop sharing all pages computed so far, for example after the weights have changed. Unfinished requests keep
+        their pages."""
         self._check_leads("reset_prefix_cache")
         self.pool.invalidate_all()
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start.
 
-        ``generated_tokens``, and ``tokens_per_second`` of the ``seconds`` in steps; ``computed_tokens``, those of
-        prompts too, and ``cached_tokens`` that the prefix cache had instead; ``draft_tokens`` and ``accepted_tokens``;
-        requests ``swapped`` and ``recomputed`` when pages ran out; ``pages_in_use`` of ``pages``; outputs that are
-        ``running`` and ``waiting`` now. Any thread may call it.
+        ``generated_tokens``, and ``tokens_per_second`` over the ``seconds`` spent in steps; ``computed_tokens``,
+        including those of prompts, and ``cached_tokens`` from the prefix cache; ``draft_tokens`` and
+        ``accepted_tokens``; requests ``swapped`` and ``recomputed`` when pages ran out; ``pages_in_use`` of ``pages``;
+        outputs that are ``running`` and ``waiting`` now. Any thread may call it.
         """
         counts = dataclasses.asdict(self.scheduler.statistics)
         seconds, pages = self._seconds, {"pages": self.pool.num_pages, "pages_in_use": self.pool.in_use}
@@ -281,8 +282,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return output
 
     def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[int]:
-        """The tokens of a new request, after a first item that is not a token: only a generator that has started aborts
-        its request when it is dropped.
+        """The tokens of a new request, after a first item that is not a token: a generator can abort its request when
+        it is dropped only if it has started.
         """
         count, outputs = 0, list[RequestOutput]()
         with self._aborting(outputs):
@@ -305,7 +306,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             yield
         finally:
             self._dropped.update((id(output), output) for output in outputs if not output.finished)
-            # The garbage collector may drop a stream while requests change: then the step aborts it.
+            # The garbage collector may drop a stream while requests are being changed; the next step aborts its
+            # request.
             if not self._changing:
                 self._abort_dropped()
 
@@ -327,8 +329,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _change(self, change: Callable[..., T], *arguments: Any) -> T:
         """Call a function that changes requests and their pages; if it raises, abort all requests.
 
-        So no partial change remains, wherever an interrupt (KeyboardInterrupt, MemoryError) arrives. If it interrupts
-        the recovery, the next call starts with the recovery.
+        This leaves no partial change wherever an interrupt (KeyboardInterrupt, MemoryError) arrives. If the recovery
+        itself is interrupted, the next call repeats it.
         """
         self._recover()
         try:

@@ -28,8 +28,8 @@ def shares_latents(config: Any) -> bool:
 def layer_configs(config: Any) -> tuple[MLAConfig, ...]:
     """``MLAConfig.layers``, also for a model whose indexer selects pools, or whose layers share latents.
 
-    MLA layers of the former take the selection as indices. Those of the latter are transformers' modules
-    (``ModuleAttention``); their configs describe rows and selection.
+    If the indexer selects pools, the MLA layers take the selection as indices. Layers that share latents run as
+    transformers' modules (``ModuleAttention``); their configs describe only rows and selection.
 
     Raises:
         TypeError, ValueError: as ``MLAConfig.layers``.
@@ -46,8 +46,8 @@ def layer_configs(config: Any) -> tuple[MLAConfig, ...]:
 
 
 def _sharing_layer(config: Any, traits: models.Traits, rotates: bool) -> MLAConfig:
-    """A layer of Mistral Large 4. Without a rotation, all of a key is expanded from the latent."""
-    # Frequencies that depend on the length of a request would not fit the keys in the cache.
+    """A layer of Mistral Large 4. Without rotation, a key has no RoPE dims besides the latent."""
+    # Frequencies that depend on a request's length would not match the keys that are already in the cache.
     models.standardised_rope(models.rope_parameters(config.to_dict()), traits.rope_theta, traits.max_position)
     if rotates:
         return _layer(config, traits, _SHARING_FIELDS, models.INTERLEAVED)
@@ -62,7 +62,7 @@ def _layer(
     rope_layout: str,
     changes: dict[str, int] | None = None,
 ) -> MLAConfig:
-    """A layer of a config with fields that ``MLAConfig`` does not describe, which are ``accepted``."""
+    """The config of a layer, with ``accepted`` fields that ``MLAConfig`` does not have."""
     fields = {name: value for name, value in models.config_fields(config).items() if name not in accepted}
     check_fields(fields, traits)
     sizes: dict[str, Any] = {name: fields[name] for name in _SIZES} | (changes or {})

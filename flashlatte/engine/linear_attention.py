@@ -1,8 +1,8 @@
 """Layers of linear attention: transformers' modules, over states that are kept for each request.
 
-A module computes a batch of requests with equally many new tokens, because it cannot skip padding that follows a state.
-So the requests of a step are grouped by their number of tokens: all that generate are one group, and each chunk of a
-prompt is usually its own.
+A module computes batches of requests with equally many new tokens, because padding would change the states. The
+requests of a step are therefore grouped by their number of tokens: all requests that generate are one group, and each
+chunk of a prompt is usually a group of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TokenGroup:
         rows: int64 [n, tokens], rows of the flat batch.
         slots: int64 [n], slots of the requests' states, which are read and written.
         snapshots: int64 [m], requests of the group whose states are copied after these tokens.
-        snapshot_slots: int64 [m], where to.
+        snapshot_slots: int64 [m], target slots of the copies.
     """
 
     rows: torch.Tensor
@@ -61,7 +61,7 @@ class HybridMetadata:
 
 
 def token_groups(batch: StepBatch, device: torch.device) -> list[TokenGroup]:
-    """The groups of a step. A request is divided where a snapshot is taken, so that its states exist there."""
+    """The groups of a step. A request is divided at a snapshot, so that the states at this position are computed."""
     groups: dict[tuple[int, int], list[tuple[int, int, int | None]]] = defaultdict(list)
     row = 0
     for count, slot, snapshots in zip(batch.counts, batch.state_slots, batch.snapshots, strict=True):
@@ -71,7 +71,7 @@ def token_groups(batch: StepBatch, device: torch.device) -> list[TokenGroup]:
                 groups[part, end - begin].append((row + begin, slot, snapshot))
             begin = end
         row += count
-    # Parts of a request follow each other.
+    # In order, so that the parts of a request are computed one after the other.
     return [_group(groups[part, tokens], tokens, device) for part, tokens in sorted(groups)]
 
 
@@ -101,7 +101,7 @@ class LayerStates:
         return self.conv, self.recurrent
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The inputs. A module updates them in place for a single token."""
+        """The convolution's last inputs. For a single token, the module updates them in place."""
         return self.conv
 
     def update_conv_state(

@@ -65,7 +65,7 @@ class LiveRequests:
         """Add the results of a step to the outputs.
 
         Returns:
-            By id of the request: the tokens that were added, and "stop" or "error" where it ends for this reason.
+            Two mappings by request id: the tokens that were added, and "stop" or "error" for requests that ended so.
         """
         accepted, reasons = dict[str, list[int]](), dict[str, str]()
         for result in results:

@@ -1,7 +1,7 @@
-"""Constraints, biases and penalties: from a model's logits to those that are sampled, on the device.
+"""Applies constraints, biases and penalties to a model's logits, on the device.
 
 The order is vLLM's: tokens are excluded, then biases are added, then penalties are applied. The host does not wait for
-the device. The one output token that a step in flight may not have returned yet is read on the device.
+the device: an output token of a step in flight is read on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from flashlatte.engine.request import Request
 from flashlatte.engine.sampling_params import SamplingParams
 from flashlatte.runtime.transfer import to_device
 
-# Stronger penalties are clamped: the order of tokens is the same beyond, and no logit becomes infinite or NaN.
+# Penalties are clamped, so that no logit becomes infinite or NaN. Stronger penalties would not change the order of
+# tokens.
 _MAX_PENALTY = 2.0**64
 # The token before an excluded one is already checked.
 _UNCONDITIONAL = -1
@@ -44,7 +45,7 @@ class LogitsRow:
         return self.position - len(self.request.prompt)
 
     def known_output(self) -> list[int]:
-        """Output tokens before the position, without one that only the device has."""
+        """Output tokens before the position that the host has received."""
         return [*self.request.tokens[len(self.request.prompt) :], *self.request.draft_tokens[: self.num_drafts]]
 
 
@@ -78,7 +79,7 @@ class TokenHistory:
             request = row.request
             in_prompt, output_counts = self.in_prompt[request.state_index], self.output_counts[request.state_index]
             if row.params.uses_penalties:
-                # With two pending tokens, ``add`` has counted the one that the host does not have.
+                # With two pending tokens, ``add`` has already counted the token that the host has not received.
                 if request.pending == 1 and row.num_drafts == 0:
                     # index_fill_, because the assignment of a Python number would wait for the GPU.
                     in_prompt.zero_().index_fill_(0, to_device(request.prompt, in_prompt.device), True)
@@ -96,7 +97,7 @@ def process_logits(
     last_tokens: torch.Tensor | None = None,
     history: TokenHistory | None = None,
 ) -> torch.Tensor:
-    """Apply all parameters of the rows' requests other than those of the draw itself: float32 [rows, vocabulary].
+    """Apply all sampling parameters of the rows' requests except those of the draw; returns float32 [rows, vocabulary].
 
     Args:
         logits: float [rows, vocabulary].
@@ -166,7 +167,8 @@ def _excluded(logits: torch.Tensor, rows: Sequence[LogitsRow], last_tokens: torc
 
 
 def _exclusions(row: LogitsRow) -> Iterator[tuple[int, int]]:
-    """Tokens that a row cannot choose, each with the last output token that this requires, or ``_UNCONDITIONAL``."""
+    """(token, condition) of a row's excluded tokens: the exclusion applies if the last output token equals the
+    condition, or always if it is ``_UNCONDITIONAL``."""
     params = row.params
     for token in params.suppress_tokens or ():
         yield token, _UNCONDITIONAL

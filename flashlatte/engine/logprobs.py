@@ -45,7 +45,8 @@ class LogprobRows:
 
     @classmethod
     def of(cls, logits: torch.Tensor, tokens: torch.Tensor, k: int) -> LogprobRows:
-        """Of logits [rows, vocabulary] and one token of each row (int64 [rows]), with the ``k`` most likely tokens."""
+        """From logits [rows, vocabulary] and the chosen token of each row, int64 [rows], with the ``k`` most likely
+        tokens."""
         parts = []
         for begin in range(0, len(tokens), _ROWS_AT_A_TIME):
             rows = slice(begin, begin + _ROWS_AT_A_TIME)
@@ -60,7 +61,8 @@ class LogprobRows:
         return LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
 
     def ranked(self, begin: int, end: int, num_top: int) -> list[list[RankedToken]]:
-        """Of each row from ``begin`` to ``end`` the chosen token, then the ``num_top`` most likely tokens; -1: all."""
+        """For each row from ``begin`` to ``end``: the chosen token, then the ``num_top`` most likely tokens; -1:
+        all."""
         width = self.top_tokens.shape[1] if num_top < 0 else num_top
         rows = (
             tensor[begin:end].tolist()

@@ -64,7 +64,7 @@ class Model(PagedModel):
         model: a transformers model of one of ``MODEL_TYPES``, also as the language model of a multimodal model, or the
             directory of its checkpoint.
         dtype, device: for a checkpoint's weights; default: the stored dtype, and the rank's GPU if there is one.
-        backend: backend of the decode operation; None chooses.
+        backend: backend of the decode operation; None selects one.
         batch_invariant: whether an engine's results must be bitwise independent of other requests, as far as PyTorch's
             products of one shape are (see the guide); not with an indexer, linear attention or several ranks.
         ranks: ranks that compute it together; None: this process.
@@ -101,7 +101,7 @@ class Model(PagedModel):
         check_placement(model, dtype, device if ranks is None else None)
         if of_checkpoint:
             slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
-            # Each rank copies its part to its GPU: the whole may not fit on one.
+            # Each rank copies its shard to its GPU, because the whole model may not fit on one.
             model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
         model = text_part(model)
         check_parts(model)
@@ -131,11 +131,11 @@ class Model(PagedModel):
         shards = [attention for attention in self.attention if isinstance(attention, MLAAttention)]
         if slices is not None and ranks is not None:
             slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
-            # It replaces parameters.
+            # Afterwards, because it replaces parameters.
             for attention, layer in zip(shards, layers.values(), strict=True):
                 _share_parameters(attention, layer.self_attn)
         elif ranks is not None:
-            # Every process may have made the model on the first GPU.
+            # Every process may have created the model on the first GPU.
             take(model, device or ranks.device, copies=not of_checkpoint)
         if ranks is not None:
             fuse_weights_on_gpu(map(hidden_projections, shards))
@@ -264,7 +264,7 @@ class Model(PagedModel):
         return attention(hidden, cache, step.attention, indices=step.pools.selection())
 
     def _check_eager(self, name: str) -> None:
-        """Raise ValueError for what a model with linear attention, or with a pooled indexer, does not support."""
+        """Raise ValueError for options that a model with linear attention or a pooled indexer does not support."""
         if len(self.linear) == len(self.layers):
             raise ValueError(f"layer_types of a {name} must have a layer of MLA, got linear_attention only")
         if self.batch_invariant and not self.has_graphs:
@@ -296,7 +296,7 @@ class Model(PagedModel):
         return attention
 
     def _adopt_module(self, number: int, layer: Any, backend: str | None, ranks: Ranks | None) -> ModuleAttention:
-        """A decoder layer's module as it is."""
+        """A ``ModuleAttention`` that runs a decoder layer's own module."""
         if self.batch_invariant:
             raise ValueError("batch_invariant must be False for a model with an indexer, got True")
         return ModuleAttention(layer.self_attn, self.layers[number], backend)

@@ -1,4 +1,4 @@
-"""Creates the engine's model of a transformers model or checkpoint, on one or several ranks."""
+"""Creates the engine's model from a transformers model or checkpoint, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def create_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PagedModel:
-    """Make a ``Model`` or ``V4Model`` of a transformers model or checkpoint. A ``PagedModel`` is returned as it is.
+    """Create a ``Model`` or ``V4Model`` from a transformers model or checkpoint. A ``PagedModel`` is returned
+    unchanged.
 
     Args:
         options: arguments of the engine, which must be equal on all ranks.

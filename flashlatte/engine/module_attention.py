@@ -1,7 +1,7 @@
-"""Attention of Mistral Large 4: transformers' modules over pages, which ``MLAAttention`` cannot hold.
+"""Attention of Mistral Large 4: transformers' modules over paged caches.
 
-The frequencies of the rotation are a parameter of the model, and a factor of queries is one of each layer. Layers
-without latents read those of an earlier layer.
+``MLAAttention`` cannot represent these layers: the RoPE frequencies are a parameter of the model, each layer has a
+learned factor of queries, and some layers read the latents of an earlier layer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ModuleAttention:
 
     Args:
         module: transformers' ``MistralLarge4TextAttention``.
-        config: of the layer.
-        backend: of the operations that read the cache; None chooses.
+        config: config of the layer.
+        backend: backend of the operations that read the cache; None selects one.
 
     Attributes:
         indexer: the module's indexer; None for a module that shares the selection of the layer before.

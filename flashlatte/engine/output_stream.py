@@ -17,7 +17,7 @@ class OutputStream(AsyncIterator[tuple[int, RequestOutput]]):
     All methods run in the event loop's thread.
 
     Args:
-        request_ids: of the requests.
+        request_ids: ids of the requests.
         on_close: called once, with the stream, when it is closed.
 
     Attributes:
@@ -55,7 +55,7 @@ class OutputStream(AsyncIterator[tuple[int, RequestOutput]]):
         return index, output
 
     async def aclose(self) -> None:
-        """Abort the requests that have not ended, and free their places. Can be called again."""
+        """Abort the requests that have not ended, and free their slots. Repeated calls have no effect."""
         if not self._closed:
             self._closed = True
             self._latest = {}

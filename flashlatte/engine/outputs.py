@@ -24,14 +24,14 @@ class CompletionOutput:
     """One output of a request.
 
     Attributes:
-        index: of the output in its request.
+        index: index of the output in its request.
         token_ids: generated tokens, including the one that stopped the output.
         logprobs: for each generated token, the log-probabilities of that token and of the most likely ones by token
             id; None unless ``SamplingParams.logprobs`` is given.
         cumulative_logprob: sum over the generated tokens; None without ``logprobs``.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended the output; else None.
-        error: the cause where ``finish_reason`` is "error".
+        error: the cause if ``finish_reason`` is "error", else None.
         new_token_ids: tokens added since ``Engine.step`` last returned the output.
     """
 
@@ -59,7 +59,7 @@ class CompletionOutput:
 
     @property
     def text(self) -> str:
-        """The generated text, without what stopped it unless ``include_stop_str_in_output``.
+        """The generated text, without the stop string or token unless ``include_stop_str_in_output`` is set.
 
         Raises:
             ValueError: the engine has no tokenizer.
@@ -115,7 +115,7 @@ class RequestOutput:
     """The result of a request so far.
 
     Attributes:
-        request_id: of the request.
+        request_id: id of the request.
         prompt: its text; None if it was passed as tokens.
         prompt_token_ids: its tokens.
         outputs: ``SamplingParams.n`` outputs.

@@ -38,14 +38,15 @@ class PagedModel:
         ranks: ranks that compute it together.
 
     Attributes:
-        config, vocabulary, max_position, dtype, device: of the model.
+        config, vocabulary, max_position, dtype, device: the model's.
         name: its model type.
         eos_token_ids: end-of-sequence tokens of the model's generation config.
         page_size: default number of tokens in a page.
         prefix_overlap: tokens at the end of a shared prefix that are recomputed without being written, because later
             tokens need state of theirs that is not in pages.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
-        has_states: whether some layers have states of linear attention, which cannot go back to an earlier token.
+        has_states: whether some layers have states of linear attention, which cannot be rolled back to an earlier
+            token.
         has_graphs: whether steps of equally many tokens can be captured as CUDA graphs.
     """
 

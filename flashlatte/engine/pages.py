@@ -79,7 +79,7 @@ class PagePool:
             if number is None:
                 break
             page = self._pages[number]
-            # On a hash collision the page would hold other tokens.
+            # Compare the tokens too, because hashes may collide.
             if page.tokens != chunk or page.parent != parent:
                 break
             found.append(number)

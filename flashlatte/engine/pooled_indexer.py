@@ -18,7 +18,7 @@ from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.runtime.transfer import to_device
 
-# Tokens of a request whose pools are scored at once: scores are float32 [tokens, heads, pools].
+# Tokens of a request that are scored at a time: scores are float32 [tokens, heads, pools].
 _TOKENS = 256
 
 
@@ -75,7 +75,7 @@ class _RequestStates:
     def update_indexer(self, states: torch.Tensor, layer: int) -> torch.Tensor:
         """Store the states [1, tokens, width + 1] of new tokens; returns those of all.
 
-        The last element tells padding (0) from tokens (1).
+        The last element is 1 for tokens and 0 for padding.
         """
         cache_write(self._pages, self._slots[self._num_cached :], states[0, :, :-1].contiguous())
         stored = kv_cache.read(self._pages, self._slots, dtype=states.dtype)[None]
@@ -83,7 +83,7 @@ class _RequestStates:
 
 
 class _EveryLayer:
-    """The number of tokens, as the layers of transformers' cache give it."""
+    """The interface of the layers of transformers' cache, for the number of tokens only."""
 
     def __init__(self, tokens: int) -> None:
         self.keys = torch.empty(1, 1, tokens, 0, device="meta")

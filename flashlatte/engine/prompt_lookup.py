@@ -1,11 +1,11 @@
-"""Draft tokens without a draft model: what followed the same n-gram earlier in the text."""
+"""Draft tokens without a draft model: the tokens that followed the same n-gram earlier in the text."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from itertools import islice
 
-# Earlier occurrences of the last token that are compared. A frequent token has as many as the text is long.
+# Maximum number of earlier occurrences of the last token that are compared; a frequent token may have many.
 _MAX_CANDIDATES = 512
 
 

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it, and a step: pages to copy, and the tokens to compute for each request."""
+"""The scheduler's record of a request, and a step: pages to copy, and the tokens to compute for each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ZERO_STATES = 0
 
 @dataclass
 class RequestStates:
-    """Where the states of a request's layers of linear attention are (``StateSlots``).
+    """The slots of a request's states of linear attention (``StateSlots``).
 
     Attributes:
         slot: slot on the device while the request runs; ``ZERO_STATES`` otherwise.
@@ -24,7 +24,7 @@ class RequestStates:
         last_known_border: number of tokens in full pages that precede the last token that was known at the start.
         taken: slots of snapshots that are not registered yet, by the number of tokens before them.
         keys: page hashes of the snapshots that the request has registered.
-        generated: the latest of them that follows generated tokens.
+        generated: the latest of these hashes whose snapshot follows generated tokens.
     """
 
     slot: int = ZERO_STATES
@@ -135,13 +135,13 @@ class ScheduledRequest:
 
 @dataclass
 class Step:
-    """What a step does, in this order.
+    """The work of a step, in this order.
 
     Attributes:
         swap_out: (device page, host page) pairs to copy.
         swap_in: (host page, device page) pairs to copy.
-        state_swap_out, state_swap_in: the same of slots of states.
-        state_copies: (slot, slot) pairs of the device: snapshots, or zeros, that are copied to requests that start.
+        state_swap_out, state_swap_in: the same for slots of states.
+        state_copies: (source, target) pairs of device slots: snapshots, or zeros, for requests that start.
         scheduled: requests that generate, then chunks of prompts.
         token_budget: tokens that can still be added.
         preempted: whether the step preempted a request.

@@ -1,4 +1,4 @@
-"""Runs a step on the device: copies pages, makes the inputs, runs the forward pass, samples.
+"""Runs a step on the device: copies pages, prepares the inputs, runs the forward pass, samples.
 
 The host does not wait for the device, so it can plan a step while the last one runs. A token that the host does not
 have yet is read on the device, where its step stored it.
@@ -23,13 +23,13 @@ from flashlatte.engine.sampling import sample
 from flashlatte.ops.cache_copy import copy_blocks, swap_blocks
 from flashlatte.runtime.transfer import to_device
 
-# Decode steps of these numbers of requests have a CUDA graph each. Other steps are padded to the next size.
+# Batch sizes of decode steps that have a CUDA graph. Other batches are padded to the next size.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class RequestResult:
-    """What a step computed for a request: sampled tokens, and log-probabilities if they were requested."""
+    """A request's results of a step: sampled tokens, and log-probabilities if they were requested."""
 
     scheduled: ScheduledRequest
     tokens: list[int]
@@ -45,8 +45,8 @@ class StepResult:
         step: the step.
         tokens: int64 [rows], on the host once ``arrived`` is reached. A request that samples has one row, and one more
             for each draft token.
-        logprobs: of these rows; None if not requested.
-        prompt_logprobs: of the scored prompt tokens; None if there are none.
+        logprobs: log-probabilities of these rows; None if not requested.
+        prompt_logprobs: log-probabilities of the scored prompt tokens; None if there are none.
         ranks: the ranks that computed the step.
     """
 
@@ -165,7 +165,8 @@ class Runner:
         self._free_state_indices, self._new_state_indices, self._history = [], itertools.count(), None
 
     def _ensure_state(self, count: int) -> None:
-        """Make room for more requests: preempted ones keep their state, so there can be more than run."""
+        """Allocate state for more requests. Preempted requests keep theirs, so there can be more than
+        ``max_num_seqs``."""
         while len(self._last) < count:
             self._last = torch.cat((self._last, torch.zeros_like(self._last)))
         if self._history is not None:
@@ -197,7 +198,7 @@ class Runner:
         return logits[to_device(batch.rows, logits.device)]
 
     def _keep(self, batch: StepBatch, tokens: torch.Tensor) -> None:
-        """Store each request's sampled token, that of rank 0, for its next step."""
+        """Store each request's token, as sampled by rank 0, for its next step."""
         if not batch.kept:
             return
         self.ranks.share_tokens(tokens)
@@ -231,7 +232,7 @@ class Runner:
             try:
                 self._graphs[size] = self._capture(size, metadata)
             except BaseException as error:
-                # A capture that failed leaves its own stream the current one.
+                # After a failed capture, the capture stream is still current.
                 torch.cuda.set_stream(stream)
                 if not isinstance(error, RuntimeError):
                     raise

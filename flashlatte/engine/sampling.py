@@ -1,7 +1,7 @@
-"""From processed logits to tokens, on the device: greedy, or drawn with a request's own temperature, filters and seed.
+"""Samples tokens from processed logits, on the device: greedy, or with each request's temperature, filters and seed.
 
-Noise is a function of the request's seed and the token's position, not of a generator's state. So a request gets the
-same tokens in any batch, and a draft token is verified with the draw that would have chosen it.
+Noise is a function of the request's seed and the token's position, not of a generator's state. A request therefore gets
+the same tokens in any batch, and a draft token is verified with the draw of its position.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from flashlatte.engine.sampling_params import SamplingParams
 from flashlatte.runtime.transfer import to_device
 
-# Temperatures that float32 cannot divide by are clamped: the order of tokens is the same beyond.
+# Temperatures are clamped from below, because float32 cannot divide by smaller ones. The order of tokens is unaffected.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-# Instead of a token id, where a row of logits has no maximum.
+# Returned instead of a token id if a row of logits has no maximum.
 NO_TOKEN = -1
 
 
@@ -25,7 +25,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
 
     Args:
         logits: float32 [rows, vocabulary], as ``process_logits`` returns them.
-        params: of each row.
+        params: sampling parameters of each row.
         positions: position in its request of the token that each row chooses.
     """
     largest, tokens = logits.max(-1)

@@ -168,8 +168,8 @@ class Scheduler:
         Args:
             tokens: new tokens by id of each request that sampled; several where draft tokens were accepted.
             stopped: ids of requests that end with these tokens.
-            failed: ids of requests that end with these tokens or none because their computation is wrong. Their pages
-                leave the prefix cache.
+            failed: ids of requests that end, with or without tokens, because their logits are invalid. Their pages are
+                removed from the prefix cache.
 
         Returns:
             The requests that ended.
@@ -282,12 +282,13 @@ class Scheduler:
         _insert(self._waiting, request)
 
     def _admit(self, step: Step) -> bool:
-        """Start the first waiting request if step and cache have room for some of its tokens; whether it did."""
+        """Start the first waiting request if step and cache have room for some of its tokens. Returns whether it
+        started."""
         if not self._waiting or len(self._running) >= self.max_num_seqs or step.token_budget < 1 or step.preempted:
             return False
         request = self._waiting[0]
         if request.pending:
-            return False  # the host does not have its last token yet
+            return False  # the host has not received its last token
         host_pages = request.host_pages
         if not host_pages:
             request.pages = self._acquire_cached_pages(request)
@@ -331,7 +332,7 @@ class Scheduler:
         return found
 
     def _register_pages(self, request: Request) -> None:
-        """Register pages that are full of computed tokens that the host has."""
+        """Register full pages whose tokens are computed and known to the host."""
         size, prompt = self.pool.page_size, len(request.prompt)
         known = prompt - prompt % self.max_num_batched_tokens if self.batch_invariant else len(request.tokens)
         full = min(request.num_computed_tokens, known) // size

@@ -1,4 +1,4 @@
-"""Slots of the states of linear attention: of running requests, of swapped-out ones, and snapshots. Integers only.
+"""Slots of the states of linear attention, for running requests, swapped-out requests and snapshots. Integers only.
 
 A layer of linear attention has a state of fixed size for each request, instead of a row for each token. The states of
 all such layers share one slot number. The state after a token cannot be derived from that of a later token, so the

@@ -1,4 +1,4 @@
-"""The text of an output while it is generated, of which no stop string has to be taken back."""
+"""The text of an output while it is generated, withheld where a stop string may begin."""
 
 from __future__ import annotations
 

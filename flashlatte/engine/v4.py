@@ -42,7 +42,7 @@ class V4Model(PagedModel):
     Args:
         model: a transformers ``DeepseekV4ForCausalLM``, whose weights it uses, or the directory of its checkpoint.
         dtype, device: for a checkpoint's weights; default: the stored dtype, and the rank's GPU if there is one.
-        backend: backend of the layers' operations; None chooses.
+        backend: backend of the layers' operations; None selects one.
         ranks: ranks that compute it together, each with some of the groups of heads, as in ``Model``; None: this
             process. All ranks store all keys.
 
@@ -54,7 +54,7 @@ class V4Model(PagedModel):
             a dtype or device for a loaded model; weights that ranks cannot divide, as in ``Model``.
     """
 
-    # Limits of prompts that attend over a workspace.
+    # Limits of prompts whose attention uses a workspace.
     workspaces = DEFAULT_LIMITS
 
     def __init__(
@@ -89,8 +89,8 @@ class V4Model(PagedModel):
         for attention, config in zip(attentions, self.layers, strict=True):
             check_weights(attention, config, self.dtype)
         fuse_weights_on_gpu(map(hidden_projections, attentions, self.layers))
-        # Unfinished groups have state of a request, not of a page. Where groups overlap, the first group after a shared
-        # page needs the one before it.
+        # The states of unfinished groups belong to a request, not to a page. If groups overlap, the first group after a
+        # shared page needs the group before it.
         self.prefix_overlap = max(config.overlap * config.ratio for config in self.layers)
         self._streams: int = model.config.hc_mult
         ratios = sorted({config.ratio for config in self.layers} - {0})
@@ -161,7 +161,7 @@ class V4Model(PagedModel):
 
 
 def _keep_share(config: V4Config, layer: Any, ranks: Ranks) -> V4Config:
-    """Reduce a decoder layer to this rank's part; returns the config of its attention then."""
+    """Reduce a decoder layer to this rank's shard; returns the config of its attention."""
     kept = keep_groups(config, layer.self_attn, ranks)
     divide_mlp(layer.mlp, ranks)
     return kept

@@ -98,7 +98,8 @@ def _leaves_token(params: SamplingParams, vocabulary: int, excluded: Iterable[in
 
 
 def _bad_word_tokens(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """The tokens of a word at the start of a text, and after a space if these are as many others (as vLLM)."""
+    """The tokens of a word at the start of a text; also after a space, if it then has equally many, different tokens
+    (as in vLLM)."""
     first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
     spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
     found = [first] if first else []
@@ -141,8 +142,8 @@ def check_options(
         )
     if limits.num_speculative_tokens and model.has_states:
         raise ValueError(
-            f"num_speculative_tokens must be 0 for a {model.name}, whose states of linear attention cannot go back to "
-            f"the last accepted token, got {limits.num_speculative_tokens}"
+            f"num_speculative_tokens must be 0 for a {model.name}, whose states of linear attention cannot be rolled "
+            f"back to the last accepted token, got {limits.num_speculative_tokens}"
         )
     checks.flag("enable_prefix_caching", enable_prefix_caching)
     checks.flag("cuda_graphs", cuda_graphs)

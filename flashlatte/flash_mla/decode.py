@@ -89,15 +89,14 @@ def flash_mla_with_kvcache(
         lse: optional output buffer, float32 [b, h_q, s_q].
         precision: dense over a float8_e4m3fn cache: "fp8" multiplies in e4m3, as FlashMLA does (``dense_decode``); the
             values of a float8_e4m3fn q are not rounded again. None: exact products of bf16 queries.
-        backend: "hopper", "portable" or "reference"; None chooses.
+        backend: "hopper", "portable" or "reference"; None selects one.
 
     Returns:
         out [b, s_q, h_q, head_dim_v] in q's dtype (bf16 for a float8_e4m3fn q), and lse, natural logarithm, float32
         [b, h_q, s_q] with strides (s_q · h_q, 1, h_q). A row without keys: out 0, lse +inf.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
     if last:
         named = positions.by_name("flash_mla_with_kvcache", last, LAST, LAST_IN_VLLM)

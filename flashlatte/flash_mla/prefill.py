@@ -47,15 +47,14 @@ def flash_mla_sparse_fwd(
         use_legacy: unused; selects between sgl-flash-mla's kernels.
         return_log2_lse: True: max_logits and lse in base 2; False: None for both. Default: natural logarithm.
         out: optional output buffer [s_q, h_q, d_v] in q's dtype.
-        backend: "hopper", "portable" or "reference"; None chooses.
+        backend: "hopper", "portable" or "reference"; None selects one.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype; max_logits and lse, natural logarithm unless ``return_log2_lse``, float32
         [s_q, h_q]. A row without valid indices: out 0, max_logits -inf, lse +inf.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
     if last:
         named = positions.by_name("flash_mla_sparse_fwd", last, LAST, LAST_IN_VLLM)

@@ -32,11 +32,11 @@ def requested() -> str | None:
 def refusal(
     device_type: str, head_dim: int | None, dtype: torch.dtype, cache_dtype: torch.dtype, page_size: int | None
 ) -> str | None:
-    """Why the requested precision is not available for dense decode, or None. None if no precision is requested.
+    """Why the requested precision is not available for dense decode; None if it is, or if none is requested.
 
     Args:
         head_dim, page_size: None if not known yet.
-        dtype: of the queries.
+        dtype: dtype of the queries.
     """
     precision = requested()
     if precision is None:

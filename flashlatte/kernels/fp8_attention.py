@@ -1,10 +1,10 @@
 """The arithmetic of attention with ``precision="fp8"``: quantized queries and probabilities.
 
-Keys and values of an e4m3 cache are exact operands. Those of 16 bits are rounded to e4m3 with one power-of-two scale,
-which costs the softmax nothing. Queries are rounded to e4m3 with a power-of-two scale for each token and head. Their
-rope, the columns after those of a value, is rounded to the sum of two e4m3 terms: it costs a tenth of a score's
-products, and without it errors exceed FlashMLA's where few keys dominate (docs/notes/dense-decode-fp8.md). P is rounded
-to e4m3, its sum is not.
+Keys and values of an e4m3 cache are exact operands. 16-bit keys and values are rounded to e4m3 with one power-of-two
+scale, which costs nothing in the softmax. Queries are rounded to e4m3 with a power-of-two scale for each token and
+head. Their rope, the columns after those of a value, is rounded to the sum of two e4m3 terms. The second term costs a
+tenth of a score's products; without it errors exceed FlashMLA's if few keys dominate (docs/notes/dense-decode-fp8.md).
+P is rounded to e4m3, its sum is not.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 from flashlatte.kv_cache.fp8 import E4M3_MAX, round_up_to_power_of_two, to_e4m3
 
-# The largest P of a row is 2^P_EXPONENT. Kernels add up to P_MARGIN to the exponent before they rescale the output, and
-# e4m3 ends at 448.
+# The largest P of a row is 2^P_EXPONENT. Before kernels rescale the output, the exponent may be up to P_MARGIN larger;
+# the largest e4m3 value is 448.
 P_EXPONENT = 5.0
 P_MARGIN = 3.0
-# The least amax of a row of queries: the scale must not be 0.
+# Lower bound of the amax of a row of queries, so that its scale is not 0.
 SMALLEST_AMAX = 1e-30
 
 

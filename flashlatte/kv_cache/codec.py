@@ -96,7 +96,7 @@ def dequantize(
     Args:
         cache_format: the records' format; inferred from their dtype and width if None.
         scale: the per-tensor scale of format ``fp8`` that ``quantize`` used.
-        dtype: of the rows: bf16, fp16 or float32.
+        dtype: dtype of the result: bf16, fp16 or float32.
 
     Raises:
         TypeError, ValueError: an unknown format, or records whose dtype or width differs from the format's.

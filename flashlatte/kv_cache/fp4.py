@@ -72,8 +72,8 @@ def dequantize_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 def quantize_nvfp4(x: torch.Tensor, rounds_up: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise [..., n · 16] to packed bytes [..., n · 8] and e4m3 bytes [..., n], both uint8.
 
-    The scale is amax / 6, at least 2^-9 and at most 448, in e4m3: the nearest number, or the next one that is no less.
-    So values beyond 2,688 saturate. A block with a NaN or an infinity has a NaN scale.
+    The scale is amax / 6, at least 2^-9 and at most 448, in e4m3, rounded to nearest or (``rounds_up``) up. Values
+    beyond 2,688 therefore saturate. A block with a NaN or an infinity has a NaN scale.
     """
     blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
     amax = blocks.abs().amax(dim=-1)

@@ -31,7 +31,7 @@ class IndexFormat(CacheFormat):
     """A cache of index keys of ``head_dim`` values.
 
     Attributes:
-        encoding: of a value: "e4m3", "bf16", "fp32" or "e2m1".
+        encoding: encoding of a value: "e4m3", "bf16", "fp32" or "e2m1".
         value_bytes: bytes of a token's values.
         scale_bytes: bytes of a token's scales, which follow all values of its page.
     """

@@ -33,8 +33,8 @@ FORMATS: dict[str, type[CacheFormat]] = {
 FORMAT_NAMES = tuple(FORMATS)
 # The default format of DeepSeek-V4's keys and compressed groups.
 DEEPSEEK_V4_FORMAT = Model1Format.name
-# FlashMLA's names of its formats, the values of its argument kv_format. V4.1's pages are those of its release of
-# September 2026: before, all scales of a page followed all of its values.
+# FlashMLA's names of its formats, the values of its argument kv_format. V4.1's pages are those of FlashMLA's release of
+# September 2026; in earlier ones, all scales of a page followed all of its values.
 FLASH_MLA_REARRANGED = {"V41": V41Format.name, "V41_FP4": V41Fp4Format.name}
 FLASH_MLA_FORMATS = {
     "V32": V32Format.name,

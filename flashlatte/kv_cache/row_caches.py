@@ -51,14 +51,14 @@ def encode_rows(layout: CacheFormat, x: torch.Tensor, scale_rounding: str) -> tu
 
 
 def refuses_format(call: CallSpec, accepts: Callable[[type[CacheFormat]], bool], others: str = "") -> str | None:
-    """Why an implementation does not take the call's cache format, or None. ``others``: what else it takes."""
+    """Why an implementation does not support the call's cache format, or None. ``others``: other supported caches."""
     if call.cache_format is None or accepts(format_class(call.cache_format)):
         return None
     return f"takes caches in {names_of(accepts)}{others}, not {call.cache_format}"
 
 
 def is_plain_or_scaled(layout: type[CacheFormat]) -> bool:
-    """Whether rows are unscaled, or scaled by tile or by block."""
+    """Whether rows are stored without scales, or with a scale per tile or per block."""
     return layout.plain or layout.tiling is not None or layout.block_scaling is not None
 
 

@@ -14,8 +14,8 @@ class Sharding(NamedTuple):
     t % interleave.
 
     A page of the sharded cache has the same page number on all ranks. It holds ``page_tokens`` tokens of a request, and
-    each rank holds page_tokens / size of them. So all ranks use the same block table, which a page manager makes for
-    pages of ``page_tokens`` tokens. The methods run on the device of their tensors and do not synchronise.
+    each rank holds page_tokens / size of them. All ranks therefore use the same block table, which a page manager makes
+    for pages of ``page_tokens`` tokens. The methods run on the device of their tensors and do not synchronise.
     """
 
     rank: int = 0

@@ -24,13 +24,13 @@ def read(
         slots: int32 or int64, any shape: page · page_size + offset. A slot outside the cache reads as zeros.
         cache_format: inferred from the cache if None.
         scale: the per-tensor scale of format ``fp8`` (default 1); an error for other formats.
-        dtype: of the rows: bf16, fp16 or float32.
+        dtype: dtype of the result: bf16, fp16 or float32.
 
     Returns:
         [*slots.shape, head_dim] in ``dtype``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
     if not isinstance(slots, torch.Tensor):

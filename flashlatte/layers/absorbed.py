@@ -31,9 +31,9 @@ MAX_QUERY_BYTES = 2**28
 
 
 def check_precision(decode_precision: str | None, config: MLAConfig) -> None:
-    """Raise ValueError for an unknown precision, or one that decode of a layer with this config does not have.
+    """Raise ValueError for an unknown precision, or one that decode of a layer with this config does not support.
 
-    ``precision`` of ``dense_decode`` is not one of ``sparse_decode``, and its lse is too inexact for an attention sink.
+    ``sparse_decode`` has no ``precision``, and the lse of ``precision="fp8"`` is too inexact for an attention sink.
     """
     if decode_precision not in (None, "fp8"):
         raise ValueError(f"decode_precision must be None or 'fp8', got {decode_precision!r}")

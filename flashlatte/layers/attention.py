@@ -42,17 +42,17 @@ class MLAAttention(nn.Module):
         heads: (first, last): create only heads ``first`` to ``last`` - 1, a tensor-parallel shard. The output of a
             shard is partial: the sum over all shards is the layer's output. Every shard computes and caches the
             latent, which all heads share.
-        backend: backend of the operations that read the cache: "hopper", "portable" or "reference"; None chooses.
+        backend: backend of the operations that read the cache: "hopper", "portable" or "reference"; None selects one.
         batch_invariant: make decode attention of a request bitwise independent of the other requests of a step, if
             all have the same number of new tokens. Projections are PyTorch's, and may depend on the number of tokens.
             Only for layers without an indexer, over whole caches.
         decode_precision: "fp8" multiplies in e4m3 in decode over a cache of format ``fp8`` (``precision`` of
-            ``dense_decode``): faster on Hopper with many requests, and less exact (docs/guide/numerics.md). Prefill
-            does not change. Only for layers without an indexer, window or attention sink, and whole caches of this
-            format. None: exact products.
+            ``dense_decode``), which is faster on Hopper with many requests and less exact (docs/guide/numerics.md).
+            Prefill does not change. Only for layers without an indexer, window or attention sink, and unsharded caches
+            of this format. None: exact products.
         shares_selection: reuse the selection of the layer before; this layer has no indexer
             (``config.indexer.shared_layers`` lists such layers).
-        dtype, device: of the parameters, which are not initialised.
+        dtype, device: dtype and device of the parameters, which are not initialised.
 
     Raises:
         TypeError, ValueError: a head range outside of the layer, an unknown backend or precision, ``shares_selection``
@@ -228,7 +228,7 @@ class MLAAttention(nn.Module):
             [tokens, hidden_size]; for a shard, its summand.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
         """
         config = self.config
         dtype, device = self.kv_a_layernorm.weight.dtype, self.kv_a_layernorm.weight.device
@@ -288,26 +288,27 @@ class MLAAttention(nn.Module):
 
         Attention is in multi-head form (``dense_prefill``), or, if the layer's config has an indexer and a sequence may
         have more tokens than it selects, over the selected tokens in absorbed form (``sparse_attention``). The indexer
-        is trained by its loss alone, which has gradients of the indexer's parameters only. Each token's position is
-        that in its sequence. The backends of operations are chosen by themselves.
+        is trained by its loss alone, which has gradients of the indexer's parameters only. A token's position is its
+        index in its sequence. Backends are selected automatically.
 
         Args:
             hidden: [tokens, hidden_size] in the parameters' dtype, or any dtype under autocast.
             cu_seqlens: int32 or int64 [n + 1], boundaries of the sequences, from 0.
             max_seqlen: tokens of the longest sequence.
             indices: the selection of the layer before, from its output, for a layer with ``shares_selection``.
-            dense: attend to every token in spite of an indexer, which then learns from all of them (the warm-up).
+            dense: attend to every token although the layer has an indexer, which then trains on all tokens (the
+                warm-up).
             ranks: a ``distributed.ContextShard`` of the batch that cu_seqlens describes: hidden, indices and results
                 are of its tokens, and a parameter's gradients are the terms of a sum over ranks.
 
         Returns:
             The layer's output [tokens, hidden_size] (for a shard of heads, its summand), the loss of its indexer, and
-            its selection, which numbers the tokens of the batch. Without ranks, the target of a shard's loss is the
-            mean over the shard's heads.
+            its selection, as indices of the batch's tokens. Without ranks, the target of a shard's loss is the mean
+            over the shard's heads.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype, shape or device; a config with parts that have no
-                gradient.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a config with parts that have
+                no gradient.
         """
         config, weight = self.config, self.kv_a_layernorm.weight
         check_config(config)

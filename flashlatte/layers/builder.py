@@ -144,8 +144,8 @@ class MLAMetadataBuilder:
             pad_queries: tokens of each added request in a step without requests; 1 if None.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type or shape, beyond the builder's limits, or that contradict
-                each other.
+            TypeError, ValueError: an argument of the wrong type or shape, or beyond the builder's limits; inconsistent
+                arguments.
         """
         starts, lengths = _ints("query_start_loc", query_start_loc), _ints("seq_lens", seq_lens)
         query_lens = self._check_lengths(starts, lengths)

@@ -139,7 +139,8 @@ def load_weights(
 def _refuse_unused(
     weights: Mapping[str, torch.Tensor], names: set[str], config: MLAConfig, ignore: Sequence[str]
 ) -> None:
-    """Raise ValueError for unknown weights: skipping them silently could skip a part of the model, as an indexer."""
+    """Raise ValueError for unknown weights: skipping them silently could skip a part of the model, such as an
+    indexer."""
     # Only the first shard has o_proj.bias, but every shard receives it.
     used = names | ({"o_proj.bias"} if config.attention_bias else set())
     used |= {name + _SCALE for name in names if name in weights and weights[name].dtype.itemsize == 1}

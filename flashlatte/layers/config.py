@@ -176,7 +176,7 @@ class MLAConfig:
 
     @staticmethod
     def layers(config: Any) -> tuple[MLAConfig, ...]:
-        """``from_transformers`` for every layer of a model; layers of other kinds have the config of those of MLA.
+        """``from_transformers`` for every layer of a model; layers of other kinds have the config of the MLA layers.
 
         Raises:
             TypeError, ValueError: as ``from_transformers``; no ``num_hidden_layers``.

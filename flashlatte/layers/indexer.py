@@ -33,7 +33,7 @@ MAX_OVERLAPPED_TOKENS = 64
 class IndexProjections(Protocol):
     """An indexer module of this package or of transformers (DeepseekV32, GlmMoeDsa).
 
-    Mistral-Large-4's has no query latent to project: ``q_input_norm`` normalises hidden states for ``wq_b``, and
+    Mistral-Large-4's indexer projects queries from hidden states, which ``q_input_norm`` normalises for ``wq_b``, and
     ``softmax_scaling`` scales the queries (``head_factors``).
     """
 
@@ -50,8 +50,8 @@ class Indexer(nn.Module):
         config: configuration of the indexer.
         hidden_size, q_lora_rank: widths of its inputs: keys and head weights are projected from hidden states, queries
             from the query's normalised latent.
-        dtype, device: of the parameters, which are not initialised. ``weights_proj`` is float32 whatever the dtype, as
-            in DeepSeek's code and transformers.
+        dtype, device: dtype and device of the parameters, which are not initialised. ``weights_proj`` is float32
+            whatever the dtype, as in DeepSeek's code and transformers.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StepIndexer:
         pages: [pages, page_size, 1, width], index keys of the layer, with the block tables of its latents.
         layout: format of the index keys.
         rotary: rotation of the step's tokens in the indexer's layout.
-        backend: backend of its operations; None chooses.
+        backend: backend of its operations; None selects one.
         positions: int [T], positions of the step's tokens, for a module with ``softmax_scaling``.
     """
 
@@ -237,7 +237,8 @@ class StepIndexer:
         )
 
     def _rope_first(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., head_dim] with the rotated dims first. Scores depend only on queries and keys having one order."""
+        """x [..., head_dim] with the rotated dims first. Scores do not depend on the order of dims, if queries and keys
+        have the same one."""
         return x.roll(self.rotary.table.shape[1], dims=-1) if self.config.rope_last else x
 
     def _rotate(self, x: torch.Tensor) -> None:

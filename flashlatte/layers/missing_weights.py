@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-# Maximum index of names in a message.
+# Maximum number of names in a message.
 _MAX_LISTED = 8
 
 
@@ -36,7 +36,7 @@ def _missing_experts(names: Iterable[str], count: int | None = None) -> Iterator
     """Weights that some experts of a layer have and others lack; transformers stacks experts into one tensor.
 
     Args:
-        count: number of experts with weights; None: as many as the names have.
+        count: number of experts with weights; None: derived from the names.
     """
     experts: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for name in names:
@@ -113,7 +113,7 @@ def _has_weight(model: nn.Module, name: str) -> bool:
 
 
 def _list_names(names: Collection[str]) -> str:
-    """The first names, and the index of the others."""
+    """The first names, and the number of the others."""
     shown = ", ".join(sorted(names)[:_MAX_LISTED])
     return shown + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
 

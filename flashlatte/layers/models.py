@@ -19,9 +19,9 @@ class Traits:
     Attributes:
         names: models of the family, for the table of the guide.
         has_layers: whether layers differ in sizes and kinds, so that a config describes one of them.
-        also: other differences, which ``MLAConfig`` does not have, for the same table.
+        also: differences that ``MLAConfig`` does not describe, for the same table.
         layer_refusal: why ``MLAConfig`` cannot describe the family, which ``enable`` supports; None if it can.
-        runs_as: family whose transformers classes the models have; None: this one.
+        runs_as: family whose transformers classes the models use; None: this one.
         rope_layout: layout of the rope dims, whatever the config says. None: by the config's ``rope_interleave``,
             which defaults to true; null counts as false.
         rope_theta: default base of the frequencies.
@@ -140,7 +140,7 @@ SUPPORTED: dict[str, Traits] = {
     "youtu": Traits("Youtu-LLM", max_position=131072),
 }
 
-# Families with latents whose attention is another, and the reason. None of transformers 5.24's is.
+# Families with latents whose attention is not MLA, and the reason. transformers 5.24 has none.
 REFUSED: dict[str, str] = {}
 
 

@@ -90,9 +90,10 @@ def source_layer(module: Any) -> int:
 
 
 def check_sources(modules: Iterable[Any]) -> None:
-    """Raise ValueError if ``kv_source_layers`` names other latents than those that transformers reads.
+    """Raise ValueError if ``kv_source_layers`` differs from the layers whose latents transformers reads.
 
-    transformers gives a layer without latents those of the last layer before it that shares some and is rotated alike.
+    In transformers a layer without latents reads those of the last earlier layer that shares its latents and has the
+    same rotation.
 
     Args:
         modules: the attention modules of all layers, in order.
@@ -111,7 +112,7 @@ def check_sources(modules: Iterable[Any]) -> None:
 
 
 def check_parts(module: Any) -> None:
-    """Raise TypeError for a module with parts that ``forward`` would not compute."""
+    """Raise TypeError for a module with parts that ``forward`` does not compute."""
     found = dict(module.named_children()).keys() | {name for name, _ in module.named_parameters(recurse=False)}
     if unknown := sorted(found - _NAMES):
         raise TypeError(f"{type(module).__name__} must have no other parts than MLA's, got {', '.join(unknown)}")

@@ -1,6 +1,6 @@
-"""Attention of a training step: an MLA layer over whole sequences, without a cache, through which gradients flow.
+"""Attention of a training step: an MLA layer over whole sequences, without a cache, with gradients.
 
-The indexer has a graph of its own (arXiv:2512.02556, §2.1): its inputs are detached, it is trained by ``indexer_loss``
+The indexer has a separate graph (arXiv:2512.02556, §2.1): its inputs are detached, it is trained by ``indexer_loss``
 alone, and the selection has no gradient.
 """
 
@@ -37,18 +37,18 @@ from flashlatte.ops.index_select import index_select
 from flashlatte.ops.indexer_loss import indexer_loss
 from flashlatte.ops.sparse_attention import sparse_attention
 
-# The modules of the layers whose gradients are computed. Others would be left out without an error.
+# The modules that training supports. ``check_names`` refuses others, whose gradients would silently be missing.
 _PARTS = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"}
 _PARTS |= {"o_proj", "indexer", "g_proj", "gate_proj", "q_gate_proj", "sinks", "k_rope_only_layernorm"}
 _PARTS |= {"softmax_scaling"}
-# The fields of configs that it reads, or that no gradient depends on.
+# The config fields that training supports. ``check_fields`` refuses other values than the defaults of the others.
 _FIELDS = {
     MLAConfig: {
         *("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
         *("v_head_dim", "rope", "norm_eps", "attention_bias", "query_factor", "latent_factor", "indexer"),
         *("output_gate", "attn_sink", "key_rope_norm", "query_scaling", "window"),
     },
-    # Training computes in the dtype of the layer: index keys are not quantised.
+    # Has no effect in training, where index keys are not quantised.
     IndexerConfig: {
         *("num_heads", "head_dim", "topk", "rope_layout", "rope_last", "norm_eps", "hadamard", "scale_rounding"),
         "shared_layers",
@@ -57,7 +57,7 @@ _FIELDS = {
 
 
 class SelectableKeys(Protocol):
-    """int32 [T], the range of keys that each token may select."""
+    """The range of keys that each token may select, int32 [T]."""
 
     @property
     def key_start(self) -> torch.Tensor: ...
@@ -84,14 +84,14 @@ class TrainingOutput(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """Normalised latents [T, kv_lora_rank], and rotated keys [T, 1, rope], of a batch's tokens."""
+    """Normalised latents [T, kv_lora_rank] and rotated keys [T, 1, rope] of a batch's tokens."""
 
     latent: torch.Tensor
     k_rope: torch.Tensor
 
 
 class IndexOperands(NamedTuple):
-    """Index queries [T, h_i, d_i], index keys [T, d_i], and float32 weights [T, h_i] of heads."""
+    """Index queries [T, h_i, d_i], index keys [T, d_i], and float32 head weights [T, h_i]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -120,16 +120,18 @@ def attend(
     into queries and outputs. Under autocast products and attention are in autocast's dtype.
 
     Args:
-        rotation: of queries and keys; None: they are not rotated.
+        rotation: rotation of queries and keys; None: they are not rotated.
         indexer: the module's indexer; None if it has none, or shares the selection of the layer before.
-        config: of the indexer; None for a layer that attends to every token.
+        config: config of the indexer; None for a layer that attends to every token.
         indices: the selection of the layer before, for a layer that shares it.
-        dense: attend to every token in spite of a config, as in the warm-up of the indexer, which learns from all keys.
-        ranks: the ranks among which the step is divided. hidden, rotation and the results are then those of this rank's
-            tokens, and indices and key ranges number the tokens of the whole batch.
+        dense: attend to every token although there is a config, as in the indexer's warm-up, which trains on all keys.
+        ranks: the ranks over which the step is divided. hidden, rotation and the results are then of this rank's
+            tokens, while indices and key ranges refer to tokens of the whole batch.
         query_factors: [T] or [T, h], factors of queries; None: none.
-        window: tokens that a layer without an indexer attends to, the query's own included; None: all up to it.
-        rows: those of an earlier layer, for a module without latents of its own; None: the module's own (``key_rows``).
+        window: number of tokens that a query attends to in a layer without an indexer, including its own; None: all up
+            to its own.
+        rows: the rows of an earlier layer, for a module without latents of its own; None: the module's own
+            (``key_rows``).
         positions: int [T], positions of the tokens in their sequences, for a module whose queries have learned factors
             (Mistral Large 4).
 
@@ -139,7 +141,7 @@ def attend(
     check_names(module, _PARTS)
     dense = dense or config is None or batch.max_seqlen <= config.topk
     if not dense and indexer is None and indices is None:
-        raise ValueError("indices must be those of the layer before for a layer that shares a selection, got None")
+        raise ValueError("indices must be those of the previous layer for a layer that shares a selection, got None")
     dtype = product_dtype((module.kv_a_proj_with_mqa if owns_latents(module) else module.q_proj).weight)
     if (scaling := part(module, "softmax_scaling")) is not None:
         query_factors = _learned_factors(scaling, positions, dtype)
@@ -163,9 +165,9 @@ def attend(
     sink = sinks(module)
 
     operands = None
-    # Also where none is recorded, as in the first pass of a reentrant checkpoint, which must have the same results.
-    learns = indexer is not None and requires_gradient(indexer)
-    if indexer is not None and config is not None and (learns or not dense):
+    # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
+    trains_indexer = indexer is not None and requires_gradient(indexer)
+    if indexer is not None and config is not None and (trains_indexer or not dense):
         q_input = (hidden if q_latent is None else q_latent.normalised).detach()
         unlearned = None if rotation is None else rotation.detach()
         operands = index_operands(indexer, config, hidden.detach(), q_input, unlearned, dtype, positions)
@@ -182,10 +184,10 @@ def attend(
         out, lse = _attend_selected(module, q_nope, q_rope, latent, k_rope, indices, scale, dtype, sink)
         seen = {"indices": indices}
     loss = num_rows = None
-    if learns and operands is not None:
+    if trains_indexer and operands is not None:
         with torch.no_grad():
             folded, keys = _absorb(module, q_nope, q_rope, latent, k_rope, dtype)
-            # The target is the attention, of which a sink takes a part.
+            # The target is the attention probabilities, which do not sum to 1 with a sink.
             total = lse if sink is None else torch.logaddexp(lse, sink)
         deterministic = torch.are_deterministic_algorithms_enabled()
         loss, num_rows = indexer_loss(
@@ -202,7 +204,7 @@ def attend(
 
 
 def key_rows(module: Any, hidden: torch.Tensor, rotation: Rotation | None) -> KeyRows:
-    """The rows of hidden states [T, hidden_size] of a module with latents of its own."""
+    """The rows of hidden states [T, hidden_size], for a module that computes latents."""
     latent, k_rope = module.kv_a_proj_with_mqa(hidden).split((module.kv_lora_rank, module.qk_rope_head_dim), dim=-1)
     latent = module.kv_a_layernorm(latent) * latent_factor(module)
     if key_rope_norm(module) is not None:
@@ -368,7 +370,7 @@ def check_names(module: Any, parts: Collection[str]) -> None:
     """Raise ValueError if a module has submodules or parameters other than ``parts``."""
     names = [name for name, _ in module.named_children()] + [name for name, _ in module.named_parameters(recurse=False)]
     if others := [name for name in names if name not in parts]:
-        raise ValueError(f"module must have no parts but those that train, got {', '.join(others)}")
+        raise ValueError(f"module must have only parts that training supports, got {', '.join(others)}")
 
 
 def check_fields(config: Any, trained: Collection[str]) -> None:
@@ -376,9 +378,9 @@ def check_fields(config: Any, trained: Collection[str]) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in trained and value != field.default:
-            raise ValueError(f"{field.name} must be {field.default!r} in a layer that trains, got {value!r}")
+            raise ValueError(f"{field.name} must be {field.default!r} in training, got {value!r}")
 
 
 def check_config(config: MLAConfig | IndexerConfig) -> None:
-    """Raise ValueError for a config with a field that has no gradient here, unless it has its default value."""
+    """Raise ValueError for a config field that training does not support, unless it has its default value."""
     check_fields(config, _FIELDS[type(config)])

@@ -19,11 +19,12 @@ class TrainingBatch:
     """The sequences of a flat batch of T tokens.
 
     Attributes:
-        cu_seqlens: int32 [n + 1], boundaries of the sequences, which follow each other. Runs of padding are sequences
-            too, so that they attend to each other only.
+        cu_seqlens: int32 [n + 1], boundaries of the contiguous sequences. A run of padding is a sequence too, so that
+            padding attends only to itself.
         max_seqlen: tokens of the longest sequence, or more.
         key_start, key_end: int32 [T], the range of tokens that each token may select: those of its sequence up to its
-            own. Empty for padding, which selects nothing and has no part in the indexer's loss. Of ``blocks`` only.
+            own. Empty for padding, which selects nothing and is excluded from the indexer's loss. With ``blocks``, only
+            for their tokens.
         blocks: the tokens of a rank that has a part of the batch; None for all.
         has_padding: whether there is padding within the boundaries. The output of its attention is 0.
     """
@@ -37,8 +38,8 @@ class TrainingBatch:
 
     @staticmethod
     def packed(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int) -> TrainingBatch:
-        """Sequences without padding. Tokens outside the boundaries belong to none. Boundaries are clamped to ``tokens``
-        and made non-decreasing, because rows are gathered by them."""
+        """Sequences without padding. Tokens outside the boundaries belong to no sequence. Boundaries are clamped to
+        ``tokens`` and made non-decreasing, because rows are gathered by them."""
         cu_seqlens = cu_seqlens.clamp(0, tokens).cummax(0).values.int().contiguous()
         token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
         sequence = torch.searchsorted(cu_seqlens, token, right=True)
@@ -48,7 +49,7 @@ class TrainingBatch:
 
     @staticmethod
     def of_ranks(cu_seqlens: torch.Tensor, max_seqlen: int, tokens: int, ranks: TrainingRanks | None) -> TrainingBatch:
-        """``packed``, or its part on a rank that has ``tokens`` tokens of the batch."""
+        """``packed``, or the part of it with this rank's ``tokens`` tokens."""
         if ranks is None or ranks.tokens is None or ranks.blocks is None:
             return TrainingBatch.packed(cu_seqlens, max_seqlen, tokens)
         if (count := sum(map(len, ranks.blocks))) != tokens:
@@ -87,13 +88,14 @@ class Rotation(NamedTuple):
         return Rotation(cosines, sines, layout == models.INTERLEAVED)
 
     def detach(self) -> Rotation:
-        """The same rotation without gradients of its frequencies, which Mistral Large 4 learns."""
+        """The same rotation without gradients of its frequencies, which are parameters in Mistral Large 4."""
         return Rotation(self.cosines.detach(), self.sines.detach(), self.interleaved)
 
     def __call__(self, x: torch.Tensor, interleaved: bool | None = None) -> torch.Tensor:
         """Rotate x [T, h, rope] in float32, or float64 for float64.
 
-        The first dims of all pairs come first: products depend on no order.
+        In the result, the first dims of all pairs precede the second ones. Products of queries and keys do not depend
+        on the order of dims.
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         interleaved = self.interleaved if interleaved is None else interleaved

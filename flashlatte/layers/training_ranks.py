@@ -1,4 +1,4 @@
-"""A training step of a layer whose tokens or heads are divided over ranks."""
+"""Training steps with tokens or heads divided over ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TrainingRanks(Protocol):
 
     @property
     def heads_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have other heads of the same tokens; None if this rank has all heads."""
+        """The ranks with the other heads of the same tokens; None if this rank has all heads."""
         ...
 
     @property
@@ -35,13 +35,13 @@ class TrainingRanks(Protocol):
         ...
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, the same on all ranks of ``heads_group``, as an input of this rank's heads: its gradient is the sum of
-        theirs."""
+        """Return ``x``, which is the same on all ranks of ``heads_group``, as input of this rank's heads. Its gradient
+        is summed over these ranks."""
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all tokens of the batch, in order, from this rank's rows [n, …]. The gradient of a row is summed
-        over the ranks."""
+        """Gather the rows of all tokens of the batch, in order, from the ranks' rows [n, …]. The gradient of a row is
+        summed over the ranks."""
         ...
 
 
@@ -59,8 +59,8 @@ def attend_blocks(
     """Causal attention of some blocks of a packed batch's tokens over all of its tokens.
 
     Args:
-        query: [n, h, d], of the tokens of ``blocks``.
-        keys, values: [T, h, d] and [T, h, d_v], of the batch's first T tokens; no block ends after them.
+        query: [n, h, d], queries of the tokens of ``blocks``.
+        keys, values: [T, h, d] and [T, h, d_v], for the batch's first T tokens, which include all blocks.
         cu_seqlens: int32 [m + 1], boundaries of the sequences of the batch.
         window: tokens that each query attends to, its own included; None: all up to it.
 
@@ -69,8 +69,8 @@ def attend_blocks(
     """
     parts = []
     for part, block in zip(query.split([len(block) for block in blocks]), blocks, strict=True):
-        # Of a sequence's keys before the end of the block, its queries in the block are the last. The sequences before
-        # the block have keys without queries.
+        # Keys end at the end of the block, so the block's queries of a sequence are aligned with its last keys.
+        # Sequences before the block have keys but no queries.
         parts.append(
             dense_prefill(
                 part,

@@ -17,7 +17,7 @@ _OUTPUT_CAPTURING = "transformers.utils.output_capturing"
 
 
 def has_hooks(module: Any, ignored: Collection[int] = ()) -> bool:
-    """Whether the module has hooks that a call would run. ``ignored``: ids of handles of hooks that do not count."""
+    """Whether the module has hooks that a call would run. ``ignored``: ids of the handles of hooks to ignore."""
     if (
         module._backward_hooks
         or module._backward_pre_hooks
@@ -36,7 +36,7 @@ def has_custom_call(module: Any) -> bool:
 def has_custom_forward(module: Any) -> bool:
     """Whether the module's ``forward`` was replaced.
 
-    A wrapper of accelerate that only moves arguments to the weights' device (``device_map``) does not count.
+    accelerate's wrapper that only moves arguments to the weights' device (``device_map``) is ignored.
     """
     attributes = module.__dict__
     if "forward" not in attributes:

@@ -110,7 +110,7 @@ def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[pre
 
 
 def _mla_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
-    """``warmup_steps`` of a rank, to be called with the other options: those of each kind of layer in turn."""
+    """``warmup_steps`` of a rank for each kind of layer in turn, to be called with the other options."""
     configs = [kind.config for kind in layer_kinds(fields)]
     for config in configs:
         _check_ranks("heads", config.num_attention_heads, ranks)

@@ -33,16 +33,16 @@ _Args = ParamSpec("_Args")
 
 @dataclass(frozen=True)
 class CallSpec:
-    """The properties of a call that the choice of an implementation depends on. None: the operation has no such one.
+    """The properties of a call that determine its implementation; None: the operation does not have the property.
 
     Attributes:
         index_dim: head dim of the indexer, beside that of the attention.
-        rows, columns, k: of a selection: its rows, their columns, and the number selected from each row.
+        rows, columns, k: rows and columns of a selection's input, and the number of columns selected from each row.
         rows_aligned: the rows of all operands that are copied many bytes at a time (as by TMA) are aligned for it.
         pages_reachable: each page is contiguous, in memory that the device can address.
-        extra_cache_format: of a second cache.
+        extra_cache_format: format of a second cache.
         slots: tokens of the larger cache.
-        stride_bytes: of the larger cache: the greater of its page stride and token stride.
+        stride_bytes: the greater of the larger cache's page stride and token stride, in bytes.
         optional_features: requested features that some implementation lacks, in words.
     """
 

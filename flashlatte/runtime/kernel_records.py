@@ -34,7 +34,7 @@ _SCALARS = {"Int32": "int32", "Int64": "int64", "Float32": "float32"}
 _WITHOUT_TYPE = ("", "Pointer", "ElementPointer", "OptionalInt32")
 _KINDS = (*_WITHOUT_TYPE, *_SCALARS, *_SCALARS.values(), "Constant", "constexpr")
 _TUPLE_ATTRIBUTES = ("type", "values")
-# By which the generated function refers to Triton's types and to the kernel's body.
+# Names by which the generated function refers to Triton's types and to the kernel's body.
 _LANGUAGE, _BODY = "tl", "body"
 
 
@@ -43,7 +43,7 @@ class Parameter:
     """A parameter of the generated function.
 
     Attributes:
-        name: <parameter of the kernel>_<field>, or the parameter itself if it is no record.
+        name: <parameter of the kernel>_<field>, or the parameter itself if it is not a record.
         kind: the last part of the annotation: a type of this module, of Triton, or "".
     """
 

@@ -37,7 +37,7 @@ def triton(call: CallSpec) -> str | None:
 
 
 def triton_attention(call: CallSpec, max_head_dim: int) -> str | None:
-    """Attention in Triton does not serve the call: it takes 16-bit queries, and head dims up to a maximum."""
+    """Attention in Triton cannot run the call: it takes 16-bit queries, and head dims up to a maximum."""
     return dtype(call, torch.bfloat16, torch.float16) or triton(call) or head_dim_above(call, max_head_dim)
 
 

@@ -29,7 +29,7 @@ def describe(
     """A descriptor of boxes with a swizzle of ``swizzle`` bytes in shared memory, or of a box's row if that is shorter.
 
     Args:
-        strides: of all axes except the last, in elements; 0 for an axis of size 1 (``strides.strides_in_use``).
+        strides: strides of all axes except the last, in elements; 0 for an axis of size 1 (``strides.strides_in_use``).
         box: elements of a box along each axis.
     """
     # The hardware requires strides above 0, also for an axis of size 1.

@@ -1,4 +1,4 @@
-"""How this package compiles and launches Triton kernels."""
+"""Compiles and launches Triton kernels, without variants for scalar values."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def pages(
 
     Args:
         block_table: [b, max_pages]; only the entries of these pages are checked.
-        num_pages, page_size: of the cache.
+        num_pages, page_size: number and size of the cache's pages.
         name: the argument's name in an error about ``ends``.
         starts: [b], the first token of each request that the operation reads; 0 if None.
     """

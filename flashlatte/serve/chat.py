@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: a conversation is continued, by the tokenizer's chat template."""
+"""``/v1/chat/completions``: continues a conversation, by the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashlatte.serve.job import ChoicePart, GenerationJob
 from flashlatte.serve.logprobs import chat_logprobs
 from flashlatte.serve.sampling import MAX_LOGPROBS, read_rest, read_sampling, read_stream, sampling_params
 
-# Templates ignore roles that they do not know, without an error. OpenAI's "developer" is its newer "system".
+# Templates ignore unknown roles without an error. "developer" is OpenAI's newer name of "system".
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UNSUPPORTED = {
     "tools": ([],),
@@ -148,7 +148,7 @@ def _template_options(fields: Fields, tokenizer: Any, messages: list[dict[str, s
     if (given := fields.fields("chat_template_kwargs")) is not None:
         reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         for name, value in given.remaining().items():
-            # A template of the client's would run on the server, and special tokens belong to the checkpoint.
+            # A client's own template would run on the server, and special tokens are defined by the checkpoint.
             if name in reserved or name.endswith(("_token", "_tokens")) or not name.isidentifier():
                 raise given.error(name, "a variable of the model's template", value)
             if not isinstance(value, (bool, int, float, str)):

@@ -27,16 +27,16 @@ from flashlatte.serve.metrics import ServerMetrics
 
 API_KEY_VARIABLE = "FLASHLATTE_API_KEY"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Connections that are open and send no request, beyond one for each output.
+# Idle connections that are accepted in addition to one for each output.
 _IDLE_CONNECTIONS = 1024
-# Longer than clients and proxies keep a connection: if the server closes one as a request arrives, the request fails.
+# Seconds; longer than clients and proxies keep a connection: a request fails if the server closes its connection first.
 _KEEP_ALIVE_SECONDS = 75
-# After the last requests were ended: until their clients have read it.
+# Seconds that clients have to read the error after the remaining requests were ended.
 _CLOSING_SECONDS = 5.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code, 1 if the engine failed for good."""
+    """Serve until SIGTERM or SIGINT; returns the exit code: 1 if the engine failed and cannot continue."""
     api_key = arguments.api_key or os.environ.get(API_KEY_VARIABLE) or None
     _check(arguments, api_key)
     if importlib.util.find_spec("jinja2") is None:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine = create_engine(arguments, tokenizer=load_tokenizer(arguments.model), **options)
     if listener is None:
         for number in _STOP_SIGNALS:
-            # torchrun sends them to all ranks. This one is needed until rank 0 has drained, which ends ``follow``.
+            # torchrun sends the signals to all ranks. This rank must run until rank 0 has drained and ended ``follow``.
             signal.signal(number, signal.SIG_IGN)
         engine.follow()
         return 0
@@ -78,7 +78,7 @@ async def _serve(engine: Engine, listener: socket.socket, api_key: str | None, a
 
 
 class EngineServer(uvicorn.Server):
-    """uvicorn, which stops with the engine, and ends requests with an error event at the end of the drain.
+    """A uvicorn server that stops with the engine, and ends requests with an error event after the drain time.
 
     Args:
         greeting: printed to stderr when clients can connect.
@@ -126,8 +126,8 @@ class EngineServer(uvicorn.Server):
 
 
 class _StopOnSignal:
-    """Context manager: SIGTERM and SIGINT stop the server. uvicorn's own raises the signal again at the end, which
-    would end the process before the engine is closed.
+    """Context manager in which SIGTERM and SIGINT stop the server. uvicorn's own context manager raises the signal
+    again at the end, which would end the process before the engine is closed.
     """
 
     def __init__(self, server: uvicorn.Server) -> None:

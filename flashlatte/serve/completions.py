@@ -1,4 +1,4 @@
-"""``/v1/completions``: text or tokens are continued."""
+"""``/v1/completions``: continues text or tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all requests share: the engine, the tokenizer, and the limits."""
+"""State that all requests share: the engine, the tokenizer, and the limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ServerContext:
         return self.engine.engine.tokenizer
 
     def check_model(self, fields: Fields) -> None:
-        """Read the field ``model``. Status 404 for another model than the server's."""
+        """Read the field ``model``. Status 404 if it is not the server's model."""
         name = fields.checked_text("model", fields.required("model"))
         if name != self.model_name:
             raise ApiError(
@@ -70,6 +70,6 @@ class ServerContext:
 
 
 def max_context(engine: Engine) -> int:
-    """The most tokens that a prompt and its output may have: the model's positions, or what the cache holds."""
+    """Maximum number of tokens of a prompt and its output: the model's positions, or the capacity of the cache."""
     # The last token of an output is never stored.
     return min(engine.model.max_position, engine.pool.num_pages * engine.pool.page_size + 1)

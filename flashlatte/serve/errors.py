@@ -21,7 +21,7 @@ class ApiError(Exception):
 
     Args:
         param: the field of the request that is wrong.
-        code: for programs.
+        code: machine-readable name of the error.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ def field_error(error: Exception, fields: Collection[str]) -> ApiError:
 
 
 def engine_error(error: Exception) -> ApiError:
-    """The response to an error of ``AsyncEngine``. Reasons that concern the server are in its log only."""
+    """The response to an error of ``AsyncEngine``. Internal reasons are only logged."""
     if isinstance(error, QueueFull):
         return ApiError(429, f"too many requests: {error}", code="queue_full", headers={"retry-after": "1"})
     if isinstance(error, EngineStopped):

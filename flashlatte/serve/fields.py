@@ -1,4 +1,4 @@
-"""Reading the fields of a JSON object: each with a type and a range, and none left over.
+"""Reads the fields of a JSON object, checks their types and ranges, and refuses unknown fields.
 
 null is the same as an absent field. Errors name the field by its path, such as ``messages[2].content``.
 """
@@ -33,14 +33,14 @@ def parse_json(body: bytes) -> Fields:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class Fields:
     """The fields of an object. Each method reads one; ``finish`` refuses those that were not read.
 
     Args:
-        path: of the object in the body.
+        path: path of the object in the body.
 
     Raises:
         ApiError: status 400, in all methods.
@@ -54,7 +54,7 @@ class Fields:
         return f"{self._path}.{name}" if self._path else name
 
     def error(self, name: str, accepted: str, value: Any, code: str | None = None) -> ApiError:
-        """An error that says which values of a field are accepted."""
+        """An error for a field, with its accepted values."""
         path = self.path(name)
         return ApiError(400, f"{path} must be {accepted}, got {reprlib.repr(value)}", param=path, code=code)
 
@@ -94,7 +94,7 @@ class Fields:
         return None if value is None else self.checked_text(name, value)
 
     def checked_text(self, name: str, value: Any) -> str:
-        """A string that has a form in UTF-8."""
+        """A string that can be encoded in UTF-8."""
         if not isinstance(value, str):
             raise self.error(name, "a string", value)
         try:
@@ -132,7 +132,7 @@ class Fields:
         return Fields(value, self.path(name))
 
     def non_empty_list(self, name: str) -> list[Any]:
-        """A list that must be there and not be empty."""
+        """A required list that is not empty."""
         value = self.required(name)
         if not isinstance(value, list) or not value:
             raise self.error(name, "a list that is not empty", value)
@@ -150,7 +150,7 @@ class Fields:
             )
 
     def remaining(self) -> dict[str, Any]:
-        """All fields that were not read; they count as read then."""
+        """All fields that were not read; marks them as read."""
         values, self._values = self._values, {}
         return values
 
@@ -158,4 +158,4 @@ class Fields:
         """Refuse the fields that were not read."""
         for name in self._values:
             path = self.path(self.checked_text("the name of a field", name))
-            raise ApiError(400, f"{path} is no field that this server knows", param=path, code="unknown_field")
+            raise ApiError(400, f"{path} is not a known field", param=path, code="unknown_field")

@@ -1,4 +1,4 @@
-"""From a parsed request to its answer: whole, or as a stream of events."""
+"""Runs a parsed request and builds its response: complete, or as a stream of events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashlatte.serve.errors import ApiError, engine_error, field_error
 from flashlatte.serve.job import ChoiceReader, GenerationJob
 from flashlatte.serve.responses import to_json
 
-# About 1 GB of Python objects.
+# Maximum number of log-probabilities of a request: about 1 GB of Python objects.
 MAX_LOGPROBS_OF_REQUEST = 1 << 22
 
 
@@ -36,7 +36,7 @@ async def start(context: ServerContext, job: GenerationJob) -> OutputStream:
 
 
 async def whole_answer(context: ServerContext, job: GenerationJob, stream: OutputStream) -> dict[str, Any]:
-    """The answer, after the last token.
+    """The complete response, after the last token.
 
     Raises:
         ApiError: the engine failed, or the logits of an output were NaN.
@@ -59,7 +59,7 @@ async def whole_answer(context: ServerContext, job: GenerationJob, stream: Outpu
 
 
 async def events(context: ServerContext, job: GenerationJob, stream: OutputStream) -> AsyncGenerator[bytes, None]:
-    """The answer in parts, as the tokens arrive. An error is the last event."""
+    """The response in parts, as tokens are generated. An error is the last event."""
     readers: dict[tuple[int, int], ChoiceReader] = {}
     results: dict[int, RequestOutput] = {}
     # OpenAI's parts have a usage of null if the last one has the usage.
@@ -85,7 +85,7 @@ async def events(context: ServerContext, job: GenerationJob, stream: OutputStrea
 
 
 def usage(results: Iterable[RequestOutput]) -> dict[str, Any]:
-    """The numbers of tokens of a request."""
+    """The token counts of a request."""
     results = list(results)
     prompt = sum(len(request.prompt_token_ids) for request in results)
     completion = sum(len(output.token_ids) for request in results for output in request.outputs)

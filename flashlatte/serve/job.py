@@ -1,4 +1,4 @@
-"""A parsed request, and the parts of its answer that completions and chat write in their own forms."""
+"""A parsed request, and the parts of its response, which completions and chat format differently."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashlatte.serve.logprobs import ScoredToken
 
 @dataclass(frozen=True)
 class ChoicePart:
-    """What is new of a choice.
+    """A new part of a choice.
 
     Attributes:
-        index: of the choice.
+        index: index of the choice.
         text: new text.
         scored: the new tokens with their log-probabilities; None if these were not requested.
         offset: number of characters of the tokens before them.
@@ -57,7 +57,7 @@ class GenerationJob:
 
     Attributes:
         prompts: tokens of each prompt.
-        sampling: for all of them.
+        sampling: sampling parameters of all prompts.
         prompt_field: the field of the prompt, for errors.
         echo: text of each prompt, with which its choices begin; None: they do not.
         created, parsed_at: Unix time in seconds, and ``time.perf_counter``, of this object.
@@ -103,7 +103,7 @@ class ChoiceReader:
         return self._part(request, output, output.text)
 
     def next(self, request: RequestOutput, output: CompletionOutput) -> ChoicePart | None:
-        """What is new since the last call; None if nothing is to be sent."""
+        """The part since the last call; None if there is nothing to send."""
         if self._finished:
             return None
         num_scored = len(request.prompt_logprobs or ())

@@ -38,7 +38,7 @@ def completion_logprobs(tokens: Sequence[ScoredToken], offset: int) -> dict[str,
             top.append(None)
         else:
             values.append(_finite(logprobs[token]))
-            # Of several tokens with one text, the most likely one.
+            # If several tokens have the same text, keep the most likely one.
             ranked = sorted(logprobs.values(), key=lambda one: one.rank, reverse=True)
             top.append({one.decoded_token or "": _finite(one) for one in ranked})
     texts = [one.text for one in tokens]
@@ -57,7 +57,7 @@ def chat_logprobs(tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]
 
 def _chat_entry(one: Logprob) -> dict[str, Any]:
     text = one.decoded_token or ""
-    # A part of a character has no text of its own.
+    # A token that is part of a character has no text.
     data = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
     return {"token": text, "logprob": _finite(one), "bytes": data}
 

@@ -1,4 +1,4 @@
-"""Reading bodies and writing streams, within limits, for as long as the client is there."""
+"""Reads bodies and writes streams, within limits and until the client disconnects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
 
     Raises:
         ApiError: it is not declared to be JSON, is too large, or does not arrive in time.
-        ClientDisconnect: the client is gone.
+        ClientDisconnect: the client disconnected.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -76,7 +76,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     """The result of ``work``, which is cancelled if the client disconnects.
 
     Raises:
-        ClientDisconnect: it did.
+        ClientDisconnect: the client disconnected.
     """
 
     async def disconnect() -> None:
@@ -102,12 +102,12 @@ async def _sent(send: Send, message: dict[str, Any]) -> None:
 class EventStream(Response):
     """Server-sent events.
 
-    The next event is made when the socket has taken the last one. A client that does not read for
+    The next event is generated when the last one has been written to the socket. A client that does not read for
     ``ServerLimits.write_seconds`` is disconnected.
 
     Args:
         events: the events' data.
-        source: what ``events`` reads; closed at the end, also if ``events`` was never started.
+        source: the stream that ``events`` reads; closed at the end, also if ``events`` was never started.
     """
 
     media_type = "text/event-stream"

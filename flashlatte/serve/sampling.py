@@ -1,4 +1,4 @@
-"""The fields that completions and chat have in common: the sampling, and how results are returned."""
+"""The fields that completions and chat have in common: sampling, and options of the response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERS = (
 )
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens")
-# Fields that change no output.
+# Fields that do not change the output.
 _NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
@@ -49,8 +49,8 @@ def sampling_params(
 
     Args:
         room: tokens that fit the context after the prompt.
-        max_tokens: of the request; None: ``default``, or ``room`` if that is less.
-        name: of the field for ``max_tokens``.
+        max_tokens: the request's limit; None: ``default``, or ``room`` if that is less.
+        name: name of the request's field for ``max_tokens``.
     """
     if max_tokens is not None and max_tokens > room:
         raise ApiError(

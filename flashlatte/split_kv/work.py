@@ -27,7 +27,7 @@ class SplitConfig(NamedTuple):
         block_h, block_n: query rows of a group, and keys of a block.
         d_v: width of a value.
         out_align: unit of the strides of ``out`` in elements.
-        overhead, split_blocks, max_splits: of ``SplitPlan``.
+        overhead, split_blocks, max_splits: as in ``SplitPlan``.
         interpreted: the kernel runs in Triton's interpreter.
         native_fp8: whether the GPU converts e4m3 in hardware, if ``out`` is e4m3.
     """
@@ -63,7 +63,7 @@ class CtaWork(NamedTuple):
 
     Attributes:
         first, stop: its work items, ``stop`` exclusive.
-        number: of its range; with fixed splits, of its work item in the launch.
+        number: index of its range; with fixed splits, index of its work item in the launch.
         split: number of its fixed split.
         range, continued: its ``ranges.Range``, and the work item that the range continues, or -1.
     """

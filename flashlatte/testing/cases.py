@@ -1,7 +1,7 @@
 """Test cases of the operations. The fields of a case describe its inputs; ``inputs`` generates them from the seed.
 
 The data follow FlashMLA's tests (commit 9241ae3): keys are about randn / 10, pages are in random order, cache rows that
-no query may read are NaN, and unused entries of the block table are far out of range. ``inputs`` returns keyword
+no query attends to are NaN, and unused entries of the block table are far out of range. ``inputs`` returns keyword
 arguments for an operation and for its oracle in ``flashlatte.testing.oracles``.
 """
 
@@ -231,7 +231,7 @@ class DensePrefillCase:
     Attributes:
         s_q, s_k: queries and keys of a request, or their means if ``varlen``: N(s, s / 2), at least 1.
         equal: every request has the same number of keys as queries; s_k is ignored.
-        zero_lengths: make about half of the requests have no queries, and about half have no keys.
+        zero_lengths: give about half of the requests no queries, and about half no keys.
         unowned: number of tokens before the first and after the last request, with NaN.
         strided: k and v are views of one tensor, and q has gaps of NaN between its heads.
         softmax_scale: (head_dim + 100)^-0.5 if None, as in FlashMLA's tests.

@@ -67,9 +67,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolera
 
 
 def deviation(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> tuple[float, float]:
-    """The error of the element that comes closest to its tolerance or exceeds it most, and its accepted error.
+    """The error and the accepted error of the element with the largest ratio of the two.
 
-    Infinities and NaN at the same positions do not count; the error is inf or NaN where only one of the two has one.
+    Infinities and NaN at the same positions are ignored; the error is inf or NaN where only one of the two has one.
 
     Raises:
         AssertionError: the shapes differ.
@@ -87,7 +87,7 @@ def deviation(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance
 
 
 def assert_accurate(actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, name: str = "result") -> None:
-    """Check each element's error: at most twice the baseline's largest error plus one bf16 ulp of the element.
+    """Check that each element's error is at most twice the baseline's largest error plus one bf16 ulp of the element.
 
     Args:
         actual: the result to check.

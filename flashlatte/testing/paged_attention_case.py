@@ -26,7 +26,7 @@ class PagedAttentionCase:
         context: keys of a request before its queries, or their mean if ``varlen``, at least 0.
         new_keys: pass keys and values of the query tokens as k and v instead of in the cache.
         s_k: number of keys of a request in its pages; context plus queries if None.
-        zero_lengths: make about half of the requests have no queries.
+        zero_lengths: give about half of the requests no queries.
         decodes: number of requests with one query before the others.
         unowned: number of tokens before the first and after the last request.
         layout: memory layout of a page: "nhd", "hnd", or "split" (K in pieces of 16 bytes and transposed V, the layout

@@ -292,7 +292,7 @@ def test_indexers_alone_learn(name, prompts):
         assert found.keys() == wanted.keys()
         assert all(gradient.equal(wanted[key]) for key, gradient in found.items())
     model.disable_input_require_grads()
-    with pytest.raises(ValueError, match=r"^a reentrant checkpoint around an indexer that learns must have"):
+    with pytest.raises(ValueError, match=r"^a reentrant checkpoint around an indexer in training must have"):
         step(model, inputs)
 
 
@@ -363,7 +363,7 @@ def test_other_steps_are_stock_attention_s_or_refused(prompts, attended, option)
         if name == "v3":
             step(model, inputs, **options)
         else:
-            with pytest.raises(ValueError, match=r"^an enabled model whose indexer learns cannot compute this .*: it"):
+            with pytest.raises(ValueError, match=r"^an enabled model whose indexer is trained cannot compute .*: it"):
                 step(model, inputs, **options)
             for layer in model.model.layers:
                 layer.self_attn.indexer.requires_grad_(False)
@@ -371,9 +371,9 @@ def test_other_steps_are_stock_attention_s_or_refused(prompts, attended, option)
     assert not attended
 
 
-def test_tuples_are_refused_where_an_indexer_learns(prompts):
+def test_tuples_are_rejected_if_an_indexer_is_trained(prompts):
     model = enable(make("v32"))
-    with pytest.raises(ValueError, match=r"^return_dict must be True for a model whose indexer learns"):
+    with pytest.raises(ValueError, match=r"^return_dict must be True for a model whose indexer is trained"):
         model(**prompts((0, 4), length=LENGTH), return_dict=False)
 
 

@@ -176,7 +176,7 @@ def test_other_steps_are_stock_attention_s_or_refused(attended, option):
         mask = torch.zeros(2, 1, LENGTH, LENGTH)
         options = {}
     ids = tokens(2, LENGTH)
-    with pytest.raises(ValueError, match=r"^an enabled model whose indexer learns cannot compute this .*: it"):
+    with pytest.raises(ValueError, match=r"^an enabled model whose indexer is trained cannot compute this .*: it"):
         model(ids, attention_mask=mask, **options)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(".indexer." not in key)

@@ -1,4 +1,4 @@
-"""Decode with keys divided over several GPUs, in each form, compared with one GPU; and the communication one_gpu.
+"""Decode with keys sharded over several GPUs, in each form, compared with one GPU; and the communication alone.
 
     torchrun --nproc-per-node 4 -m flashlatte bench distributed-decode [--case long|wide|curve] [--json FILE]
 

@@ -37,7 +37,7 @@ def report(figures: Callable[[], Iterable[dict[str, object]]], file: Path | None
 
 
 def check(out: torch.Tensor, wanted: torch.Tensor, name: str, ulps: int = 2) -> None:
-    """Averages of thousands of values: an ulp of bf16 is at most 2^-8 of the largest."""
+    """Check averages of thousands of values within ``ulps`` bf16 ulps, each at most 2^-8 of the largest value."""
     worst = (out.float() - wanted.float()).abs().max().item()
     if not worst <= ulps * 2**-8 * wanted.float().abs().max().item():
         raise SystemExit(f"{name} is wrong on rank {dist.get_rank()}: differs by {worst} from one GPU")
@@ -49,7 +49,7 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def alternating_ms(calls: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Milliseconds of each, the median over the rounds of the slowest rank's."""
+    """Milliseconds of each call: the median over rounds of the slowest rank's time."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls) if number % 2 else reversed(list(calls)):

@@ -1,13 +1,13 @@
-"""FlashMLA's and FlashAttention-3's kernels and FlashLatte's, timed alternately; also PyTorch's attention over images.
+"""Times the kernels of FlashMLA, FlashAttention-3 and FlashLatte alternately; also PyTorch's attention over images.
 
     VLLM_KERNELS=FOLDER flashlatte bench peers [--section decode] [--json FILE]
 
 FOLDER is that of an installed vLLM for CUDA (0.26, for PyTorch 2.11); only its compiled extensions are loaded. Sections
 ``cost_growth`` (FlashLatte alone without VLLM_KERNELS) and ``vision`` need none.
 
-A peer's plan of a call (its scheduler's metadata) is made once, as vLLM makes it once for all layers of a step;
-FlashLatte's is a part of each call. FlashMLA over e4m3 takes queries in e4m3 and multiplies in e4m3; ``error`` of
-these lines is ‖out − reference‖ / ‖reference‖, where the reference has the queries in bf16.
+A peer's scheduler metadata is computed once, as vLLM computes it once for all layers of a step; FlashLatte's is part of
+each call. FlashMLA over e4m3 takes queries in e4m3 and multiplies in e4m3; ``error`` in these lines is
+‖out − reference‖ / ‖reference‖, where the reference has the queries in bf16.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from flashlatte.bench.workloads import prepare
 from flashlatte.bench.workloads.base import Results, Workload, compare
 from flashlatte.testing.compare import Tolerance
 
-# Only shows that both compute the same: e4m3 queries and probabilities are coarse. Over 131,072 keys of equal weights
-# FlashMLA's result has a cosine difference of 0.020 from the exact one (docs/notes/dense-decode-fp8.md).
+# A loose check that both compute the same, because e4m3 queries and probabilities are coarse. Over 131,072 keys of
+# equal weights FlashMLA's result has a cosine difference of 0.020 from the exact one (docs/notes/dense-decode-fp8.md).
 IN_E4M3 = Tolerance(1.0, 1.0, 3e-2)
 # Requests, query tokens, heads, keys.
 DECODE = (
@@ -79,8 +79,8 @@ def groups(
 ) -> Groups:
     """A group for each problem: FlashLatte, and each peer, which maps a workload to a function without arguments.
 
-    ``exact``: a peer's results have the workload's tolerances. ``required``: without peers a GPU run is refused.
-    ``precision``: also FlashLatte with this precision.
+    ``exact``: check a peer's results with the workload's tolerances. ``required``: refuse a GPU run without peers.
+    ``precision``: also time FlashLatte with this precision.
     """
     available = kernels.load(device, required=required)
     backend = alternate.backend_on("hopper", device)

@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def images(head_dim: int, lengths: list[int], name: str, device: torch.device) -> list[TimedCall]:
-    """The same images by both kernels; also by PyTorch's, which take a batch, if all have one length."""
+    """The same images with both kernels; also with PyTorch's, which need a batch of equal lengths."""
     rng = draw.generator(device)
     q, k, v = (draw.normal((sum(lengths), HEADS, head_dim), BF16, rng) for _ in range(3))
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0).int()

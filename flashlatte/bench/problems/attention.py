@@ -10,9 +10,11 @@ from flashlatte.bench.problems.base import Problem
 
 @dataclass(frozen=True)
 class DenseDecode(Problem, operation="dense_decode"):
-    """Attributes: ``keys`` of every request, or their mean if ``varlen``, or of the longest if ``uneven`` names
-    those of the others; ``dtype`` "bf16" or "fp16", also of the cache unless ``cache_format`` is "fp8"; ``precision``
-    as in ``dense_decode``.
+    """Attributes:
+    keys: keys of each request; their mean if ``varlen``; those of the first request if ``uneven``.
+    uneven: keys of the other requests; empty: all requests have ``keys``.
+    dtype: "bf16" or "fp16", dtype of q, and of the cache unless ``cache_format`` is "fp8".
+    precision: as in ``dense_decode``.
     """
 
     batch: int
@@ -45,8 +47,11 @@ class DenseDecode(Problem, operation="dense_decode"):
 
 @dataclass(frozen=True)
 class SparseDecode(Problem, operation="sparse_decode"):
-    """Attributes: ``tokens`` of every request in the cache; each query selects ``topk`` of them; ``extra_*`` the
-    same for the second cache (none if ``extra_topk`` is 0), with a valid length for each selection if ``extra_varlen``.
+    """Attributes:
+    tokens: tokens of each request in the cache.
+    topk: number of these tokens that each query selects.
+    extra_tokens, extra_topk: the same for the second cache; none if ``extra_topk`` is 0.
+    extra_varlen: pass a length for each selection of the second cache.
     """
 
     cache_format: str
@@ -76,8 +81,10 @@ class SparseDecode(Problem, operation="sparse_decode"):
 
 @dataclass(frozen=True)
 class SparsePrefill(Problem, operation="sparse_prefill"):
-    """Attributes: ``overlap``, the share of a query's tokens that the one before it has too, if above 0; ``precision``
-    of the operation's argument."""
+    """Attributes:
+    overlap: fraction of a query's tokens that the previous query selects too, if above 0.
+    precision: as in ``sparse_prefill``.
+    """
 
     head_dim: int
     h_q: int
@@ -105,7 +112,10 @@ class SparseAttentionBackward(SparsePrefill, operation="sparse_attention_backwar
 
 @dataclass(frozen=True)
 class DensePrefill(Problem, operation="dense_prefill"):
-    """Attributes: ``head_dim`` of q and k; ``tokens`` (queries and keys) a request, or their mean if ``varlen``."""
+    """Attributes:
+    head_dim: head dim of q and k.
+    tokens: queries, and keys, of each request; their mean if ``varlen``.
+    """
 
     head_dim: int
     batch: int

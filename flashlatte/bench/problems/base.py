@@ -1,4 +1,4 @@
-"""The base class of problems: their names, and their sizes on a machine without a GPU, which runs the same code."""
+"""The base class of problems: their names, and their reduced sizes on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ P = TypeVar("P", bound="Problem")
 
 @dataclass(frozen=True)
 class Problem:
-    """A call's sizes. A class states its operation, and the pattern of its name, with fields in braces, unless it has a
-    ``name`` of its own.
+    """The sizes of a call. A subclass gives its operation, and the pattern of its name with fields in braces, unless it
+    defines ``name``.
     """
 
     operation: ClassVar[str]
@@ -31,7 +31,7 @@ class Problem:
         return self._pattern.format_map(vars(self))
 
     def scaled_down(self: P) -> P:
-        """The same problem with each size at most that of ``LARGEST``."""
+        """The same problem with each size limited by ``LARGEST``."""
         smaller: dict[str, Any] = {}
         for field, value in vars(self).items():
             if isinstance(value, Problem):

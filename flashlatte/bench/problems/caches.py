@@ -1,4 +1,4 @@
-"""Tokens into caches and out of them, also index keys and TurboQuant records; decode over the latter."""
+"""Writes to and reads from caches, including index keys and TurboQuant records; and decode over TurboQuant caches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CacheGather(Problem, operation="cache_gather", pattern="gather-{cache_form
 
 @dataclass(frozen=True)
 class GatherRecords(CacheGather, operation="gather_records", pattern="records-{cache_format}-{tokens}"):
-    """The same, byte for byte."""
+    """``CacheGather`` without conversion."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ ROW_VALUES = ("normal", "equal", "mostly-zero", "concentrated", "sorted", "subno
 class IndexLogits(Problem, operation="index_logits"):
     """Index logits of e4m3 keys: the last ``rows`` queries of ``keys`` tokens, each over the keys up to its own.
 
-    Attributes: ``ranges``, a range of keys at random for each query instead; ``clean``, -inf where a query has no key;
-    ``dtype`` "fp32" or "bf16", of the logits.
+    Attributes:
+        ranges: a random range of keys for each query instead.
+        clean: fill columns outside a query's range with -inf.
+        dtype: dtype of the logits, "fp32" or "bf16".
     """
 
     rows: int
@@ -34,7 +36,9 @@ class IndexLogits(Problem, operation="index_logits"):
 class IndexerLoss(Problem, operation="indexer_loss"):
     """The indexer's loss and its gradients: ``topk`` keys for each of ``s_q`` queries, or all keys up to its own if 0.
 
-    Attributes: ``h_q`` and ``head_dim`` of the attention, ``heads`` and ``index_dim`` of the indexer.
+    Attributes:
+        h_q, head_dim: heads and head dim of the attention.
+        heads, index_dim: heads and head dim of the indexer.
     """
 
     h_q: int
@@ -55,9 +59,11 @@ class IndexerLoss(Problem, operation="indexer_loss"):
 
 @dataclass(frozen=True)
 class PagedIndexLogits(Problem, operation="paged_index_logits"):
-    """The same over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens.
+    """Index logits over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens.
 
-    Attributes: ``varlen``, lengths of up to ``keys`` at random; ``clean`` and ``dtype`` as of ``IndexLogits``.
+    Attributes:
+        varlen: random lengths of up to ``keys``.
+        clean, dtype: as in ``IndexLogits``.
     """
 
     batch: int
@@ -79,10 +85,11 @@ class PagedIndexLogits(Problem, operation="paged_index_logits"):
 
 @dataclass(frozen=True)
 class SparseIndexLogits(Problem, operation="sparse_index_logits"):
-    """Index logits of ``blocks`` candidate blocks of ``block_size`` keys, at random for each of ``rows`` queries, over
-    a cache of ``keys`` tokens in mxfp4.
+    """Index logits of ``blocks`` random candidate blocks of ``block_size`` keys for each of ``rows`` queries, over a
+    cache of ``keys`` tokens in mxfp4.
 
-    Attributes: ``dtype`` "fp32" or "bf16", of the logits.
+    Attributes:
+        dtype: dtype of the logits, "fp32" or "bf16".
     """
 
     rows: int
@@ -119,7 +126,7 @@ class IndexSelect(Problem, operation="index_select"):
 
 @dataclass(frozen=True)
 class PagedIndexSelect(Problem, operation="paged_index_select"):
-    """The same over a cache, as slots of the cache."""
+    """``IndexSelect`` over a cache, with the result as slots of the cache."""
 
     logits: PagedIndexLogits
     k: int = 2048
@@ -133,7 +140,8 @@ class PagedIndexSelect(Problem, operation="paged_index_select"):
 class TopK(Problem, operation="topk"):
     """The ``k`` largest values of each of ``rows`` rows of ``width``.
 
-    Attributes: ``values`` of a row, one of ``ROW_VALUES``; all but normal random numbers are hard to select from.
+    Attributes:
+        values: the distribution of a row's values, one of ``ROW_VALUES``; all except normal values are hard cases.
     """
 
     rows: int

@@ -58,7 +58,7 @@ class PackSeq(Problem, operation="pack_seq", pattern="pack-b{batch}-t{tokens}-h{
 
 @dataclass(frozen=True)
 class UnpackSeq(PackSeq, operation="unpack_seq", pattern="unpack-b{batch}-t{tokens}-h{heads}"):
-    """And back."""
+    """The inverse of ``PackSeq``."""
 
 
 @dataclass(frozen=True)

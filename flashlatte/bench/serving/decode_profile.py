@@ -19,7 +19,7 @@ KINDS = {
     "matrices": ("gemm", "nvjet", "gemv", "cutlass", "splitK"),
     "copies": ("Memcpy", "Memset"),
 }
-# A pause that is longer than those between the kernels of a graph: the GPU waited for the host.
+# Longer than the pauses between the kernels of a graph: in a longer pause the GPU waited for the host.
 HOST_PAUSE_US = 5.0
 SETTLING, TIMED, PROFILED = 20, 50, 10
 KERNELS_SHOWN = 12
@@ -37,12 +37,12 @@ class KernelSpan:
 def decode_step(model: Any, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """A decode step of as many requests as there are prompts: its time, and the shares of it.
 
-    ``idle`` is the share of a step in which no kernel runs, ``waits_for_host`` that of pauses above HOST_PAUSE_US. Both
-    are seen under the profiler, which slows the host down: bounds from above. ``step_us`` is timed without it.
+    ``idle`` is the share of a step in which no kernel runs, ``waits_for_host`` the share of pauses above HOST_PAUSE_US.
+    Both are upper bounds, because the profiler slows the host down. ``step_us`` is timed without the profiler.
     """
     requests = len(prompts)
     served = Engine(model, max_num_seqs=requests, max_num_batched_tokens=8192, num_pages=requests * 12)
-    # Those whose prompt comes first go on until all have theirs.
+    # Requests whose prompts are computed first generate until all prompts are computed.
     length = SETTLING + TIMED + PROFILED + 60
     for prompt in prompts:
         served.add(prompt, SamplingParams(temperature=0, max_tokens=length))

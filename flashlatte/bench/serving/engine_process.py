@@ -1,4 +1,4 @@
-"""A serving engine in a process of its own, which answers requests: names of methods and their arguments."""
+"""A serving engine in a separate process, which runs the methods that requests name, and returns their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EngineEnded(Exception):
 
 
 class EngineProcess:
-    """The process of an engine. It starts at once and is ready when it has answered for the first time.
+    """The process of an engine. It starts immediately and is ready after its first answer.
 
     Args:
         backend: the engine's name in messages and results; the engine receives it as ``worker``.

@@ -1,4 +1,4 @@
-"""The cases of ``flashlatte bench vllm-steps`` and ``sglang-steps``: what is asked of each engine."""
+"""The cases of ``flashlatte bench vllm-steps`` and ``sglang-steps``: the requests to each engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from flashlatte.bench.alternate import add_json_option
 
 WARM_STEPS = 3
-# Generated tokens of each request that engines are compared in.
+# Number of generated tokens of each request that are compared between engines.
 COMPARED_TOKENS = 8
-# The kind of requests that are prefilled also where contexts are random.
+# The kind of requests that are prefilled even with random contexts.
 PREFILLED = "prefilled."
 
 
@@ -69,7 +69,7 @@ def parsed(cases: str) -> list[tuple[int, int]]:
     """Requests and tokens of context of each decode case.
 
     Raises:
-        ValueError: a case is no ``REQUESTSxCONTEXT``.
+        ValueError: a case is not of the form ``REQUESTSxCONTEXT``.
     """
     pairs = [case.split("x") for case in cases.split(",") if case]
     if not all(len(pair) == 2 and all(number.isdecimal() and int(number) > 0 for number in pair) for pair in pairs):

@@ -20,14 +20,14 @@ from flashlatte.bench.serving.step_cases import StepCase, cases_of
 Tokens = list[list[list[float]]]  # for each request its tokens, each with its log-probability
 # Kernels with a smaller share of a step are not in the line.
 MIN_SHARE = 0.01
-# Of CUTLASS's kernels, whose names have thousands of letters.
+# Maximum length of a kernel's name: CUTLASS's have thousands of letters.
 NAME_LETTERS = 100
-# Of attention itself, without projections and without writes of the cache.
+# Names of attention kernels, without projections and cache writes.
 ATTENTION = re.compile(
     r"dense_decode|sparse_decode|_prefill|combine|merge_|mla_metadata|flash_fwd|splitkv_mla|sparse_attn|FlashAttn"
     r"|prepare_varlen|_fwd_(grouped_)?kernel_stage"
 )
-# Of the selection of keys in models with an indexer.
+# Names of the kernels that select keys, in models with an indexer.
 INDEXER = re.compile(r"mqa_logits|index_logits|topk|index_convert")
 
 

@@ -3,7 +3,7 @@
     flashlatte bench vllm-throughput MODEL --lengths 4096,32768 -- --tensor-parallel-size 8
 
 Arguments after ``--`` are passed to ``vllm bench throughput``. Each length runs A B B A, ``--rounds`` times: a GPU that
-is warm from the first run is slower in the second. Seconds are those of the backendle batch, prefill and decode.
+is warm from the first run is slower in the second. Seconds are for the whole batch, prefill and decode.
 """
 
 from __future__ import annotations

@@ -11,17 +11,18 @@ from flashlatte.bench import timing
 from flashlatte.bench.workloads import Workload, WrongResult
 from flashlatte.bench.workloads.base import Results
 
-# How calls follow each other.
+# Ways to issue repeated calls.
 WAYS = ("burst", "streams", "graph")
 CALLS_IN_BURST, CALLS_IN_GRAPH, REPLAYS = 12, 2, 6
-# Attempts at a first call that is right; results per workload that differ and are also checked.
+# Maximum attempts at a correct first call; maximum number of differing results per workload that are compared with the
+# reference.
 FIRST_CALLS, CHECKED = 3, 3
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Caller:
-    """Calls one workload again and again.
+    """Calls one workload repeatedly.
 
     Args:
         workload: its first call, made here, is compared with the reference.
@@ -100,7 +101,7 @@ class Caller:
         return replay
 
     def _poisoned_call(self) -> Results:
-        """Into outputs with the same contents before each call."""
+        """A call whose outputs have the same poisoned contents before each call."""
         self.calls += 1
         return self.workload.run(self.backend, self.workload.poisoned_outputs())
 
@@ -115,7 +116,7 @@ class Caller:
         return expected
 
     def _bits(self, results: Results) -> Results:
-        """Integers in new memory: the next call may overwrite the results."""
+        """Copies of the results as integers, because the next call may overwrite the results."""
         defined = self.workload.defined(results)
         return {name: x.contiguous().view(INTEGERS[x.dtype.itemsize]).clone() for name, x in defined.items()}
 

@@ -1,4 +1,4 @@
-"""Several processes call kernels on one GPU: each result must be bitwise that of the first call, and right.
+"""Several processes call kernels on one GPU: each result must be bitwise equal to the first, correct one.
 
     flashlatte bench shared-gpu --processes 16 --seconds 300 --random [--operation NAME ...] [--load 2]
     flashlatte bench shared-gpu [--case NAME ...] [--backend hopper] [--record FILE]
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def options_of(found: argparse.Namespace) -> SharedGpuOptions:
-    """Raises ValueError where options contradict each other, or a name or a problem is unknown."""
+    """Raise ValueError for inconsistent options, or an unknown name or problem."""
     if found.random + bool(found.case) + bool(found.problem) > 1:
         raise ValueError("--random, --case and --problem exclude each other")
     options = SharedGpuOptions(

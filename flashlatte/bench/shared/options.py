@@ -20,15 +20,15 @@ COMPILED_DRAWS = 3
 @dataclass(frozen=True)
 class SharedGpuOptions:
     """Attributes:
-    processes, seconds: how many call kernels, and for how long.
+    processes, seconds: number of processes that call kernels, and their run time.
     each: seconds of one case.
-    random: draw problems instead of taking those of the bench list.
-    seed: of the random problems; each process draws others.
+    random: draw random problems instead of using the bench cases.
+    seed: seed of the random problems; each process draws different ones.
     operations, cases: only these, by name; all if None.
-    problem_reprs: these problems, as ``repr`` writes them, instead of those of the bench list.
-    backend: the one that is called; None for the best that serves a case.
-    streams: for calls at the same time.
-    ways: of ``WAYS``, alternately.
+    problem_reprs: the ``repr`` of problems to use instead of the bench cases.
+    backend: the backend to call; None: the best one that supports a case.
+    streams: number of streams for concurrent calls.
+    ways: names in ``WAYS``, used alternately.
     load: number of further processes, which multiply matrices.
     """
 
@@ -49,7 +49,7 @@ class SharedGpuOptions:
         """The operations of random problems, or the names of the cases.
 
         Raises:
-            ValueError: a name that does not exist, or that nothing is left.
+            ValueError: an unknown name, or no case is selected.
         """
         known = list(DRAWS) if self.random else list(self._listed())
         if self.random:
@@ -67,7 +67,7 @@ class SharedGpuOptions:
         return chosen
 
     def problems(self, process: int) -> Iterator[Problem]:
-        """The problems of a process, without end; each process begins with another."""
+        """The problems of a process, in an infinite loop; each process starts with a different one."""
         labels, listed, rng = self.labels(), self._listed(), Random(f"{self.seed}, {process}")
         first = process * len(labels) // self.processes
         for label in itertools.cycle([*labels[first:], *labels[:first]]):

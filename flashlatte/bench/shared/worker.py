@@ -99,12 +99,12 @@ def begins(problem: Problem) -> dict[str, Any]:
 
 
 def spoils_the_process(error: Exception) -> bool:
-    """After such an error every call on the GPU fails."""
+    """Whether every later call on the GPU fails after this error."""
     return "CUDA" in str(error) and not is_of_memory(error)
 
 
 def is_of_memory(error: Exception) -> bool:
-    """The processes that share the GPU have too little for this case. Triton and CUDA graphs say so in words."""
+    """Whether the GPU has too little memory for this case, which Triton and CUDA graphs report only in the message."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 

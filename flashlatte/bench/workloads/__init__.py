@@ -73,6 +73,6 @@ _WORKLOADS = {
 
 
 def prepare(problem: Problem, device: torch.device) -> Workload:
-    """Draw the problem's tensors, the same ones every time. Its operation is known to ``dispatch`` then."""
+    """Draw the problem's tensors, with a fixed seed, and import its operation."""
     ops.load()
     return _WORKLOADS[type(problem)](problem, device)

@@ -16,7 +16,7 @@ Outputs = dict[str, Any]  # tensors to write into, by the operation's argument n
 
 
 class WrongResult(Exception):
-    """A result that is not the reference's within tolerance; the message says where."""
+    """A result differs from the reference by more than the tolerance; the message gives the position."""
 
 
 class Workload(abc.ABC):
@@ -26,8 +26,8 @@ class Workload(abc.ABC):
         call: dispatch's description of the call, which selects an implementation.
         flops: 2 · h_q · (d_qk + d_v) for each query token and key it attends to; None where nothing is multiplied.
         bytes_moved: q, out and each distinct key once; for cache operations the bytes read and written.
-        tolerances: by result name; those of FlashMLA's tests, and 0 where bytes must be equal.
-        overlaps: whether calls may run at the same time; not where a call changes its arguments step by step.
+        tolerances: tolerance of each result: FlashMLA's tests', or 0 if bytes must be equal.
+        overlaps: whether calls may run at the same time; False if a call updates its arguments.
         captures: whether a CUDA graph may capture a call.
         repeats: whether results of repeated calls are bitwise equal.
     """
@@ -49,11 +49,11 @@ class Workload(abc.ABC):
         """Outputs full of NaN, to check that all are written. May reset tensors that ``run`` writes in place."""
 
     def compared(self, results: Results) -> Results:
-        """The part of the results that the reference, which is slow, is run for (``…_COMPARED`` of a workload)."""
+        """The part of the results that is compared with the slow reference (``…_COMPARED`` of a workload)."""
         return results
 
     def reference(self) -> Results:
-        """That part, by the reference implementation on the same device."""
+        """The ``compared`` part of the results, from the reference implementation on the same device."""
         return self.compared(self.run("reference"))
 
     def defined(self, results: Results) -> Results:

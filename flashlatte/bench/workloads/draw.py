@@ -1,4 +1,4 @@
-"""Random tensors, drawn on the device they are for, in chunks where whole would not fit."""
+"""Random tensors, drawn on their device, in chunks if a temporary of the whole tensor would not fit."""
 
 from __future__ import annotations
 

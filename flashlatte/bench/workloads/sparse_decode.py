@@ -25,14 +25,14 @@ SHORTEST_EXTRA_SHARE = 76 / 1024
 
 @dataclass
 class SelectedTokens:
-    """A cache, the slots that each query token selected of it, and how many of them count (all if None)."""
+    """A cache, the slots that each query token selects, and the number of them that are used (all if None)."""
 
     cache: torch.Tensor
     indices: torch.Tensor
     lengths: torch.Tensor | None = None
 
     def counts(self) -> torch.Tensor:
-        """int64 [b], selected tokens that count, for each query token of a request."""
+        """int64 [b], number of used tokens for each query token of a request."""
         batch, _, topk = self.indices.shape
         if self.lengths is None:
             return torch.full((batch,), topk, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Operations that compute each token by itself: the reference does so for some of them."""
+"""Operations that compute each token independently; the reference computes only some of the tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = slice(None)
 
 
 class TokensWorkload(Workload):
-    """``compute`` gives all that is needed."""
+    """Base of these workloads: a subclass defines ``compute``."""
 
     def __init__(self, problem: Problem, device: torch.device, dtype: torch.dtype, tokens: int, **facts: Any) -> None:
         self.call = dispatch.CallSpec(problem.operation, device, dtype, **facts)

@@ -1,4 +1,4 @@
-"""TurboQuant caches: one query token of each request over one, and new tokens into one."""
+"""TurboQuant: decode over a cache, and writes of new tokens."""
 
 from __future__ import annotations
 

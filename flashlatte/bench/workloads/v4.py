@@ -179,8 +179,7 @@ class CompressWorkload(Workload):
 
     def __init__(self, problem: Compress, device: torch.device) -> None:
         rng, ratio, dtype = draw.generator(device), problem.ratio, DTYPES[problem.dtype]
-        # Of each request, the first token of the step and how many there are. The groups of as many requests end in
-        # this step as in any other.
+        # First token and number of tokens of each request in the step. As many groups end in this step as on average.
         spans = [(0, problem.tokens)]
         if problem.requests:
             spans = [(100 * ratio + i % ratio, 1) for i in range(problem.requests)]
@@ -191,7 +190,7 @@ class CompressWorkload(Workload):
         positions = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(device)
         pages_each = max(first + count for first, count in spans) // ratio // PAGE_SIZE + 1
         self.slots = ids * pages_each * PAGE_SIZE + positions // ratio
-        # A ring of states, of as many tokens as a row is made of.
+        # A ring buffer of states, with the tokens of one row.
         state_page, columns = (PAGE_SIZE, ratio // PAGE_SIZE) if ratio > PAGE_SIZE else (4, 2 * ratio // 4)
         self.states = draw.normal((len(spans) * columns, state_page, 2 * width), torch.float32, rng) * 10
         kv, score = (draw.normal((len(ids), 2 * width), dtype, rng) * 10).split(width, dim=1)

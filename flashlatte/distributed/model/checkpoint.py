@@ -140,7 +140,8 @@ class Slices:
         return whole
 
     def _part(self, name: str, source: str, target: torch.Tensor, ranks: Ranks, count: int | None) -> torch.Tensor:
-        """This rank's slice of a tensor, along the axis that is longer than in ``target``; of ``count`` heads if given.
+        """This rank's slice of a tensor along the axis that is longer than in ``target``, divided as ``count`` heads if
+        given.
 
         A float8 weight is dequantised if ``target`` has another dtype.
         """

@@ -37,7 +37,7 @@ class Ranks(SingleProcess):
 
     Args:
         tensor_parallel: number of ranks over which heads and MLPs are divided; equals the number of processes.
-        context_parallel: number of neighbouring ranks over which keys are sharded, a divisor of ``tensor_parallel``.
+        context_parallel: number of consecutive ranks over which keys are sharded, a divisor of ``tensor_parallel``.
         rendezvous: an entered or new ``Rendezvous``; a new one if None.
         facts: further facts that must agree on all ranks.
 

@@ -28,7 +28,7 @@ class Rendezvous(contextlib.AbstractContextManager["Rendezvous"]):
     ``torchrun`` if there is no group yet.
 
     Args:
-        joins: whether this process is to be one of several ranks. If False, it publishes its facts without waiting.
+        joins: whether this process will be one of several ranks. If False, it publishes its facts without waiting.
     """
 
     def __init__(self, joins: bool) -> None:

@@ -169,7 +169,7 @@ def forward_flashmla_sparse(
 ) -> torch.Tensor:
     """``flash_mla_sparse_fwd`` for the rank's own heads, without SGLang's padding to FlashMLA's 64 or 128 heads.
 
-    Over a short enough latent, neighbouring query tokens share a tile (recorded: 16 heads, 2.6 times as fast).
+    Over a short enough latent, consecutive query tokens share a tile (recorded: 16 heads, 2.6 times as fast).
 
     Args:
         q_all: [T, h, 576].

@@ -30,7 +30,7 @@ def forward_fa3(
     logit_cap: float,
     page_size: int,
 ) -> torch.Tensor:
-    """``sparse_decode`` for query tokens that each have a row of slots.
+    """``sparse_decode`` for query tokens with one row of slots each.
 
     SGLang's own function runs the other cases: pages of several tokens, keys without a rope part or in another dtype
     than the queries, a soft cap, and GLM's pooled keys.

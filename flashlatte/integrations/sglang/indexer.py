@@ -186,7 +186,8 @@ def topk_transform_ragged_v2(
 def _resolve(
     original: Callable[[], Callable[..., torch.Tensor]], ours: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    """SGLang's choice: a function that a flag selects or DeepGEMM's, which is hooked; ours if DeepGEMM is missing."""
+    """The function that SGLang resolves (selected by a flag, or DeepGEMM's, which is hooked), or FlashLatte's if
+    DeepGEMM is missing."""
     try:
         return original()
     except NOT_IMPORTABLE:

@@ -47,7 +47,8 @@ def enable(
     A forward pass with a cache then runs FlashLatte's MLA layer (``flashlatte.layers``) with the model's own
     projections, and stores latents in a paged cache. Prefill attends in multi-head form (``dense_prefill``), decode in
     absorbed form (``dense_decode``, or ``sparse_decode`` over all tokens for the formats ``v32`` and ``model1``). If an
-    indexer selects tokens, both attend to these in absorbed form. Tokens hidden by the attention mask are not stored.
+    indexer selects tokens, prefill and decode attend to the selected tokens in absorbed form. Tokens hidden by the
+    attention mask are not stored.
     ``generate`` works as before: greedy, sampling, beams, assisted, prompt lookup, chunked prefill, and continuing
     with the cache of an earlier call. ``generate_batch`` raises a ValueError, since the cache of transformers'
     continuous batching cannot hold latents; use ``flashlatte.engine`` instead.
@@ -56,8 +57,7 @@ def enable(
     ``attention_mask`` [b, columns], any ``position_ids`` from 0 on, and beams, but no cropping of the cache.
 
     The model's own attention implementation computes a prefill over the paged cache if the mask does more than hide
-    padding on the left, or if the implementation is not the one that transformers chooses (PyTorch's SDPA; "eager" for
-    Hy4).
+    padding on the left, or if the implementation is not transformers' default (PyTorch's SDPA; "eager" for Hy4).
 
     Layers of linear attention (BailingHybrid, Glm5Next, KimiLinear) run as transformers' modules. Their states stay in
     the cache as transformers' layers, and cannot be cropped. Glm5Next's indexer, which selects pools of tokens, is
@@ -65,7 +65,8 @@ def enable(
     all tokens.
 
     In training mode (``model.train()``) with gradients, all families except Glm5Next attend with
-    ``dense_prefill``, or with ``sparse_attention`` over what the indexer selects, without a cache. Without a mask,
+    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. Without a
+    mask,
     ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences. The output then has
     ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if the indexers'
     parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
@@ -77,8 +78,8 @@ def enable(
 
     Calling ``enable`` again changes the settings; existing caches keep theirs.
 
-    On a GPU, the weights of the projections of hidden states are moved into one tensor of which the parameters become
-    views, so that one matrix product computes all of them.
+    On a GPU, the weights of the projections of hidden states are moved into one tensor, and the parameters become views
+    of it, so that one matrix product computes all projections.
 
     Warns of weights that the checkpoint lacked and transformers initialised at random.
 
@@ -88,8 +89,8 @@ def enable(
         cache_format: "bf16", "fp16", "fp32", "fp8", "v32" or "model1"; None: the model's dtype. ``v32`` needs
             kv_lora_rank 512, ``model1`` 448, and both qk_rope_head_dim 64.
         page_size: tokens in a page.
-        backend: "hopper", "portable" or "reference" for the decode operation; None chooses. It must support the model
-            on its current device.
+        backend: "hopper", "portable" or "reference" for the decode operation; None selects one. It must support the
+            model on its current device.
         k_scale: the scale of format ``fp8``; 1 if None.
         index_format: format of the index keys of models with an indexer, except Glm5Next: "index_fp8", "index_bf16",
             "index_fp32" or "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.
@@ -103,9 +104,8 @@ def enable(
         TypeError, ValueError: an unsupported model; a wrong argument; a latent that does not fit the format; an
             adapter or hook on a module whose weight is read without calling it (``kv_b_proj``, norms of latents,
             DeepSeek-V4's ``o_a_proj``); attention with other parts than MLA's; a quantised weight that cannot be
-            dequantised. A forward pass raises the
-            same, and for a cache other than ``DynamicCache`` (``StaticCache``, ``QuantizedCache``, an offloaded one),
-            or an attention mask that shows tokens which an earlier mask hid.
+            dequantised. A forward pass raises the same, and for a cache other than ``DynamicCache`` (``StaticCache``,
+            ``QuantizedCache``, an offloaded one), or an attention mask that shows tokens which an earlier mask hid.
     """
     check_transformers()
     _check_loaded(model)

@@ -195,7 +195,7 @@ def _flat_positions(module: Any, hidden_states: torch.Tensor, position_ids: torc
 
 
 def _query_factors(module: Any, positions: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """[T] or [T, h], factors of queries at ``positions`` [T]; None: none."""
+    """[T] or [T, h], factors of queries at ``positions`` [T]; None if queries are not scaled."""
     if positions is None:
         return None
     scaling = module.family.query_scaling(module.config)

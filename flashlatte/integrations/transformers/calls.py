@@ -20,7 +20,7 @@ def _names(model: Any) -> list[str]:
 
 
 def check_cache_argument(model: Any) -> None:
-    """Raise ImportError if a decoder names its cache otherwise: stock attention would silently run instead."""
+    """Raise ImportError if a decoder's cache argument has another name: stock attention would silently run instead."""
     if CACHE not in _names(model):
         raise ImportError(
             f"{type(model).__name__} must have an argument {CACHE}, got {', '.join(_names(model))}: "

@@ -22,8 +22,8 @@ class Family:
         model_type: name of the package, and of the family in ``flashlatte.layers.models``.
         prefix: prefix of the class names.
         attention, decoder: names of the attention and decoder classes after the prefix.
-        linear: name of the class, after the prefix, of other layers' linear attention, which transformers computes;
-            None: all layers are MLA.
+        linear: name, after the prefix, of the class of linear attention in the layers that transformers computes; None:
+            all layers are MLA.
         selects_columns: whether the model's own indexer selects columns, which are translated to slots.
         keeps_pairs: whether a stock cache stores the two rope dims of a pair next to each other, if they are so in the
             projection. Others store the first dims of all pairs before the second ones.
@@ -79,7 +79,7 @@ class Family:
         return models.SUPPORTED[self.model_type].layout(getattr(config, "rope_interleave", True))
 
     def query_scaling(self, config: Any) -> QueryScaling | None:
-        """Position-dependent factor of queries; None: none."""
+        """Position-dependent factor of queries; None if the family has none."""
         if not models.SUPPORTED[self.model_type].scales_queries:
             return None
         return QueryScaling.from_rope_parameters(config.rope_parameters)

@@ -104,7 +104,7 @@ def select_under_mask(
     shared: torch.Tensor | None,
     position_ids: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The stock indexer's selection of columns, int32 [b, s, topk], or the ``shared`` one of the layer before."""
+    """The stock indexer's selection of columns, int32 [b, s, topk], or the previous layer's ``shared`` selection."""
     if module.indexer is None:
         if shared is None:
             raise ValueError(f"layer {module.layer_idx} needs the selection of the layer before it, got None")

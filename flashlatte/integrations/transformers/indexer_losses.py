@@ -1,8 +1,9 @@
-"""The losses of a model's indexers: how they reach the model's output, and their gradients the layers.
+"""Adds the losses of a model's indexers to the model's output, and passes their gradients back to the layers.
 
 A layer's loss is attached to the layer's attention output, and the backward pass of that output computes the indexer's
-gradients too. So whatever computes a layer's backward pass includes its indexer: a checkpoint, also a reentrant one,
-whose first pass records no graph, or FSDP, which gathers a layer's parameters for the backward pass of its output.
+gradients too. The indexer is therefore part of the layer's backward pass under activation checkpointing (also the
+reentrant one, whose first pass records no graph) and under FSDP, which gathers a layer's parameters for the backward
+pass of its output.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class IndexerLosses:
     """The losses of the layers in one step.
 
     Attributes:
-        means: mean divergence of each layer's tokens; None after ``collect``. The backward pass of a checkpointed layer
-            attaches its loss again.
+        means: mean divergence of each layer's tokens; None after ``collect``, since recomputation of a checkpointed
+            layer attaches its loss again.
         gradient: float32, 0-dimensional: in a backward pass, the gradient of the sum of ``means``.
     """
 
@@ -33,15 +34,15 @@ class IndexerLosses:
         self.gradient = torch.zeros((), dtype=torch.float32, device=device)
 
     def attach(self, out: torch.Tensor, loss: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
-        """``out``, whose backward pass computes the gradients of ``loss / num_rows`` too."""
-        # Also where it is not kept: a checkpoint must save the same tensors again.
+        """``out`` unchanged; its backward pass computes the gradients of ``loss / num_rows`` too."""
+        # Also if the loss is not kept: recomputation of a checkpoint must save the same tensors.
         mean = loss / num_rows.clamp_min(1)
         if self.means is not None:
             self.means.append(mean.detach())
         return _Attach.apply(out, mean, self.gradient)
 
     def collect(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The decoder's output, through which gradients must flow first, and the sum over layers; None without losses.
+        """``hidden``, whose backward pass must run before the layers', and the sum over layers; None without losses.
 
         Raises:
             ValueError: the sum has no gradient, as under a reentrant checkpoint whose input requires none.
@@ -51,7 +52,7 @@ class IndexerLosses:
             return hidden, None
         if not hidden.requires_grad:
             raise ValueError(
-                "a reentrant checkpoint around an indexer that learns must have an input that requires a gradient: "
+                "a reentrant checkpoint around an indexer in training must have an input that requires a gradient: "
                 "call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
             )
         total = torch.stack([mean.to(hidden.device) for mean in means]).sum()
@@ -89,7 +90,7 @@ class _Collect(torch.autograd.Function):
     def backward(
         ctx: Any, d_hidden: torch.Tensor | None, d_total: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        # Layers that were compiled on their own saved the tensor, and would refuse another version of it.
+        # Separately compiled layers saved the tensor, and autograd would reject another version of it.
         if d_total is None:
             ctx.gradient.data.zero_()
         else:
@@ -104,11 +105,11 @@ def _read_gradient(d_mean: torch.Tensor, gradient: torch.Tensor, d_out: torch.Te
 
 
 class LossHooks:
-    """Hooks that put the indexers' losses into the output of a decoder, and of the model around it.
+    """Hooks that add the indexers' losses to the output of a decoder, and of the model that contains it.
 
     Args:
-        argument: the argument of the decoder's call that holds the step.
-        coefficient: factor of the loss in the model's own loss.
+        argument: name of the decoder's argument that holds the step.
+        coefficient: factor of the indexers' loss in the model's own loss.
     """
 
     def __init__(self, argument: str, coefficient: float) -> None:
@@ -122,7 +123,7 @@ class LossHooks:
             return
         _check_output(output)
         output["last_hidden_state"], self._pending = step.losses.collect(output["last_hidden_state"])
-        # An attribute, not an item: a model around the decoder may build its own output from the items.
+        # An attribute, not an item: the model may build its own output from the decoder's items.
         setattr(output, LOSS, self._pending)
 
     def end_model(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -143,5 +144,5 @@ class LossHooks:
 def _check_output(output: Any) -> None:
     if not isinstance(output, ModelOutput):
         raise ValueError(
-            f"return_dict must be True for a model whose indexer learns: a {type(output).__name__} has no {LOSS}"
+            f"return_dict must be True for a model whose indexer is trained: a {type(output).__name__} has no {LOSS}"
         )

@@ -1,4 +1,4 @@
-"""The table of model families in ``docs/guide/models.md``, from the code that decides which are supported.
+"""Generates the table of model families in ``docs/guide/models.md`` from the code that decides which are supported.
 
 ``python -m flashlatte.integrations.transformers.models_table docs/guide/models.md`` writes it into the page.
 """
@@ -23,12 +23,12 @@ _YES = "yes"
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """A family of models.
+    """One row of the table: a family of models.
 
     Attributes:
         names: models of the family.
         model_type: its name in configs.
-        attention: differences of its attention to DeepSeek-V3's.
+        attention: how its attention differs from DeepSeek-V3's.
         layer, enable, train, engine: "yes", or the reason why it is not supported.
     """
 
@@ -42,7 +42,7 @@ class FamilyRow:
 
 
 def rows() -> Iterator[FamilyRow]:
-    """A row for each family that has been looked at, by model type."""
+    """A row for each known family, supported or not, by model type."""
     enabled = {family.model_type: family for family in FAMILIES}
     for name, traits in models.SUPPORTED.items():
         if (traits.runs_as or name) not in enabled:
@@ -55,9 +55,9 @@ def rows() -> Iterator[FamilyRow]:
         attention = _attention(traits, linear=family.linear is not None)
         layer, train = traits.layer_refusal or _YES, family.training_refusal or _YES
         yield FamilyRow(traits.names, name, attention, layer, _YES, train, engine)
-    attention = "512 numbers a token; window and compressed tokens in one softmax, sinks"
+    attention = "512 elements a token; window and compressed tokens in one softmax, sinks"
     yield FamilyRow("DeepSeek-V4", V4_MODEL_TYPE, attention, "`V4Attention`", _YES, _YES, _YES)
-    attention = "as DeepSeek-V4; layers share groups and selections, and an indexer of two levels selects"
+    attention = "as DeepSeek-V4; layers share groups and selections, and the indexer has two levels"
     reason = model_types.REFUSED[V41_MODEL_TYPE]
     no_model = "transformers has no such model"
     yield FamilyRow("DeepSeek-V4.1-Flash", V41_MODEL_TYPE, attention, "`V41Attention`", no_model, no_model, reason)
@@ -66,7 +66,7 @@ def rows() -> Iterator[FamilyRow]:
 
 
 def _attention(traits: models.Traits, *, linear: bool) -> str:
-    """The differences to DeepSeek-V3's attention that the layer computes."""
+    """The supported differences from DeepSeek-V3's attention."""
     gates = {"head": "a gate for each head", "channel": "a gate for each value dim", "query": "a gate from q_gate_proj"}
     found = {
         "an indexer selects tokens": traits.has_indexer,
@@ -92,10 +92,10 @@ def table() -> str:
 
 
 def written_into(page: str) -> str:
-    """A page with the table between its markers.
+    """``page`` with the current table between its markers.
 
     Raises:
-        ValueError: no markers.
+        ValueError: the page has no markers.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

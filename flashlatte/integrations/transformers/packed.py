@@ -1,4 +1,4 @@
-"""Sequences that are packed in the rows of a call without an attention mask."""
+"""Boundaries of the sequences that are packed in the rows of a call without an attention mask."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ _ARGUMENTS = ("position_ids", _QUERIES, _KEYS)
 
 
 def rest(call: dict[str, Any]) -> dict[str, Any]:
-    """A call without the arguments that separate sequences."""
+    """The arguments of a call except those that separate sequences."""
     return {name: value for name, value in call.items() if name not in _ARGUMENTS}
 
 
 def refusal(call: dict[str, Any], tokens: torch.Tensor) -> str | None:
-    """Why position_ids or cu_seq_lens_q do not separate the tokens [b, s] of a call into sequences; None if they do, or
-    are not given. Synchronises with the device if there are boundaries."""
+    """Why the boundaries of a call (position_ids or cu_seq_lens_q) are not supported; None if they are, or not given.
+
+    Synchronises with the device if there are boundaries.
+
+    Args:
+        tokens: the call's tokens [b, s].
+    """
     requests, length = tokens.shape[:2]
     positions, boundaries = call.get("position_ids"), call.get(_QUERIES)
     if positions is not None and (positions.dim() != 2 or positions.shape[0] not in (1, requests)):
@@ -42,15 +47,18 @@ def refusal(call: dict[str, Any], tokens: torch.Tensor) -> str | None:
 
 
 def positions(call: dict[str, Any], batch: TrainingBatch) -> torch.Tensor | None:
-    """int32 [T], positions of a ``batch``'s tokens in their sequences, for a call with boundaries and no position_ids;
-    None for others, whose layers are given the right position_ids."""
+    """Positions of a ``batch``'s tokens in their sequences, int32 [T], for a call with cu_seq_lens_q and without
+    position_ids; None for other calls, whose layers receive correct position_ids."""
     separate = call.get(_QUERIES) is not None and call.get("position_ids") is None
     return batch.key_end - 1 - batch.key_start if separate else None
 
 
 def counts_from_zero(call: dict[str, Any], batch: TrainingBatch, requests: int) -> bool:
-    """Whether a call's position_ids are 0, 1, 2, … in each sequence of its ``batch``, which has no padding; True for a
-    call without them. ``refusal`` accepts the call. Synchronises with the device if there are position_ids."""
+    """Whether a call's position_ids are 0, 1, 2, … in each sequence of its ``batch``; True for a call without them.
+
+    ``refusal`` must have accepted the call, and the batch must have no padding. Synchronises with the device if there
+    are position_ids.
+    """
     positions = call.get("position_ids")
     if positions is None:
         return True
@@ -61,8 +69,8 @@ def counts_from_zero(call: dict[str, Any], batch: TrainingBatch, requests: int) 
 def batch(call: dict[str, Any], tokens: torch.Tensor) -> TrainingBatch | None:
     """The sequences of the tokens [b, s] of a call without a mask that ``refusal`` accepts; None for one in each row.
 
-    They are those of cu_seq_lens_q. Without it, a row's sequence ends where its position_ids do not go on by 1, as
-    transformers' masks without a cache have it, or with the row.
+    cu_seq_lens_q separates the sequences if given. Otherwise a sequence ends at the end of its row, or where
+    position_ids do not increase by 1, as in transformers' masks without a cache.
     """
     requests, length = tokens.shape[:2]
     count = requests * length

@@ -27,7 +27,7 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Pages are allocated as tokens come."""
+        """Does nothing: pages are allocated when tokens are added."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("the layers of a paged cache share their pages: update the cache")
@@ -37,7 +37,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(DynamicCache):
-    """A ``DynamicCache`` whose layers are stored in pages. Other layers are transformers', of linear attention.
+    """A ``DynamicCache`` whose layers are stored in pages, except transformers' layers of linear attention.
 
     Attributes:
         store: the pages and their bookkeeping: ``columns``, ``requests``, ``clear`` and ``select``.
@@ -83,7 +83,7 @@ class PagedCache(DynamicCache):
         self.reorder_cache(torch.arange(self.store.requests).repeat_interleave(repeats))
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Pages are allocated as tokens come."""
+        """Does nothing: pages are allocated when tokens are added."""
 
     def __iter__(self) -> NoReturn:
         raise NotImplementedError("a paged cache holds no keys and values to iterate over")

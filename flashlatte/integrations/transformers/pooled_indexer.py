@@ -22,7 +22,7 @@ class PoolStates:
 
     @property
     def layers(self) -> _EveryLayer:
-        """The number of columns, new ones included, as the layers of a cache tell it."""
+        """Layers of a cache, whose ``get_seq_length`` is the number of columns, new ones included."""
         return _EveryLayer(self._latents.columns + self._latents.step.queries)
 
     def update_indexer(self, states: torch.Tensor, layer: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ class PoolStates:
 
 
 class _EveryLayer:
-    """Layers of equal length."""
+    """List of cache layers of equal length."""
 
     def __init__(self, columns: int) -> None:
         self.keys = torch.empty(1, 1, columns, 0, device="meta")

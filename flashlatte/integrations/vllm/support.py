@@ -1,4 +1,4 @@
-"""What FlashLatte supports inside vLLM, and the messages for the rest. This module does not import vLLM."""
+"""Which configurations of vLLM FlashLatte supports, and error messages for the others. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ DOTS3_MODELS = ("Dots3NoteForCausalLM",)
 KIMI_MODELS = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 # Why FlashLatte does not support a kind of model inside vLLM.
 V41_UNSUPPORTED = (
-    "DeepSeek-V4.1 is vLLM's own: its attention is layers of the model, which take no attention backend and would run "
-    "as if none had been named"
+    "DeepSeek-V4.1 runs with vLLM's own attention layers, which take no attention backend and would ignore the option"
 )
 # The compression ratio of V4's layers with an indexer.
 V4_INDEXER_RATIO = 4
@@ -49,10 +48,10 @@ V4_NEEDS_E4M3 = (
     "kernels, which convert to e4m3"
 )
 # The parts of V4 that FlashLatte replaces.
-V4_PARTS = "its attention and the indexer's choice; the compressor and what writes and gathers its caches stay vLLM's"
+V4_PARTS = "its attention and the indexer's selection; vLLM compresses keys and writes and gathers the caches"
 DOTS3_UNSUPPORTED = (
-    "dots3's layers name vLLM's own attention classes, so that another backend would run as if it had not been named; "
-    "its sliding-window layers have rows of 1,088 elements, and FlashLatte's kernels read at most 1,024"
+    "dots3's layers use vLLM's own attention classes and would ignore the option; its sliding-window layers have rows "
+    "of 1,088 elements, and FlashLatte's kernels read at most 1,024"
 )
 KIMI_FP8_UNSUPPORTED = (
     "Kimi's layers quantise the queries of a prefill over an fp8 cache, and FlashLatte's prefill takes 16 bits"
@@ -65,11 +64,11 @@ WINDOW_UNSUPPORTED = "its backends for MLA take no sliding windows"
 # By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
 WITHOUT_MLA = {
     "minicpm3": "vLLM runs MiniCPM3 as attention of many heads, whose keys and values it caches",
-    "mistral4": "vLLM has no model of its own for transformers' Mistral 4",
-    "youtu": "vLLM has no model of its own for Youtu",
+    "mistral4": "vLLM has no implementation of transformers' Mistral 4",
+    "youtu": "vLLM has no implementation of Youtu",
 }
 
-# Architectures of models whose indexer FlashLatte replaces. It attends to the selection of vLLM's indexer in others.
+# Architectures of models whose indexer FlashLatte replaces. In others it attends to the selection of vLLM's indexer.
 INDEXER_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
 # With vLLM's own indexer.
 GLM_NEXT_MODELS = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
@@ -81,7 +80,7 @@ MLA_KIND = "mla_attention"
 
 
 def page_sizes(block_size: int | None, multiple_of: Callable[[int], Any]) -> list[Any]:
-    """Page sizes in which kernels read vLLM's blocks: 64 if it divides ``block_size``, else any."""
+    """Supported page sizes of kernels within vLLM's blocks: 64 if it divides ``block_size``, else any."""
     if block_size is not None and block_size % PAGE_SIZE == 0:
         return [PAGE_SIZE]
     return [multiple_of(1)]
@@ -196,7 +195,7 @@ def v4_shared_layers(config: Any) -> set[int]:
         config: the text model's configuration, with ``compress_ratios``.
 
     Raises:
-        ValueError: ``index_topk_freq`` below 1, or the first layer with an indexer is to reuse a selection.
+        ValueError: ``index_topk_freq`` below 1, or the first layer with an indexer would reuse a selection.
     """
     ratios = list(config.compress_ratios)[: config.num_hidden_layers]
     selecting = [layer for layer, ratio in enumerate(ratios) if ratio == V4_INDEXER_RATIO]

@@ -30,7 +30,7 @@ class LatentKeys(NamedTuple):
 
 
 class GatheredKeys(NamedTuple):
-    """Pointers to the rows of a tile of keys, and which are valid, [64]."""
+    """Pointers [64] to the rows of a tile of keys, and whether each row is valid [64]."""
 
     pointers: Any
     valid: Any
@@ -46,10 +46,10 @@ def load_columns(descriptor, token, head, FIRST: gl.constexpr, full, tile):
 
 @gluon.jit
 def gathered_keys(indices, keys, s_kv):
-    """The rows of ``LatentKeys`` at ``indices`` [64], in layout ``GATHERED_ROWS``; those outside 0 to s_kv - 1 are not
-    valid."""
+    """The rows of ``LatentKeys`` at ``indices`` [64], in layout ``GATHERED_ROWS``; indices outside 0 to s_kv - 1 are
+    invalid."""
     valid = (indices >= 0) & (indices < s_kv)
-    # The stride is in units of 16 bytes, so that the compiler knows the alignment for 16-byte copies.
+    # The stride is in units of 16 bytes, so that the compiler can derive the alignment for 16-byte copies.
     ELEMENTS: gl.constexpr = 128 // keys.start.dtype.element_ty.primitive_bitwidth
     offsets = gl.where(valid, indices, 0).to(gl.int64) * keys.stride * ELEMENTS
     return GatheredKeys(keys.start + offsets, valid)
@@ -57,7 +57,7 @@ def gathered_keys(indices, keys, s_kv):
 
 @gluon.jit
 def copy_columns(gathered, FIRST: gl.constexpr, tile):
-    """Start the copies of columns of ``GatheredKeys`` from FIRST on. Rows that are not valid are filled with zeros:
-    their P is 0, and 0 · NaN would be NaN."""
+    """Start the copies of columns of ``GatheredKeys`` from FIRST on. Invalid rows are filled with zeros: their P is 0,
+    and 0 · NaN would be NaN."""
     pointers = gathered.pointers[:, None] + (FIRST + gl.arange(0, tile.shape[1], _COLUMNS))[None, :]
     cp_async(tile, pointers, mask=gathered.valid[:, None])

@@ -77,8 +77,8 @@ class PrefillMask(NamedTuple):
 
     Attributes:
         unmasked_from, unmasked_to: the range of keys that is visible to all rows.
-        position: of the first row.
-        keys: of the request.
+        position: position of the first row.
+        keys: number of keys of the request.
     """
 
     unmasked_from: Any
@@ -147,7 +147,7 @@ def end_tiles(shared, step, nothing):
     _publish(shared.first, nothing)
     barriers.wait(Q_EMPTY_SECOND, ONE_CONSUMER_THREADS, PRODUCER_THREADS)
     _publish(shared.second, nothing)
-    # The consumers' last arrivals.
+    # Wait for the consumers' last arrivals.
     for stage in gl.static_range(STAGES):
         barriers.wait_at(V_EMPTY + stage, BOTH_CONSUMER_THREADS, PRODUCER_THREADS)
         barriers.wait_at(K_EMPTY + stage_of(step + 1 + stage), BOTH_CONSUMER_THREADS, PRODUCER_THREADS)

@@ -16,7 +16,7 @@ _WARPGROUP_TILES = ((512, 0), (512, 64))
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How a program is made.
+    """The tile sizes and compile options of a program.
 
     Attributes:
         block_h: query rows of a program.

@@ -1,4 +1,4 @@
-"""Sums of contributions to keys that queries selected, in the order of queries: bitwise the same in every run."""
+"""Sums of contributions to selected keys, in the order of queries, so that they are bitwise reproducible."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -16,15 +16,15 @@ from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.runtime.triton_kernel import kernel
 
 _MAX_GRID = _MAX_INT32 = 2**31 - 1
-# Keys that are sorted at once, where a piece has fewer: a sort of fewer does not fill a large GPU.
+# Minimum number of keys of a sort: several pieces are sorted together, because fewer keys do not fill a large GPU.
 SORTED_ENTRIES = 2**22
 # Entries of a program.
 _SEGMENT = 16
 
 
 def pieces(s_q: int, topk: int, block_n: int, scratch_rows: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """(first token, tokens, first slot, slots) of the launches of a kernel with a program for ``block_n`` of a token's
-    slots: within the largest grid and, if given, with a contribution for each of at most ``scratch_rows`` slots.
+    """(first token, tokens, first slot, slots) of the launches of a kernel in which a program processes ``block_n``
+    slots of a token. A launch has at most the maximum number of programs and, if given, ``scratch_rows`` slots.
     """
     slots_at_once = topk if scratch_rows is None else min(topk, scratch_rows)
     tokens_at_once = _MAX_GRID // -(-slots_at_once // block_n)
@@ -37,7 +37,7 @@ def pieces(s_q: int, topk: int, block_n: int, scratch_rows: int | None) -> Itera
 
 
 class KeySums:
-    """Adds contributions, one piece of query tokens after the other, to the rows of the keys that the tokens selected.
+    """Adds contributions to the rows of the selected keys, one piece of query tokens after the other.
 
     The keys of several pieces are sorted at once.
     """
@@ -45,16 +45,16 @@ class KeySums:
     def __init__(self, indices: torch.Tensor, lengths: torch.Tensor | None, total: torch.Tensor) -> None:
         """
         Args:
-            indices: [s_q, 1, topk]; those outside 0 to s_kv - 1 do not count.
-            lengths: [s_q]: how many of a token's indices count; None for all.
-            total: [s_kv, d], float32, contiguous: what is added to.
+            indices: [s_q, 1, topk]; values outside 0 to s_kv - 1 are ignored.
+            lengths: [s_q], the number of a token's indices that are used; None for all.
+            total: [s_kv, d], float32, contiguous; ``add`` adds to it.
         """
         self._indices, self._lengths, self._total = indices, lengths, total
         self._sorted: _SortedKeys | None = None
 
     def add(self, contributions: torch.Tensor, first_token: int, tokens: int, first_slot: int, slots: int) -> None:
-        """Add a piece. ``contributions``: [at least tokens · slots, d], float32, contiguous; rows whose index does not
-        count hold anything."""
+        """Add a piece. ``contributions``: [at least tokens · slots, d], float32, contiguous; rows of ignored indices
+        may hold any values."""
         piece = None if self._sorted is None else self._sorted.piece_of(first_token, tokens, first_slot, slots)
         if self._sorted is None or piece is None:
             self._sorted, piece = self._sort(first_token, tokens, first_slot, slots), 0
@@ -76,7 +76,7 @@ class KeySums:
         )
 
     def _sort(self, first_token: int, tokens: int, first_slot: int, slots: int) -> _SortedKeys:
-        """Sort the keys of the piece and of those like it that follow: by piece, then by key, then in order."""
+        """Sort the keys of this piece and of the following ones of the same size: by piece, then by key, stably."""
         s_kv = self._total.shape[0]
         pieces_at_once = min(
             SORTED_ENTRIES // (tokens * slots), _MAX_INT32 // (s_kv + 1), -(-self._indices.shape[0] // tokens)
@@ -96,8 +96,8 @@ class KeySums:
 
 
 class _SortedKeys(NamedTuple):
-    """The keys of pieces of ``piece_tokens`` tokens each (the last may have fewer), those of piece i plus
-    i · (s_kv + 1), and the place of each before the sort."""
+    """Sorted keys of pieces of ``piece_tokens`` tokens each (the last may have fewer), and the index of each before the
+    sort. The keys of piece i are increased by i · (s_kv + 1)."""
 
     keys: torch.Tensor
     order: torch.Tensor
@@ -108,7 +108,7 @@ class _SortedKeys(NamedTuple):
     slots: int
 
     def piece_of(self, first_token: int, tokens: int, first_slot: int, slots: int) -> int | None:
-        """The number of a piece, or None if it is not among these."""
+        """The index of a piece, or None if it is not among the sorted ones."""
         piece, rest = divmod(first_token - self.first_token, self.piece_tokens)
         whole = tokens == min(self.piece_tokens, self.tokens - piece * self.piece_tokens)
         same = rest == 0 and piece >= 0 and whole and (first_slot, slots) == (self.first_slot, self.slots)
@@ -129,14 +129,14 @@ def sum_by_key_kernel(
     WIDTH: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Add rows of ``contributions`` to rows of ``total``, those of a key one after the other: rows ``order`` - first to
-    rows ``sorted_keys`` - first_key, for the ``count`` entries of both from ``first`` on.
+    """For entries i from ``first`` to ``first`` + ``count`` - 1, add row order[i] - first of ``contributions`` to row
+    sorted_keys[i] - first_key of ``total``. The rows of a key are added one after the other.
 
-    A program adds the contributions to the keys whose first one is among its SEGMENT entries: most entries are not a
-    key's first, and a program for each would begin only to end. Keys from s_kv on select nothing.
+    A program processes the keys whose first entry is among its SEGMENT entries. (With a program for each entry, most
+    would exit at once, because most entries are not a key's first.) Keys from s_kv on are ignored.
 
-    Four rows of a key load at once, while the four before them are added in order: one row at a time, a key with many
-    rows would wait for memory once a row.
+    Four rows of a key are loaded while the previous four are added in order. Loaded one by one, each row would cost a
+    memory latency.
     """
     begin = first + tl.program_id(0) * SEGMENT
     end = first + count
@@ -168,7 +168,7 @@ def sum_by_key_kernel(
 
 @triton.jit
 def _rows_of(key, sorted_keys, order, position, first, end):
-    """Rows of the contributions at four positions, each -1 if it is not the key's."""
+    """Rows of the contributions at four positions, -1 for rows that do not belong to the key."""
     return (
         _row_of(key, sorted_keys, order, position, first, end),
         _row_of(key, sorted_keys, order, position + 1, first, end),

@@ -26,9 +26,9 @@ class RowCopy(NamedTuple):
 
     Attributes:
         unit: bytes, up to 16, that divide every address, stride and width; strides and widths are passed in this unit.
-        width: of a row, in units.
+        width: width of a row, in units.
         word: bytes of a word.
-        block_rows, block_words: of a program's tile.
+        block_rows, block_words: shape of a program's tile.
     """
 
     unit: int

@@ -24,7 +24,7 @@ class RecordForm(NamedTuple):
     """The constants of a format's records.
 
     Attributes:
-        head_dim, key_bits, value_bits, norm_offset, value_offset, scale_offset: of the format.
+        head_dim, key_bits, value_bits, norm_offset, value_offset, scale_offset: as in the format.
         codebook: positive centroids.
         align: alignment of all strides of the cache, in bytes.
         native: the GPU has e4m3 conversion instructions.

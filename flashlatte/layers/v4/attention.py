@@ -56,12 +56,12 @@ class V4Attention(nn.Module):
 
     Args:
         config: configuration of the layer.
-        backend: backend of the operations, "portable" or "reference"; None chooses for each.
-        dtype, device: of the parameters, which are not initialised. Norms, sinks and the compressor's position bias are
-            float32 in any case.
+        backend: backend of the operations, "portable" or "reference"; None selects one for each.
+        dtype, device: dtype and device of the parameters, which are not initialised. Norms, sinks and the compressor's
+            position bias are float32 in any case.
 
     Raises:
-        TypeError, ValueError: a config that is no ``V4Config``, an unknown backend or device.
+        TypeError, ValueError: a config that is not a ``V4Config``; an unknown backend or device.
     """
 
     config_type: ClassVar[type[V4Config]] = V4Config
@@ -138,22 +138,23 @@ class V4Attention(nn.Module):
         """Causal attention of packed sequences without a cache, with gradients of the input and of the parameters.
 
         Window and groups are attended to in one call of ``sparse_attention``. The indexer is trained by its loss alone,
-        which has gradients of the indexer's parameters only. Each token's position is that in its sequence. The
-        backends of operations are chosen by themselves.
+        which has gradients of the indexer's parameters only. A token's position is its index in its sequence. Backends
+        are selected automatically.
 
         Args:
             hidden: [tokens, hidden_size] in the parameters' dtype, or any dtype under autocast.
             cu_seqlens: int32 or int64 [n + 1], boundaries of the sequences, from 0.
             max_seqlen: tokens of the longest sequence.
-            dense: attend to every group in spite of an indexer, which then learns from all of them (the warm-up).
+            dense: attend to every group although the layer has an indexer, which then trains on all groups (the
+                warm-up).
 
         Returns:
-            The layer's output [tokens, hidden_size], the loss of its indexer, and the groups that it selected: rows of
-            the batch's groups, those of each sequence after each other.
+            The layer's output [tokens, hidden_size], the loss of its indexer, and the selected groups, as indices of
+            the batch's groups, which are ordered by sequence.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype, shape or device; a config with parts that have no
-                gradient.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a config with parts that have
+                no gradient.
         """
         config, weight = self.config, self.kv_proj.weight
         training.check_config(config)

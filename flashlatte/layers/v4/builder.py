@@ -49,7 +49,7 @@ class V4Builder:
         device: device of the caches.
         num_speculative_tokens: tokens of a step that may be rejected, for each request.
         limits: which requests of an unpadded step attend over a workspace.
-        backend: backend of the steps' operations; None chooses.
+        backend: backend of the steps' operations; None selects one.
     """
 
     def __init__(

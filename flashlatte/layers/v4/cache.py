@@ -16,7 +16,7 @@ from flashlatte.runtime import checks
 
 @dataclass(frozen=True)
 class V4Cache:
-    """The caches of one layer: None for groups in a layer without groups, and for the indexer in one without indexer.
+    """The caches of one layer; None for those of groups or of the indexer if the layer has none.
 
     Attributes:
         window: [pages, page_size, 1, width], keys of tokens.
@@ -65,9 +65,9 @@ class V4Cache:
 
         Args:
             config: configuration of the layer.
-            pages, page_size: of the cache of tokens, and of the cache of groups.
+            pages, page_size: number and size of the pages, in the cache of tokens and in the cache of groups.
             group_pages: pages of the cache of groups; ``pages`` if None.
-            state_pages, state_page_size: of the states.
+            state_pages, state_page_size: number and size of the pages of states.
             cache_format: by default DeepSeek-V4's own, for rows of 512 elements; unquantised formats fit any head_dim.
                 Index keys use the matching format.
             group_format: format of groups; ``cache_format`` if None. Another one is accepted beside ``v41`` only:

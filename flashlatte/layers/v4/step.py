@@ -231,10 +231,10 @@ class V4Step:
             shared_tokens: int32 or int64 [b], number of leading tokens of each request whose keys and groups are
                 cached already and may be read by others. For such a token only states are stored. A request can
                 therefore start with the last tokens of a prefix, as many as the next group needs.
-            backend: "portable" or "reference"; None chooses.
+            backend: "portable" or "reference"; None selects one.
 
         Raises:
-            TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other. On
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments. On
                 the CPU also positions beyond the tables' capacity; on a GPU the keys of such tokens are not stored.
         """
         checks.indices("request_ids", request_ids, ("T",))

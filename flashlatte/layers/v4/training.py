@@ -1,7 +1,7 @@
 """DeepSeek-V4's attention of a training step: over whole sequences, without a cache, with gradients.
 
 A query attends to a window of tokens, and to compressed groups of tokens, in one softmax with a sink. The indexer,
-which selects groups, has a graph of its own (``layers.training``).
+which selects groups, has a separate graph (``layers.training``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flashlatte.layers.weights import norm_weight
 from flashlatte.ops.indexer_loss import indexer_loss
 from flashlatte.ops.sparse_attention import sparse_attention
 
-# The parts of layers whose gradients are computed. q_b_norm is transformers', without a weight.
+# The submodules that training supports. q_b_norm is transformers', without a weight.
 _PARTS = {"q_a_proj", "q_a_norm", "q_b_proj", "q_b_norm", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj", "sinks"}
 _PARTS |= {"compressor"}
 _COMPRESSOR_PARTS = {"kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary_emb", "indexer", "q_b_proj", "scorer"}
-# The fields of configs that it reads.
+# The config fields that training supports.
 _FIELDS = {"hidden_size", "q_lora_rank", "num_attention_heads", "head_dim", "rope_dim", "o_groups", "o_lora_rank"}
 _FIELDS |= {"window", "ratio", "indexer", "rope", "rms_norm_eps"}
 _INDEXER_FIELDS = {"num_heads", "head_dim", "topk"}
@@ -42,8 +42,9 @@ class TrainingGroups(NamedTuple):
 
     Attributes:
         first: int64 [G], the first token of each group.
-        follows: bool [G], whether the group before it belongs to the same sequence.
-        key_start, key_end: int32 [T], the range of groups that each token sees: the complete ones of its sequence.
+        follows: bool [G], whether the previous group belongs to the same sequence.
+        key_start, key_end: int32 [T], the range of groups visible to each token: the complete groups of its sequence up
+            to the token.
     """
 
     first: torch.Tensor
@@ -53,7 +54,7 @@ class TrainingGroups(NamedTuple):
 
     @staticmethod
     def of(batch: TrainingBatch, ratio: int) -> TrainingGroups:
-        """Groups of ``ratio`` tokens. Tokens at the end of a sequence that are fewer form none."""
+        """Groups of ``ratio`` tokens. The remaining tokens at the end of a sequence are in no group."""
         boundaries, tokens = batch.cu_seqlens.long(), batch.key_start.shape[0]
         device = boundaries.device
         ends = ((boundaries[1:] - boundaries[:-1]) // ratio).cumsum(0)  # number of groups up to each sequence's last
@@ -76,17 +77,17 @@ class TrainingGroups(NamedTuple):
         return TrainingGroups(first, used & (place > 0), key_start, key_end)
 
     def all_visible(self) -> torch.Tensor:
-        """int32 [T, G]: every group that each token sees, and -1."""
+        """int32 [T, G]: all groups visible to each token, padded with -1."""
         group = torch.arange(self.first.shape[0], dtype=torch.int32, device=self.first.device)
         visible = (group >= self.key_start[:, None]) & (group < self.key_end[:, None])
         return torch.where(visible, group, -1)
 
 
 def window_tokens(batch: TrainingBatch, window: int, shown: torch.Tensor | None = None) -> torch.Tensor:
-    """int32 [T, window]: the tokens in each token's window, its own included, and -1.
+    """int32 [T, window]: the tokens in each token's window, including its own, padded with -1.
 
     Args:
-        shown: bool [T], False for tokens that no window holds; None: all tokens are shown.
+        shown: bool [T], False for tokens that are masked in all windows; None: none are.
     """
     token = torch.arange(batch.key_start.shape[0], dtype=torch.int32, device=batch.key_start.device)[:, None]
     columns = token + torch.arange(1 - window, 1, dtype=torch.int32, device=token.device)
@@ -114,16 +115,16 @@ def attend(
     Projections are called, so that their hooks run; the weights of norms and of ``o_a_proj`` are read. Under autocast
     products and attention are in autocast's dtype.
 
-    The target of the indexer's loss is the attention to the groups, within the softmax over window, groups and sink,
-    summed over heads and normalised (arXiv:2512.02556, equations 3 and 4, for DeepSeek-V4's attention).
+    The target of the indexer's loss is the probabilities of the groups, from the softmax over window, groups and sink,
+    summed over heads and normalised (arXiv:2512.02556, equations 3 and 4, applied to DeepSeek-V4's attention).
 
     Args:
         window: int32 [T, window], from ``window_tokens``.
-        groups: those of the layer's ratio; None for a layer without groups.
-        cosines, sines: [T, rope_dim / 2] of each token.
+        groups: the groups of the layer's ratio; None for a layer without groups.
+        cosines, sines: [T, rope_dim / 2], the rotation of each token.
         max_seqlen: tokens of the longest sequence, or more.
         counted: bool [T], the tokens in the indexer's loss; None: all.
-        dense: attend to every group in spite of an indexer, as in its warm-up, in which it learns from all groups.
+        dense: attend to every group although there is an indexer, as in its warm-up, which trains on all groups.
 
     Raises:
         TypeError, ValueError: a module with other parts than DeepSeek-V4's.
@@ -139,14 +140,13 @@ def attend(
 
     indices, rows, operands, selected = window, None, None, None
     indexer = None if groups is None else getattr(module.compressor, "indexer", None)
-    # Also where no gradient is recorded, as in the first pass of a reentrant checkpoint, which must have the same
-    # results.
-    learns = indexer is not None and requires_gradient(indexer)
+    # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
+    trains_indexer = indexer is not None and requires_gradient(indexer)
     if groups is not None and groups.first.shape[0]:
         rows = _compress(module.compressor, config, config.head_dim, hidden, groups, cosines, sines).to(dtype)
         sizes = config.indexer
         dense = dense or sizes is None or max_seqlen // config.ratio <= sizes.topk
-        if sizes is not None and (learns or not dense):
+        if sizes is not None and (trains_indexer or not dense):
             operands = _index_operands(indexer, config, sizes, hidden, q_latent, groups, cosines, sines, dtype)
             selected = None if dense else select(operands, groups, sizes.topk).squeeze(1)
         visible = groups.all_visible() if selected is None else selected
@@ -160,7 +160,7 @@ def attend(
     )
 
     loss = num_rows = None
-    if learns and operands is not None and groups is not None and rows is not None:
+    if trains_indexer and operands is not None and groups is not None and rows is not None:
         total = torch.logaddexp(lse, sinks).detach()
         seen = _seen_groups(groups, selected, counted)
         loss, num_rows = indexer_loss(
@@ -184,9 +184,9 @@ def _compress(
     cosines: torch.Tensor,
     sines: torch.Tensor,
 ) -> torch.Tensor:
-    """Rows [G, 1, head_dim] of the groups, normalised and rotated: means of their tokens, weighted for each element.
+    """Normalised and rotated rows [G, 1, head_dim] of the groups: elementwise weighted means over their tokens.
 
-    If groups overlap, a token has elements for its own group and, before them, for the next one.
+    If groups overlap, a token has elements for the next group, followed by elements for its own group.
     """
     check_names(module, _COMPRESSOR_PARTS)
     ratio, first = config.ratio, groups.first
@@ -226,7 +226,7 @@ def _index_operands(
 
 
 def _seen_groups(groups: TrainingGroups, selected: torch.Tensor | None, counted: torch.Tensor | None) -> dict[str, Any]:
-    """Arguments of ``indexer_loss``: a selection, or ranges; empty for tokens which do not count."""
+    """Arguments of ``indexer_loss``: a selection, or ranges; empty for tokens that are excluded from the loss."""
     if selected is None:
         end = groups.key_end if counted is None else torch.where(counted, groups.key_end, 0)
         return {"key_start": groups.key_start, "key_end": end}
@@ -254,7 +254,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_config(config: V4Config) -> None:
-    """Raise ValueError for a config with a field that has no gradient here, unless it has its default value."""
+    """Raise ValueError for a config field that training does not support, unless it has its default value."""
     check_fields(config, _FIELDS)
     if config.indexer is not None:
         check_fields(config.indexer, _INDEXER_FIELDS)

@@ -51,8 +51,8 @@ class V41Attention(V4Attention):
             step: the step's metadata, with groups of the layer's ratio.
             cache: the caches of this layer; groups of a layer that shares them are those of its ``kv_source``
                 (``allocate_caches``), which has run in this step.
-            selections: what the step's indexers have selected so far; this layer's indexer adds to it. None if the
-                layer reads nothing that another one stores or selects.
+            selections: the selections of the step's indexers so far; this layer's indexer adds to it. None if the layer
+                reads no groups or selections of another layer.
 
         Raises:
             TypeError, ValueError: arguments that do not fit the layer or each other; a source that has not run.
@@ -102,7 +102,7 @@ def _check_selections(config: V41Config, selections: SharedSelections, tokens: i
         selected = selections.groups.get(config.index_source)
         if selected is None or selected.counts.shape[0] != tokens:
             raise ValueError(
-                f"selections must hold what layer {config.index_source} selects for the step's {tokens} tokens, got "
+                f"selections must hold the groups of layer {config.index_source} for the step's {tokens} tokens, got "
                 f"{'nothing' if selected is None else f'{selected.counts.shape[0]} tokens'}"
             )
     if config.candidates is not None and not config.publishes_candidates:

@@ -40,8 +40,8 @@ class CandidateConfig:
 class V41Config(V4Config):
     """One layer. The computation is that of vLLM 0.33.
 
-    It differs from DeepSeek-V4's also in that groups do not overlap and have no position bias, index keys are projected
-    from groups, and heads of queries are not normalised. The defaults are no checkpoint's.
+    Other differences from DeepSeek-V4: groups do not overlap and have no position bias, index keys are projected from
+    groups, and heads of queries are not normalised. The defaults are not those of a checkpoint.
 
     Attributes:
         ratio: tokens of a group, 1 or 2; 0 in a layer with a window only.
@@ -169,7 +169,7 @@ def check_layers(layers: Sequence[V41Config]) -> None:
     """Check that the layers of a model store and select what later ones read.
 
     Raises:
-        ValueError: a source with another ratio, one that is no source, or without index keys.
+        ValueError: a source layer with another ratio, that stores no groups or has no indexer, or without index keys.
     """
     for number, config in enumerate(layers):
         if config.layer != number:
@@ -215,7 +215,7 @@ def _ratios(fields: Mapping[str, Any]) -> list[int]:
 
 
 def _sources(fields: Mapping[str, Any], name: str, count: int) -> list[int]:
-    """The source layers among the first ``count``; those behind are of layers that draft."""
+    """The source layers among the first ``count`` layers; later ones belong to draft layers (MTP)."""
     return sorted(source for source in fields.get(name) or () if source < count)
 
 

@@ -24,7 +24,7 @@ class V41GroupStep(GroupStep):
     rotated likewise.
 
     Args:
-        selections: what the step's indexers have selected so far.
+        selections: the selections of the step's indexers so far.
         arguments: as for ``GroupStep``.
     """
 
@@ -40,7 +40,7 @@ class V41GroupStep(GroupStep):
             self._side.run(self._store_and_select)
 
     def finish(self) -> SelectedGroups | None:
-        # A capture must not wait for a stream that it has given no work.
+        # During capture, do not join a side stream without captured work.
         if self._has_work:
             self._side.join()
         return None if self._config.index_source is None else self._selections.groups[self._config.index_source]
@@ -75,7 +75,7 @@ class V41GroupStep(GroupStep):
         kv, gate = self._projected.group_kv, self._projected.group_gate
         latents = kv.new_empty(1, kv.shape[0], 1, config.head_dim)
         weight = norm_weight(self._compressor, "kv_norm")
-        # Row 0 rotates by nothing, and positions beyond a table are clamped to it.
+        # Row 0 is no rotation; positions are clamped to the table's only row.
         unrotated = self._table[:1]
         slots = torch.arange(kv.shape[0], device=kv.device)
         if config.ratio == 1:

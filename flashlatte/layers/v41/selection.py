@@ -21,7 +21,7 @@ from flashlatte.ops.topk import topk
 
 @dataclass
 class SharedSelections:
-    """What the indexers of one step have selected, for the layers after them. Each step has its own.
+    """The selections of the indexers of one step, for later layers. Create one for each step.
 
     Attributes:
         caches: the caches of the layers that have stored groups.
@@ -44,7 +44,7 @@ class IndexQueries:
         keys: [pages, page_size, 1, width], one index key for each group.
         groups: the step's groups.
         topk: maximum number of groups that a query selects.
-        backend: backend of the operations; None chooses.
+        backend: backend of the operations; None selects one.
         workspace_bytes: maximum bytes of the logits that are computed at once.
     """
 

@@ -34,7 +34,7 @@ class PageBytes(NamedTuple):
     """One side of a copy. ``stride`` and ``first`` are in units of ALIGN bytes.
 
     Attributes:
-        first: of the bytes of a page.
+        first: first byte of a page that is copied.
         pages: the page of each pair.
         count: pages of the cache, beyond which a pair is skipped. ``memory`` may be scratch instead of the cache.
     """

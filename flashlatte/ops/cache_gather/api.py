@@ -48,7 +48,7 @@ def cache_gather(
         seq_ends: int32 or int64 [b], the end position of each request; rows of later tokens are not written.
         total_tokens: rows of the result. If None and ``out`` is None, cu_seqlens[b] is read from the device,
             which synchronises.
-        dtype: of the result, if ``out`` is None.
+        dtype: dtype of the result, if ``out`` is None.
         out: [rows, head_dim], bf16, fp16 or float32, with last stride 1. Rows from cu_seqlens[b] on are not written.
         backend: "portable" or "reference"; None selects one.
 

@@ -42,15 +42,16 @@ def compress(
 
     DeepSeek-V4's compressor. Group g of a request consists of its tokens g · ratio to (g + 1) · ratio - 1. Its row in
     channel c is Σ_t softmax_t(score[t, c] + ape[t mod ratio, c]) · kv[t, c]. The row is normalised (RMSNorm), its last
-    rope_dim elements are rotated in pairs (2i, 2i + 1) by position g · ratio, and it is quantised. All is computed in
-    float32. If kv is twice as wide as a row (ratio 4), the sum also runs over the preceding group: its tokens
-    contribute the first half of their elements, the group's own tokens the second half. Group 0 has no preceding group.
+    rope_dim elements are rotated in pairs (2i, 2i + 1) by position g · ratio, and it is quantised. Everything is
+    computed in float32. If kv is twice as wide as a row (ratio 4), the sum also runs over the preceding group: its
+    tokens contribute the first half of their elements, the group's own tokens the second half. Group 0 has no preceding
+    group.
 
     The tokens of a group may be split over several calls. Each call writes its last tokens to ``state_cache``, as
     float32 [kv, score + ape], from which later calls read them. A position is stored in column ``position //
     page_size`` of the request's table row, modulo the number of columns: a short table is a ring buffer. The ring must
     hold (1 + overlap) · ratio - 1 tokens, plus the tokens that may be rolled back (rejected drafts). A repeated
-    position overwrites its state. So a row is bitwise the same for every split of its tokens into calls.
+    position overwrites its state. A row is therefore bitwise identical for every split of its tokens into calls.
 
     Args:
         kv, score: [T, width], width being head_dim, or 2 · head_dim with overlap; bf16, fp16 or float32. T may be 0.

@@ -90,11 +90,11 @@ def dense_decode(
         empty_lse: lse of a query that has no visible key, inf or -inf; its out is 0.
         batch_invariant: make a request's result bitwise independent of the other requests of the batch.
         precision: None multiplies in q's dtype, to which e4m3 keys are converted exactly. "fp8" (float8_e4m3fn cache
-            only) multiplies in e4m3: each row of q is rounded to e4m3 with a scale, and so are the probabilities. Its
-            error is about 15 times that of None if the weights of a query are similar, 25 times if few keys dominate.
-            Sums have 14 bits on Hopper: values with a common sign lose 6% in 4,096 keys, and a third in 32,768
-            (docs/guide/numerics.md). Only "hopper" and "reference" have it. On
-            a GPU, the reference runs only if ``backend`` names it.
+            only) multiplies in e4m3: each row of q is rounded to e4m3 with its own scale, and the probabilities are
+            rounded too. The error is about 15 times that of None if the weights of a query are similar, and 25 times if
+            few keys dominate. Hopper's e4m3 sums have 14 bits: if the values have a common sign, the error is 6% with
+            4,096 keys and a third with 32,768 (docs/guide/numerics.md). Only "hopper" and "reference" implement it; on a
+            GPU, the reference runs only if ``backend`` names it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
@@ -190,7 +190,7 @@ def _dense_decode(params: DenseDecodeParams, backend: str) -> None:
 
 
 def _check_format(k_cache: object, head_dim: int) -> None:
-    """If the cache is in a format with scales, refer to the operation that reads it."""
+    """Raise an error that names ``sparse_decode`` if the cache is in a format with scales."""
     if isinstance(k_cache, torch.Tensor) and k_cache.dim() and k_cache.shape[-1] != head_dim:
         layouts = formats_of_width(k_cache)
         if layouts:

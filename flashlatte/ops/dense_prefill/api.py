@@ -81,10 +81,12 @@ def dense_prefill(
         deterministic: make dq, dk and dv bitwise reproducible. (out and lse always are.)
         out: [T_q, h, d_v] in q's dtype to write to; last stride 1. It must not share memory with an input. Must be None
             if gradients are recorded.
-        empty_lse: lse of a query that has no visible key, inf or -inf; its out and gradient are 0. NaN in such a query,
-            in the gradients of its out and lse, and in a key and value that no query sees reaches no result.
-        backend: "hopper", "portable" or "reference", forward and backward; None selects each, a name is obeyed or
-            refused. "hopper" has head dims from 64 to 256 by 8; with gradients, 192 / 128 and 128 / 128.
+        empty_lse: lse of a query that has no visible key, inf or -inf; its out and gradient are 0. NaN does not
+            propagate from such a query or the gradients of its out and lse, nor from a key and value that are visible
+            to no query.
+        backend: "hopper", "portable" or "reference", for forward and backward; None selects one for each; a named
+            backend that cannot run the call is an error. "hopper" supports head dims that are multiples of 8 from 64 to
+            256; with gradients, 192 / 128 and 128 / 128.
 
     Returns:
         out [T_q, h, d_v] in q's dtype, and lse (natural logarithm), float32 (float64 for float64) [T_q, h] with strides

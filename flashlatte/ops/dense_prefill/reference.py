@@ -87,8 +87,8 @@ def _blocks(params: DensePrefillParams) -> Iterator[tuple[slice, slice, torch.Te
 
 
 def _seen(x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Keys that are visible to a query, or queries that see a key (``visible`` transposed); zeros for the others, which
-    may have any value."""
+    """``x`` with zeros for keys that are visible to no query, or for queries without a visible key (``visible``
+    transposed): these may have any value."""
     return torch.where(visible.any(dim=0)[:, None, None], _wide(x), 0.0)
 
 

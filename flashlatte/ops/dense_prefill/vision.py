@@ -27,20 +27,20 @@ def vit_attention(
     Args:
         q: [T, h, d], or [b, s, h, d], whose first two axes are flattened to one list of patches; bf16, fp16 (float32
             and float64 on the reference).
-        k: of q's shape, except for its number of heads, which divides h.
+        k: same shape as q, except for its number of heads, which divides h.
         v: like k, with any head dim.
         cu_seqlens: int32 or int64 [images + 1], non-decreasing boundaries of the images. None: q has four axes, and
             each of its b rows is an image.
         max_seqlen: patches of the largest image: a number, or a one-element integer tensor, which is not read. It does
             not affect results. None means the number of patches.
         softmax_scale: above 0; d^-0.5 if None.
-        out: of q's shape with v's head dim, in q's dtype, to write to; last stride 1. Must be None if gradients are
+        out: same shape as q with v's head dim, in q's dtype, to write to; last stride 1. Must be None if gradients are
             recorded.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
     Returns:
-        Of q's shape with v's head dim, in q's dtype.
+        A tensor of q's shape, with v's head dim, in q's dtype.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.

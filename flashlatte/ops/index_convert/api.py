@@ -31,7 +31,7 @@ def to_cache_indices(
         block_table: int32 or int64 [b, max_pages]; both may be 0.
         page_size: tokens in a page.
         request_ids: int32 or int64 [T], the request of each row of ``positions``.
-        dtype: of the result. Caches of 2^31 tokens or more need int64.
+        dtype: dtype of the result. Caches of 2^31 tokens or more need int64.
 
     Returns:
         A tensor of the shape of ``positions``; -1 for a position outside the table, a negative page, a request id
@@ -159,7 +159,7 @@ def index_convert(
         compact: move the valid slots of each row to the front, keeping their order.
         return_counts: also return the number of valid slots.
         slots: [rows, sinks + window + n] int32 or int64 with last stride 1, to write to.
-        dtype: of the result, if ``slots`` is None.
+        dtype: dtype of the result, if ``slots`` is None.
         backend: "portable" or "reference"; None selects one.
 
     Returns:

@@ -53,8 +53,8 @@ class ContextRank(NamedTuple):
 
 
 class RowWorkspaces(NamedTuple):
-    """The workspace of each row: ids [rows], of ``count`` workspaces that begin at slots ``starts``. None: no row has
-    one."""
+    """The workspace of each row: ids [rows] below ``count``, and the first slot of each workspace, ``starts``. None: no
+    row has one."""
 
     ids: ElementPointer
     stride: Int64
@@ -64,7 +64,7 @@ class RowWorkspaces(NamedTuple):
 
 
 class ConvertedSlots(NamedTuple):
-    """slots [rows, width], and the number of each row's valid slots; None: not wanted."""
+    """slots [rows, width], and the number of each row's valid slots; None if it is not returned."""
 
     slots: Pointer
     stride: Int64

@@ -38,7 +38,7 @@ def index_convert(params: IndexConvertParams) -> None:
     request = (row // params.next_n if request_ids is None else request_ids.long()).unsqueeze(1)
     requests, max_pages = block_table.shape
 
-    local = Sharding(*params.sharding).local_positions(position)  # -1 for what another rank has
+    local = Sharding(*params.sharding).local_positions(position)  # -1 for tokens of other ranks
     column = local // page_size
     valid = (local >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
     page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()

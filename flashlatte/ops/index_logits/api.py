@@ -70,7 +70,7 @@ def index_logits(
         clean: write -inf where a query has no key. If False, these elements are undefined, or unchanged in ``out``.
         max_keys: None: a column for each key. An int, for compressed rows: column c is key max(key_start[i], 0) + c;
             keys from column ``max_keys`` on are dropped.
-        dtype: of the logits, float32 or bf16, if ``out`` is None.
+        dtype: dtype of the logits, float32 or bf16, if ``out`` is None.
         out: [M, N] or [M, max_keys], float32 or bf16 with last stride 1, to write to.
         backend: "hopper", "portable" or "reference"; None selects one.
 

@@ -21,10 +21,11 @@ class QueryLengths(NamedTuple):
     """The keys of paged queries.
 
     Attributes:
-        lengths: [requests, next_n] with ``per_query``: the number of keys of each query; else [requests]: of the last
-            query of a request, and each other query has one key fewer than the next. token_stride is then 0.
+        lengths: [requests, next_n] with ``per_query``: the number of keys of each query. Otherwise [requests]: the
+            number of keys of the last query of a request; each other query has one key fewer than the next, and
+            token_stride is 0.
         max_keys: maximum number of keys, limited by the block table and the logits.
-        next_n: queries of a request; ``group``: of a tile.
+        next_n: queries of a request; ``group``: queries of a tile.
     """
 
     lengths: ElementPointer

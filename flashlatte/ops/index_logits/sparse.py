@@ -28,29 +28,30 @@ def sparse_index_logits(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """``index_logits`` of candidate blocks alone, chosen by each query (DeepSeek-V4.1's two-level indexer).
+    """``index_logits`` for candidate blocks of keys, a list of blocks for each query (DeepSeek-V4.1's two-level
+    indexer).
 
     logits[i, j · block_size + o] = the score of query i and key first_key[i, j] + o, for o < num_keys[i, j]
 
     Args:
         q: [M, H, head_dim], float8_e4m3fn, bf16 or float32; H from 1 to 128, head_dim 32, 64 or 128. M may be 0.
-        k: index keys [N, head_dim] or [N, head_dim / 2], as ``index_logits`` takes them, counted by their row; or a
-            paged cache [pages, page_size, 1, width], as ``index_quantize`` wrote it, whose keys are counted by slot:
+        k: index keys [N, head_dim] or [N, head_dim / 2], as ``index_logits`` takes them, addressed by row; or a paged
+            cache [pages, page_size, 1, width], as ``index_quantize`` wrote it, whose keys are addressed by slot:
             page · page_size + offset.
         weights: float32 [M, H].
         first_key: int32 or int64 [M, S]: the first key of each block. Blocks may overlap and repeat.
-        num_keys: int32 or int64 [M, S]: how many keys of a block its query sees, cut to 0 to block_size.
-        block_size: keys, and columns, of a block.
-        k_scale: of contiguous keys, as ``index_logits`` takes them; None for a cache.
-        dtype: of the logits, float32 or bf16, if ``out`` is None.
+        num_keys: int32 or int64 [M, S]: number of visible keys of each block, clamped to 0 … block_size.
+        block_size: keys of a block, and columns of its logits.
+        k_scale: scales of contiguous keys, as for ``index_logits``; None for a cache.
+        dtype: dtype of the logits, float32 or bf16, if ``out`` is None.
         out: [M, S · block_size], float32 or bf16 with last stride 1, to write into.
-        backend: "portable" or "reference"; None chooses.
+        backend: "portable" or "reference"; None selects one.
 
     Returns:
-        logits [M, S · block_size]; -inf where a query sees no key, and for keys that are not in ``k``.
+        logits [M, S · block_size]; -inf for keys that are not visible or not in ``k``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.tensor("q", q, ("M", "H", "head_dim"), QUERY_DTYPES, may_be_empty=1)
     num_rows, heads, head_dim = q.shape

@@ -88,7 +88,7 @@ def index_gather(
         total_tokens: rows of the result.
         head_dim: values of a key.
         seq_starts: int32 or int64 [b], the first token of each request; 0 if None.
-        values, scales: to write to, contiguous; rows from cu_seqlens[b] on are not written.
+        values, scales: tensors to write to, contiguous; rows from cu_seqlens[b] on are not written.
         backend: "portable" or "reference"; None selects one.
 
     Returns:

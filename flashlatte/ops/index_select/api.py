@@ -39,8 +39,8 @@ def index_select(
         num_selected: 1 to 4096.
         workspace_bytes: maximum bytes of the logits of a chunk; a chunk has at least one row.
         indices: int32 [M, num_selected] to write to.
-        backend: of the logits: "hopper", "portable" or "reference"; None selects one. "reference" and "portable" also
-            apply to the top-k.
+        backend: backend of the logits: "hopper", "portable" or "reference"; None selects one. "reference" and
+            "portable" also apply to the top-k.
 
     Returns:
         int32 [M, num_selected]: positions relative to key_start, ascending, then -1. Ties are resolved in favour of the
@@ -59,7 +59,7 @@ def index_select(
             raise ValueError(f"{name} must have q's {rows} rows, got {value.shape[0]}")
     indices = _indices(indices, rows, num_selected, q)
     at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * max(num_keys, 1)))
-    # Also once without rows, because the operations check the arguments.
+    # At least one iteration, also without rows, because the operations check the arguments.
     for begin in range(0, max(rows, 1), at_a_time):
         part = slice(begin, begin + at_a_time)
         logits = index_logits(

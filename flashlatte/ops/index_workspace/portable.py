@@ -28,8 +28,8 @@ class GatheredLengths(NamedTuple):
 
 
 class WorkspaceLayout(NamedTuple):
-    """What a token attends to: up to ``topk`` groups of ``ratio`` tokens, and a window; and where these are in the
-    ``rows`` of its request."""
+    """The keys that a token attends to (up to ``topk`` groups of ``ratio`` tokens, and a window), and their positions
+    among the ``rows`` of its request."""
 
     topk: Int64
     window: Int64

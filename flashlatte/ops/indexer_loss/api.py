@@ -1,6 +1,7 @@
 """``indexer_loss``: its arguments, their checks, the choice of implementations, and its gradient.
 
-The loss is one number, so its gradients are computed with it, up to a factor. The backward pass multiplies them by it.
+The loss is a scalar, so the forward pass computes its gradients too, and the backward pass multiplies them by the
+incoming gradient.
 """
 
 from __future__ import annotations
@@ -66,18 +67,18 @@ def indexer_loss(
     group: dist.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL divergence of the indexer's softmax from the attention that it predicts, summed over queries; differentiable.
+    """KL divergence between the attention and the indexer's softmax, summed over queries; differentiable.
 
-    The loss of DeepSeek-V3.2's indexer (its technical report, dense warm-up and sparse training stage). Of each query,
-    over the keys that it sees: the target is the mean over heads of the attention probabilities, without a sink; the
-    prediction is the softmax of the index logits Σ_h index_weights[h] · relu(index_scale · index_q[h] · index_k[j]).
-    Gradients flow to index_q, index_k and index_weights. q, kv and the selection belong to the attention: they have no
-    gradient, and there is no second derivative.
+    The loss of DeepSeek-V3.2's indexer (its technical report, dense warm-up and sparse training stage). For each query,
+    the target is the mean over heads of the attention probabilities, without a sink; the prediction is the softmax of
+    the index logits Σ_h index_weights[h] · relu(index_scale · index_q[h] · index_k[j]). Both are over the keys that the
+    query attends to. Gradients flow to index_q, index_k and index_weights. q, kv and the selection have no gradient,
+    and there is no second derivative.
 
-    A query sees the keys that it selected (sparse stage), or a range of keys (warm-up): give either ``indices`` or
-    ``key_start`` and ``key_end``. Only a few queries at a time are computed, so that memory does not grow with queries
-    times keys. If an input requires a gradient, the gradients are computed with the loss and kept, in the size of
-    index_q, index_k and index_weights; q, kv and the selection are not kept.
+    A query attends to the keys that it selected (sparse stage), or to a range of keys (warm-up): pass either
+    ``indices`` or ``key_start`` and ``key_end``. Queries are processed in blocks, so memory does not grow with queries
+    times keys. If an input requires a gradient, the forward pass computes the gradients of index_q, index_k and
+    index_weights and keeps them for the backward pass; q, kv and the selection are not kept.
 
     Args:
         index_q: [s_q, h_i, d_i], bf16, fp16, or float32 and float64 (reference only). d_i is 128 in DeepSeek-V3.2.
@@ -89,32 +90,33 @@ def indexer_loss(
         lse: float32 (float64 for float64) [s_q, h_q], natural logarithm, of the attention of q over the same keys with
             the same softmax_scale, as ``sparse_attention`` returns it. Computed if None, which costs another pass over
             q and kv.
-        topk_length: int32 or int64 [s_q], with ``indices``: only the first so many indices of a query count.
-        key_start, key_end: int32 or int64 [s_q], without ``indices``: a query sees keys key_start to key_end - 1.
-        softmax_scale: of the attention, above 0; d^-0.5 if None.
-        index_scale: of the index scores, above 0; d_i^-0.5 if None.
+        topk_length: int32 or int64 [s_q], with ``indices``: the number of indices that count, from the first; all if
+            None.
+        key_start, key_end: int32 or int64 [s_q], without ``indices``: a query attends to keys key_start to key_end - 1.
+        softmax_scale: scale of the attention scores, above 0; d^-0.5 if None.
+        index_scale: scale of the index scores, above 0; d_i^-0.5 if None.
         use_relu: False omits the relu, as GLM-5's training may.
-        deterministic: the gradient of index_k is bitwise the same from run to run with ``indices`` too. (Everything
-            else always is, also the gradient of index_k without ``indices``.) By default float32 atomics sum it.
-            Deterministic sums take up to 256 MiB of scratch and, for each 256 MiB of contributions
-            (4 · s_q · topk · d_i bytes in all), a sort and two launches.
-        group: a process group of torch.distributed whose ranks have different heads of the attention (tensor
-            parallelism). The probabilities are summed over the ranks before they are normalized, so that the target is
-            the mean over the heads of all ranks: an all-reduce in place for each block of queries, 4 · s_q · keys bytes
-            in all. index_q, index_k, index_weights, the selection and all other arguments but q, kv and lse must be
-            the same on every rank; so are then the results and the gradients, which must not be summed over these
-            ranks. The numbers of heads may differ. A rank that does not make the call lets the others wait until the
-            group's timeout.
-        backend: "hopper", "portable" or "reference"; None chooses, a name is obeyed or refused. "hopper" takes
-            head dims 576 and 512 and up to 128 heads.
+        deterministic: make the gradient of index_k bitwise reproducible with ``indices`` too. By default float32
+            atomics sum it. (All other results are always reproducible, including the gradient of index_k without
+            ``indices``.) Deterministic sums take up to 256 MiB of scratch and, for each 256 MiB of contributions (4 ·
+            s_q · topk · d_i bytes in total), a sort and two launches.
+        group: a process group of torch.distributed whose ranks have different attention heads (tensor parallelism).
+            The probabilities are summed over the ranks before they are normalized, so that the target is the mean over
+            the heads of all ranks: an in-place all-reduce for each block of queries, 4 · s_q · keys bytes in total. All
+            arguments except q, kv and lse must be the same on every rank. The results and gradients are then the same
+            too, and must not be summed over these ranks. The number of heads may differ between ranks. If a rank does
+            not make the call, the others wait until the group's timeout.
+        backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
+            error. "hopper" supports head dims 576 and 512 and up to 128 heads.
 
     Returns:
-        The sum of the divergences, float32 (float64 for float64), and the number of queries that see a key, int64; both
-        0-dimensional. Their quotient is the mean over queries; sums of several ranks add up.
+        The sum of the divergences, float32 (float64 for float64), and the number of queries with at least one key,
+        int64; both 0-dimensional. Their quotient is the mean over queries. Over several ranks, sum both before
+        dividing.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each other;
-            a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
+            backend that cannot run the call.
     """
     dtypes = (*checks.FLOAT_DTYPES, torch.float64)
     checks.tensor("index_q", index_q, ("s_q", "h_i", "d_i"), dtypes)
@@ -236,7 +238,7 @@ def _indexer_loss_backward(
     k_dtype: torch.dtype,
     weights_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of the loss times that of its sum, in the dtypes of the tensors that they belong to."""
+    """The saved gradients times the incoming gradient of the loss, in the dtypes of the inputs."""
     gradients = _fake_backward(d_loss, d_index_q, d_index_k, d_index_weights, q_dtype, k_dtype, weights_dtype)
     for result, of_sum in zip(gradients, (d_index_q, d_index_k, d_index_weights), strict=True):
         # Not 0-dimensional: PyTorch would round such a factor to bf16.

@@ -1,7 +1,7 @@
 """The indexer's loss in plain PyTorch, a few query tokens at a time: the specification.
 
-Of a query, over the keys that it sees (a selection, or a range): the target t is the mean over heads, those of every
-rank of a group, of the attention probabilities, the prediction p the softmax of the index logits
+For each query, over the keys that it attends to (a selection, or a range): the target t is the mean of the attention
+probabilities over the heads of all ranks of the group, the prediction p is the softmax of the index logits
 I[j] = Σ_h w[h] · relu(index_scale · qI[h] · kI[j]), and the loss is KL(t ‖ p) = Σ_j t[j] (log t[j] - log p[j]). Its
 gradient with respect to a logit is p - t.
 """
@@ -48,8 +48,8 @@ class IndexerLossParams(NamedTuple):
 
 
 class IndexerLossResults(NamedTuple):
-    """The sum of the loss, its number of rows, and the gradients of the sum, contiguous; these are not written unless
-    ``with_gradient``. Those of index_k and index_weights are in float32, or float64 for float64."""
+    """The summed loss, the number of rows, and the gradients of the sum, contiguous. The gradients are written only
+    ``with_gradient``; those of index_k and index_weights are float32, or float64 for float64."""
 
     loss: torch.Tensor
     num_rows: torch.Tensor
@@ -59,13 +59,13 @@ class IndexerLossResults(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """The keys that some queries see.
+    """The keys of a block of queries.
 
     Attributes:
         rows: the queries.
-        selected: [rows, keys], the keys of the selection, 0 for those that select nothing; None for ranges.
-        visible: [rows, keys].
-        keys, index_keys: [rows, keys, d] of kv and of index_k, 0 for a key that no query sees.
+        selected: [rows, keys], the selected rows of kv, 0 for invalid indices; None for ranges.
+        visible: [rows, keys], whether the query attends to the key.
+        keys, index_keys: [rows, keys, d] of kv and of index_k, 0 for keys that no query attends to.
     """
 
     rows: slice
@@ -77,7 +77,7 @@ class SeenKeys(NamedTuple):
 
 @torch.no_grad()
 def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -> None:
-    """Deterministic either way."""
+    """Write ``results``. Deterministic, also without ``deterministic``."""
     index_q, index_k, index_weights, q, kv = params[:5]
     lse, indices = params.lse, params.indices
     loss, num_rows, d_index_q, d_index_k, d_index_weights = results
@@ -139,7 +139,7 @@ def _add_gradient_of_keys(
         return
     d_keys = torch.einsum("shn,shd->snd", d_scores, index_query)
     d_keys = torch.where(seen.visible.unsqueeze(-1), d_keys, 0.0)
-    # On a GPU index_add_ sums by atomics, on the CPU index_put_ does; the other of the two has a fixed order.
+    # index_add_ uses atomics on a GPU, and index_put_ does on the CPU; the other one has a fixed order there.
     if total.is_cuda:
         total.index_put_((seen.selected.flatten(),), d_keys.flatten(0, 1), accumulate=True)
     else:
@@ -147,7 +147,8 @@ def _add_gradient_of_keys(
 
 
 def _queries_at_once(index_q: torch.Tensor, q: torch.Tensor, width: int) -> int:
-    """Independent of the number of heads of q, which may differ between ranks that sum the same blocks."""
+    """Queries of a block. Independent of the number of heads of q, which may differ between ranks that sum the same
+    blocks."""
     numbers = index_q.shape[1] + q.shape[2] + index_q.shape[2]
     return max(1, BLOCK_BYTES // (4 * max(width, 1) * numbers))
 
@@ -169,7 +170,7 @@ def _blocks(params: IndexerLossParams, step: int, dtype: torch.dtype) -> Iterato
             assert key_start is not None
             assert key_end is not None
             visible = (position >= key_start[rows, None]) & (position < key_end[rows, None])
-            # Keys that no query of the block sees may hold anything.
+            # Keys that no query of the block attends to may be NaN.
             seen = visible.any(dim=0)[:, None]
             keys, index_keys = (torch.where(seen, x.to(dtype), 0.0)[None] for x in (kv[:, 0], index_k))
             keys, index_keys = (x.expand(visible.shape[0], -1, -1) for x in (keys, index_keys))

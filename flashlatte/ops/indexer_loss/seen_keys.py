@@ -1,5 +1,5 @@
-"""Which keys a query sees, by slots: positions in its list of indices, or key numbers if it sees a range; and the rows
-of queries and keys."""
+"""The keys of a query by slots, and the rows of queries and keys. A slot is a position in the query's list of indices,
+or the key itself if the query attends to a range."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -19,7 +19,7 @@ class SlotRanges(NamedTuple):
     """The slots of tokens, and the keys in them.
 
     Attributes:
-        ranges: int32 [2, s_q]: the first slot of each token that counts, and the slot after the last one.
+        ranges: int32 [2, s_q]: the first slot of each token's keys, and the slot after the last one.
         indices: [s_q, 1, topk], or None: a slot is a key.
         width: number of slots of a token.
     """
@@ -70,17 +70,17 @@ def query_offset(rows, token, head):
 
 @triton.jit
 def slot_range(slots, token):
-    """(begin, end) of the slots of a token that count."""
+    """(begin, end) of the slots of a token's keys."""
     return tl.load(slots.ranges + token), tl.load(slots.ranges + slots.s_q + token)
 
 
 @triton.jit
 def keys_at(slot, begin, end, slots, token):
-    """(keys, whether the token sees them) at ``slot``; key 0 where it does not."""
+    """(keys, whether the token attends to them) at ``slot``; key 0 for masked slots."""
     seen = (slot >= begin) & (slot < end)
     key = slot
     if slots.indices is not None:
-        # In bounds for every slot: with a mask Triton would not load a step ahead.
+        # Clamped to be in bounds for every slot: Triton does not pipeline a masked load here.
         row = slots.indices + token * slots.indices_stride
         key = tl.load(row + tl.minimum(slot, slots.width - 1))
         seen = seen & within(key, slots.s_kv)

@@ -321,8 +321,8 @@ def merge_kernel(
     have the strides of their lses, or are None (``MergeState``).
 
     ``strides`` are, for each part and then for the outputs, 2s + 3 of the strides s of out's leading axes (in units of
-    CONFIG.align elements), of lse's axes and of out's last axis. Rows without context are the last of all parts as it
-    is, which is the last one here if CONFIG.has_last.
+    CONFIG.align elements), of lse's axes and of out's last axis. Rows without context are copied from the last of all
+    parts, which is the last part of this launch if CONFIG.has_last.
     """
     D: tl.constexpr = CONFIG.d
     PARTS: tl.constexpr = CONFIG.parts

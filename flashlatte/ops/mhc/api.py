@@ -104,7 +104,7 @@ def mhc_post(
     It has no backward pass, and warns once if gradients are enabled and an input requires one.
 
     Args:
-        result: [T, hidden_size], of the layer; bf16, fp16 or float32, contiguous. T may be 0.
+        result: [T, hidden_size], the layer's output; bf16, fp16 or float32, contiguous. T may be 0.
         streams: [T, n, hidden_size] before the layer, likewise.
         shares: float32 [T, n], contiguous, as returned by ``mhc_pre``.
         mixture: float32 [T, n, n], likewise.

@@ -74,7 +74,7 @@ def mhc_post(
 
 
 def _unit(*rows: torch.Tensor) -> int:
-    """The largest number of elements, up to 16 bytes, of which the addresses and widths of all rows are multiples."""
+    """The largest number of elements, up to 16 bytes, that divides the addresses and widths of all rows."""
     return min(alignment_elements(x, x.shape[-1]) for x in rows)
 
 

@@ -70,7 +70,7 @@ def pack_seq_kernel(
     source = words_at(x.start, tl.where(found, token, 0) * x.stride, x.align)
     # [block_rows, block_words]
     words = tl.load(source[:, None] + word, mask=found[:, None] & in_row, other=0)
-    # If words have one byte, each takes its byte of the four.
+    # A one-byte word takes the byte of ``pad`` at its position.
     padding = (pad >> (8 * (word % (5 - COPY.word))).to(tl.int64)).to(words.dtype)
     target = words_at(out, row * COPY.width, COPY.unit)
     tl.store(target[:, None] + word, tl.where(found[:, None], words, padding), mask=in_use[:, None] & in_row)

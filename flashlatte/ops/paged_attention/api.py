@@ -120,8 +120,8 @@ def paged_attention(
         causal: a query attends to no key after its position.
         window: None; an int w ≥ 1: a query attends to its position and the w - 1 before it; or a pair (left, right): it
             attends to p - left to p + right, -1 for unbounded. ``causal`` limits right to 0. NaN in a key or value that
-            is masked for all queries of a request reaches no output; NaN in a value that is visible to another query of
-            the request may.
+            is masked for all queries of a request does not propagate; NaN in a value that is visible to one query of
+            the request may propagate to its other queries.
         prefix_ranges: int32 or int64 [b, r, 2], first and last position of ranges (such as images) within which every
             query attends to every key, regardless of ``causal`` and ``window``. A range whose last position is before
             its first is empty.

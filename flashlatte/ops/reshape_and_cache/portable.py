@@ -31,10 +31,10 @@ class KeyValueForm(NamedTuple):
     """The constants of keys or of values.
 
     Attributes:
-        width, block: of a row, and of its tile.
+        width, block: elements of a row, and columns of its tile.
         piece: adjacent elements of a cached row, the last axis of the cache.
         cache_align: divisor of the cache's strides, in elements.
-        dtype: of a cache of bytes, None for others; ``largest``: its largest value.
+        dtype: dtype of a one-byte cache, None for others; ``largest``: its largest value.
         writes_scale: the scale of each row is computed and written.
     """
 

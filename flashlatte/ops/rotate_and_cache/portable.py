@@ -37,7 +37,7 @@ class RotateAndCacheConfig(NamedTuple):
     """Constants of the kernel.
 
     Attributes:
-        head_dim, rope_dim: of a row, and of its rotated part.
+        head_dim, rope_dim: elements of a row, and of its rotated part.
         norm: the heads of queries are normalised.
         row_bytes: the encoding of a key.
         block_h: heads of a program.

@@ -52,36 +52,37 @@ def sparse_attention(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of many query tokens, each over the tokens of a contiguous latent that it selected; differentiable.
+    """Attention of many query tokens, each over selected tokens of a contiguous latent; differentiable.
 
-    ``sparse_prefill`` with gradients: a key is a row of ``kv``, a value its first ``d_v`` elements. Gradients flow to
-    q, kv and attn_sink from out and from lse; indices and lengths have none, and there is no second derivative. The
-    backward pass computes probabilities again from lse (arXiv:2307.08691, §2.3.2).
+    ``sparse_prefill`` with gradients: a key is a row of ``kv``, a value its first ``d_v`` elements. Gradients flow from
+    out and lse to q, kv and attn_sink; indices and lengths have none, and there is no second derivative. The backward
+    pass recomputes the probabilities from lse (arXiv:2307.08691, §2.3.2).
 
     Args:
         q: [s_q, h_q, d], bf16, fp16, or float32 and float64 (reference only); s_q may be 0. d is 576 or 512 in MLA.
         kv: [s_kv, 1, d] in q's dtype.
-        indices: int32 or int64 [s_q, 1, topk], topk at least 1, of any length. Any value outside 0 to s_kv - 1 selects
-            nothing; a token selected twice counts twice, also in its gradient.
-        topk_length: int32 or int64 [s_q]: only the first so many indices of a query count; all if None.
+        indices: int32 or int64 [s_q, 1, topk], topk ≥ 1. A value outside 0 to s_kv - 1 selects nothing; a token
+            selected twice counts twice, also in its gradient.
+        topk_length: int32 or int64 [s_q]: the number of indices that count, from the first; all if None.
         attn_sink: float32 (float64 for float64) [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include
             it.
         softmax_scale: above 0; d^-0.5 if None.
         d_v: width of a value, at most d.
-        deterministic: dq, dkv and the gradient of attn_sink are bitwise the same from run to run. (out and lse always
-            are.) By default float32 atomics sum dkv. Deterministic sums take up to 256 MiB of scratch ("hopper": 320
-            MiB), two launches for each such piece of contributions (4 · s_q · topk · d bytes in all), and a sort for
-            each four million indices, with about 40 bytes for each of these.
-        backend: "hopper", "portable" or "reference", forward and backward; None chooses each, a name is obeyed or
-            refused. The backward pass of "hopper" takes up to 128 heads, and allocates up to 256 MiB of scratch more.
+        deterministic: make dkv bitwise reproducible. By default float32 atomics sum it. (out, lse, dq and the gradient
+            of attn_sink are always reproducible.) Deterministic sums take up to 256 MiB of scratch ("hopper": 320
+            MiB), two launches for each such piece of contributions (4 · s_q · topk · d bytes in total), and a sort for
+            each four million indices, which takes about 40 bytes per index.
+        backend: "hopper", "portable" or "reference", for both passes; None selects one for each; a named backend that
+            cannot run the call is an error. The backward pass of "hopper" supports up to 128 heads, and takes up to
+            256 MiB more of scratch.
 
     Returns:
-        out [s_q, h_q, d_v] in q's dtype, and lse, natural logarithm over the selected keys, float32 (float64 for
-        float64) [s_q, h_q]. A query that selects nothing has out 0, lse -inf, and gives no gradient.
+        out [s_q, h_q, d_v] in q's dtype, and lse (natural logarithm) over the selected keys, float32 (float64 for
+        float64) [s_q, h_q]. A query that selects nothing has out 0 and lse -inf, and contributes no gradient.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape, stride or device, or that contradict each
-            other; a backend that cannot serve the call.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
+            backend that cannot run the call.
     """
     check_operands(q, kv, indices, topk_length, attn_sink, d_v, (*checks.FLOAT_DTYPES, torch.float64))
     h_q, head_dim = q.shape[1:]

@@ -12,8 +12,8 @@ GATHERED_BYTES = 64 * 2**20
 
 
 class SparseAttentionBackwardParams(NamedTuple):
-    """Gradients of the results, and arguments and results of the forward pass. ``dout``, ``dlse``, ``out`` and ``lse``
-    are contiguous."""
+    """Gradients of the forward results, and the arguments and results of the forward pass. ``dout``, ``dlse``, ``out``
+    and ``lse`` are contiguous."""
 
     dout: torch.Tensor
     dlse: torch.Tensor | None
@@ -38,11 +38,11 @@ class SparseAttentionGradients(NamedTuple):
 
 @torch.no_grad()
 def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGradients) -> None:
-    """With P the probabilities over the selected keys and w = e^lse / (e^lse + e^sink), 1 without a sink, out = w P V:
+    """Write ``gradients``. Deterministic, also without ``deterministic``.
+
+    With P the probabilities over the selected keys and w = e^lse / (e^lse + e^sink), 1 without a sink, out = w P V:
     dP = dO Vᵀ, dS = P (w dP - (w Σ out · dO - dlse)), dQ = scale dS K, dK = scale dSᵀ Q, dV = w Pᵀ dO, and
     d_sink = -(1 - w) Σ out · dO, summed over queries (arXiv:2307.08691, §2.3.2, with w for the sink).
-
-    Deterministic either way.
     """
     dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, softmax_scale, _ = params
     dq, dkv, d_sink = gradients
@@ -63,7 +63,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
         selected = torch.where(visible, selected, 0)
         keys = torch.where(visible.unsqueeze(-1), kv[selected, 0].to(wide), 0.0)  # [tokens, topk, d]
 
-        # A query without keys has a constant output: its gradients are 0 whatever those of out and lse are.
+        # The output of a query without keys is constant, so its gradients are 0, also if dout or dlse is NaN.
         has_keys = visible.any(dim=-1)[:, None]
         query = q[tokens].to(wide)
         d_rows = torch.where(has_keys.unsqueeze(-1), dout[tokens].to(wide), 0.0)
@@ -85,7 +85,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
         d_keys = torch.einsum("shn,shd->snd", scaled_ds, query)
         d_keys[..., :d_v] += torch.einsum("shn,shd->snd", p * w.unsqueeze(-1), d_rows)
         d_keys = torch.where(visible.unsqueeze(-1), d_keys, 0.0)
-        # On a GPU index_add_ sums by atomics, on the CPU index_put_ does; the other of the two has a fixed order.
+        # index_add_ uses atomics on a GPU, and index_put_ does on the CPU; the other one has a fixed order there.
         if dkv_sum.is_cuda:
             dkv_sum.index_put_((selected.flatten(),), d_keys.flatten(0, 1), accumulate=True)
         else:

@@ -1,4 +1,4 @@
-"""What the backward kernels share: the selection, and the sums of each row (a token's head) that they begin with."""
+"""The selection, and the sums of each row (a token's head) that the backward kernels read."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -79,7 +79,7 @@ def row_sums_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Of each row (a token's head), in ``sums`` [4, rows]: lse in base 2, w, w Σ out · dout - dlse, and the row's term
+    """Write ``sums`` [4, rows]; a row is a head of a token: lse in base 2, w, w Σ out · dout - dlse, and the row's term
     of the sink's gradient. A row without keys has +inf, 0, 0, 0.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def row_sums_kernel(
         head = row % h_q
         weight = sink_weight(attn_sink, sink_stride, head, in_use, lse2, is_empty)
         sink2 = tl.load(attn_sink + head * sink_stride, mask=in_use, other=0.0) * LOG2_E
-        # 1 - w, without the cancellation where w is near 1.
+        # 1 - w, without cancellation where w is near 1.
         d_sink = -delta / (1.0 + tl.exp2(lse2 - sink2))
     delta *= weight
     if dlse is not None:

@@ -102,11 +102,12 @@ def sparse_decode(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few query tokens per request over the cache tokens that each query token selected.
+    """Attention of a few query tokens per request over the cache tokens that are selected for each query token.
 
     A key is a dequantised cache row, a value its first ``head_dim_v`` elements. There is no causal mask: the indices
-    are the mask. A second cache with its own indices (DeepSeek-V4's compressed tokens, next to its window) joins the
-    same softmax. It has no backward pass, and warns once if gradients are enabled and an input requires one.
+    determine the visible keys. A second cache with its own indices (DeepSeek-V4's compressed tokens, next to its
+    window) is part of the same softmax. It has no backward pass, and warns once if gradients are enabled and an input
+    requires one.
 
     The reference computes with float32 keys. Kernels round the keys of a format with scales to bf16, also for fp16
     queries. This is exact if scales are powers of two; else the error of a score, and of the lse, is at most 2^-9 ·
@@ -118,9 +119,9 @@ def sparse_decode(
         k_cache: [pages, page_size, 1, width] of any page size, in format ``v32``, ``model1``, ``v41``, ``v41_fp4``,
             ``bf16``, ``fp16`` or ``fp32``; on the reference also ``nvfp4_ds_mla``.
         indices: int32 or int64 [b, s_q, topk], topk ≥ 1: page · page_size + offset. A value outside the cache, such as
-            -1, selects nothing; a token selected twice counts twice.
-        cache_format: of k_cache; None infers it.
-        topk_length: int32 or int64 [b] or [b, s_q]: the number of indices that count, from the first; all if None.
+            -1, selects nothing; a token that is selected twice is attended to twice.
+        cache_format: format of k_cache; None infers it.
+        topk_length: int32 or int64 [b] or [b, s_q]: only the first topk_length indices are used; all if None.
         attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it. -inf has no
             effect; +inf makes out 0.
         extra_k_cache: a second cache in the same format, or in ``v41_fp4`` if k_cache is ``v41``; its page size may

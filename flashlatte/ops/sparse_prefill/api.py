@@ -66,12 +66,12 @@ def sparse_prefill(
         out: [s_q, h_q, d_v] in q's dtype to write to; last stride 1. It must not share memory with an input.
         empty_lse: lse of a query that selects nothing, inf or -inf; its out is 0 and its max_logits -inf.
         precision: None multiplies in q's dtype. "fp8" multiplies in e4m3: kv is rounded to e4m3 with one scale, each
-            row of q with a scale of its own, and so are the probabilities. The scale of kv follows the largest finite
-            value in any of its rows, also of those that no index selects: a huge one makes all others imprecise. Its
-            error is about 20 times that of None if the weights of a query are similar, 35 times if few keys dominate.
-            Sums have 14 bits on Hopper: values with a common sign lose 1 to 3% with 2,048 indices
-            (docs/guide/numerics.md). Only "hopper" and "reference" have it. On
-            a GPU, the reference runs only if ``backend`` names it.
+            row of q with its own scale, and the probabilities are rounded too. The scale of kv is determined by the
+            largest finite value in any row, selected or not: a very large value makes all others imprecise. The error
+            is about 20 times that of None if the weights of a query are similar, and 35 times if few keys dominate.
+            Hopper's e4m3 sums have 14 bits: if the values have a common sign, the error is 1 to 3% with 2,048 indices
+            (docs/guide/numerics.md). Only "hopper" and "reference" implement it; on a GPU, the
+            reference runs only if ``backend`` names it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
@@ -153,7 +153,7 @@ def check_operands(
     d_v: int,
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Check the operands, which ``sparse_attention`` has too. ``dtypes``: those of q."""
+    """Check the operands; shared with ``sparse_attention``. ``dtypes``: accepted dtypes of q."""
     checks.tensor("q", q, ("s_q", "h_q", "d"), dtypes, may_be_empty=1)
     s_q, h_q, head_dim = q.shape
     device = q.device

@@ -40,7 +40,7 @@ from flashlatte.runtime.triton_kernel import kernel
 
 
 class TokenSelections(NamedTuple):
-    """The indices [s_q, 1, topk] of query tokens, and how many of them count; ``lengths`` None: all."""
+    """The indices [s_q, 1, topk] of query tokens, and the number of them that are used; ``lengths`` None: all."""
 
     indices: ElementPointer
     indices_stride: Int64

@@ -48,7 +48,7 @@ def turboquant_gather(
         head_dim: elements of a key and of a value.
         cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; None infers it from the width of a record.
         seq_starts: int32 or int64 [b], the first token of each request; 0 if None.
-        dtype: of the result: bf16, fp16 or float32.
+        dtype: dtype of the result: bf16, fp16 or float32.
         key, value: [total_tokens, h_kv, head_dim] in ``dtype`` with last stride 1, to write to. Rows from cu_seqlens[b]
             on are not written.
         backend: "portable" or "reference"; None selects one.

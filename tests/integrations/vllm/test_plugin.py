@@ -114,7 +114,7 @@ def test_models_that_take_no_backend_are_refused_with_ours(configurations):
     table, done = configurations
     compat.configure_models(support.V41_MODELS, before=refuse_v41)
     for architecture in support.V41_MODELS:
-        with pytest.raises(ValueError, match=r"CUSTOM is FlashLatte: DeepSeek-V4\.1 is vLLM's own"):
+        with pytest.raises(ValueError, match=r"CUSTOM is FlashLatte: DeepSeek-V4\.1 runs with vLLM's own"):
             table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
     assert done == []
 
@@ -153,7 +153,7 @@ def test_dots3_is_refused_with_ours(configurations):
     table, done = configurations
     compat.configure_models(support.DOTS3_MODELS, before=lambda c, _: support.refuse(c, support.DOTS3_UNSUPPORTED))
     (architecture,) = support.DOTS3_MODELS
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: dots3's layers name vLLM's own attention classes"):
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: dots3's layers use vLLM's own attention classes"):
         table[architecture].verify_and_update_config(_with_backend("CUSTOM"))
     table[architecture].verify_and_update_config(_with_backend("TRITON_MLA"))
     assert done == ["base"]

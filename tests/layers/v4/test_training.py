@@ -226,5 +226,5 @@ def test_errors_name_the_argument(change, error, message):
 def test_what_has_no_gradient_is_refused():
     _, _, layer = layers_of(COMPRESSING)
     layer.compressor.gate = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"^module must have no parts but those that train, got gate"):
+    with pytest.raises(ValueError, match=r"^module must have only parts that training supports, got gate"):
         layer.forward_training(hidden_of(), boundaries(), max(LENGTHS))

@@ -84,14 +84,14 @@ def test_sources_that_have_not_run():
     model = Model(FIELDS, v41_reference.random_weights(FIELDS, 0), 1, 8)
     hidden, step = hidden_states(FIELDS, [5], 0), model.step([(0, 5)])
     for layer, message in (
-        (SHARING, "^selections must hold what layer 1 selects for the step's 5 tokens, got nothing$"),
+        (SHARING, "^selections must hold the groups of layer 1 for the step's 5 tokens, got nothing$"),
         (CANDIDATES, "^selections must hold the candidate blocks of layer 4 for the step's 5 tokens, got nothing$"),
     ):
         with pytest.raises(ValueError, match=message):
             model.layers[layer](hidden[layer][0], step, model.caches[layer])
     selections = SharedSelections()
     model.layers[KV_SOURCE](hidden[KV_SOURCE][0], step, model.caches[KV_SOURCE], selections)
-    with pytest.raises(ValueError, match=r"^selections must hold what layer 1 .* the step's 4 tokens, got 5 tokens$"):
+    with pytest.raises(ValueError, match=r"^selections must hold the groups of layer 1 .* 4 tokens, got 5 tokens$"):
         model.layers[SHARING](hidden[SHARING][0][:4], model.step([(0, 4)]), model.caches[SHARING], selections)
     with pytest.raises(TypeError, match=r"^selections must be of type SharedSelections or None, got dict$"):
         model.layers[KV_SOURCE](hidden[KV_SOURCE][0], step, model.caches[KV_SOURCE], {})

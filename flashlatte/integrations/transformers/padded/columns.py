@@ -1,4 +1,4 @@
-"""Columns of a padded batch, and which of them are stored tokens.
+"""Tracks which columns of a padded batch are stored tokens.
 
 A token that the attention mask hides in its own pass is a column, but is never stored.
 """

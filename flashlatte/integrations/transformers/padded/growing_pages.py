@@ -16,7 +16,7 @@ class GrowingPages:
     Args:
         layout: format of the pages.
         page_size: tokens in a page.
-        layouts: formats of the layers that have another one.
+        layouts: formats by layer, for the layers whose format is not ``layout``.
     """
 
     def __init__(self, layout: CacheFormat, page_size: int, layouts: Mapping[int, CacheFormat] | None = None) -> None:

@@ -33,7 +33,7 @@ class PageTable:
         return self.block_table.device
 
     def reserve(self, tokens: int) -> None:
-        """Reserve pages for ``tokens`` tokens of every request, and a quarter more to grow rarely."""
+        """Reserve pages for ``tokens`` tokens of every request, and a quarter more, so that growth is rare."""
         pages, before = -(-tokens // self.page_size), self.block_table.shape[1]
         if pages <= before:
             return

@@ -39,10 +39,10 @@ class PagedLatents:
         scale: the scale of format ``fp8``, None for others.
         backend: as in ``dense_decode``.
         indexer, index_layout: the indexer's config and the format of index keys; None for models without an indexer.
-        layer_rows: latent_dim and rope_dim of the layers whose rows have other widths.
+        layer_rows: latent_dim and rope_dim by layer, for the layers whose rows have other widths.
 
     Attributes:
-        dtype: dtype of the rows written last.
+        dtype: dtype of the most recently written rows.
     """
 
     def __init__(
@@ -191,13 +191,13 @@ class PagedLatents:
     def slots_of(self, columns: torch.Tensor) -> torch.Tensor:
         """Slots of columns (int [b, s, n], -1 for none) that the step's tokens select: int32 [T, n] of the flat batch.
 
-        -1 for hidden columns, and for repetitions, which kernels would count.
+        -1 for hidden columns, and for repetitions, which kernels would attend to twice.
         """
         every = self._slots_of_columns().to(columns.device)
         slots = every.gather(1, columns.clamp(min=0).flatten(1).long()).view(columns.shape)
         slots = torch.where(columns < 0, -1, slots).flatten(0, 1).to(torch.int32)
         if self.step.stored is not None or self._current_batch().columns.has_hidden:
-            # Only beside hidden columns does the stock indexer select a column twice.
+            # The stock indexer selects a column twice only if some columns are hidden.
             slots = slots.sort(dim=-1).values
             repeated = torch.nn.functional.pad(slots[:, 1:] == slots[:, :-1], (1, 0), value=False)
             slots = slots.masked_fill(repeated, -1)

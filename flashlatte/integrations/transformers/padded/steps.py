@@ -42,7 +42,8 @@ class PaddedStep:
         stored: bool [b, queries], which new tokens are stored; None for all.
         lengths: int32 [b], tokens of each request after the step.
         metadata: metadata of the step as a flat batch; None if the step needs the mask.
-        tokens: int64 [T], the tokens of the flat batch among the b · queries; None for all. Given with ``metadata``.
+        tokens: int64 [T], indices of the flat batch's tokens among the b · queries; None for all. Set with
+            ``metadata``.
     """
 
     queries: int

@@ -15,7 +15,7 @@ MAX_POSITIONS = 2**24
 
 @dataclass(frozen=True)
 class PassMask:
-    """The columns that are visible to windows, and the range of positions. A column is a token of the padded batch.
+    """The columns that are visible to windows, and the range of positions. A column is a position in the padded batch.
 
     Attributes:
         max_length: upper bound of positions, exclusive.

@@ -28,7 +28,7 @@ class V4Store:
         ValueError: layers with and without an indexer have groups of the same size.
     """
 
-    # Limits that select the prompts which attend over a workspace.
+    # Limits within which a prompt attends over a workspace.
     workspaces = DEFAULT_LIMITS
 
     def __init__(self, configs: list[V4Config], layout: CacheFormat, page_size: int, backend: str | None) -> None:
@@ -114,9 +114,9 @@ class V4Store:
     def _stock_groups(self, step: V4Step, ratio: int, config: V4Config) -> V4Groups:
         """The step's groups with stock attention's visibility.
 
-        In stock attention, (position + 1) // ratio groups are visible, of those complete at the end of the pass; in a
-        ``V4Step``, only groups up to the token's own column. In layers without an indexer, a single query attends to
-        all groups.
+        In stock attention, the first (position + 1) // ratio groups are visible if they are complete at the end of the
+        pass; in a ``V4Step``, only groups up to the token's own column. In layers without an indexer, a single query
+        attends to all groups.
         """
         if self._new_columns == 1 and config.indexer is None:
             visible_until = step.positions

@@ -20,15 +20,15 @@ class V4TrainingStep:
     """A training step of b rows of the same number of tokens.
 
     Without a mask, rows may hold packed sequences. With one, a row is a sequence, padding included: as in transformers,
-    groups are of columns, and padding is hidden from windows only.
+    groups contain padding, which is hidden from windows only.
 
     Attributes:
         max_seqlen: tokens of the longest sequence.
         window: int32 [b · s, window], the tokens in each token's window.
-        groups: compressed groups, by tokens of a group.
-        shown: bool [b · s], False for padding, which has no part in the indexers' loss; None without padding.
-        configs: of each layer.
-        losses: those of the layers' indexers.
+        groups: compressed groups, by number of tokens in a group.
+        shown: bool [b · s], False for padding, which is not part of the indexers' loss; None without padding.
+        configs: config of each layer.
+        losses: losses of the layers' indexers.
     """
 
     max_seqlen: int
@@ -43,7 +43,7 @@ def plan(model: Any, call: dict[str, Any]) -> V4TrainingStep | None:
     """The training step of a decoder's call; None if stock attention computes it.
 
     Raises:
-        ValueError: an indexer would learn, and only stock attention, which does not train it, can compute the call.
+        ValueError: an indexer requires gradients, and only stock attention, which does not train it, supports the call.
     """
     tokens = tokens_of(call)
     if not is_training(model) or tokens is None:
@@ -56,7 +56,7 @@ def plan(model: Any, call: dict[str, Any]) -> V4TrainingStep | None:
     if reason is None:
         requests, length = tokens.shape[:2]
         batch = packed.batch(call, tokens) or rectangle(requests, length, tokens.device)
-        # transformers counts a token's visible groups by its position, whatever the boundaries of sequences are.
+        # transformers computes a token's visible groups from its position, regardless of sequence boundaries.
         if not packed.counts_from_zero(call, batch, requests):
             reason = "its position_ids do not count from 0 in each sequence"
     if is_refused(model, reason) or batch is None:

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import MultipleOf
 from flashlatte.integrations.vllm import support
 from flashlatte.ops.concat_mla_q import concat_mla_q
 
-# Whether the result of a request must not depend on the other requests, bit for bit.
+# Whether the result of a request must be bitwise independent of the other requests.
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 

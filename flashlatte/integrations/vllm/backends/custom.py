@@ -19,10 +19,10 @@ def __getattr__(name: str) -> Any:
 
 
 class ByLayer:
-    """In place of a backend class: validates a configuration with the class for its layers, and then stands for it.
+    """Proxy for a backend class: validates a configuration with the class for its layers, then forwards to that class.
 
-    A model may have layers with selected tokens and others without (Hy4). Other attributes are those of the dense class
-    until a configuration has been validated.
+    A model may have layers with an indexer and others without (Hy4). Before the first validation, attributes are those
+    of the dense class.
     """
 
     def __init__(self) -> None:

@@ -166,7 +166,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        # Queries keep 16 bits over an fp8 cache.
+        # Queries stay 16-bit with an fp8 cache.
         self.supports_quant_query_input = False
         self.is_fp8 = kv_cache_dtype.startswith("fp8")
         self.uses_other_prefill = compat.selects_other_prefill()

@@ -1,10 +1,10 @@
-"""The norms, rotations and cache writes of vLLM's V3.2 layers, for GPUs on which vLLM's own kernels do not serve.
+"""The norms, rotations and cache writes of vLLM's V3.2 layers, for GPUs on which vLLM's own kernels cannot be used.
 
 On CUDA, vLLM computes them in two Triton kernels, ``fused_norm_rope`` and ``fused_q``, and FlashLatte reads the bytes
 that they write. That is not possible
 
 * below compute capability 8.9, where Triton refuses their conversions to e4m3;
-* where vLLM stores the scales of index keys in DeepGEMM's format (``compat.packs_index_scales``).
+* if vLLM stores the scales of index keys in DeepGEMM's format (``compat.packs_index_scales``).
 
 The functions of this module have the same arguments and results, and use FlashLatte's operations.
 """
@@ -135,7 +135,7 @@ def fused_q(
 
 
 def install(attention: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Replace the two functions in vLLM's module ``attention`` if vLLM's do not serve on this GPU.
+    """Replace the two functions in vLLM's module ``attention`` if vLLM's cannot be used on this GPU.
 
     Args:
         is_ours: whether the metadata of a layer is FlashLatte's.

@@ -25,11 +25,11 @@ class IndexerMetadata:
     Attributes:
         num_tokens, num_decode_tokens: tokens of the batch, and of its decode requests.
         slot_mapping: [num_tokens], the slot of each token's key.
-        block_table, seq_lens: of the decode requests, which have the same number of tokens each. With batch invariance
-            and a prefill in the batch, each token is a request.
+        block_table, seq_lens: block table and lengths of the decode requests, which have the same number of tokens
+            each. With batch invariance and a prefill in the batch, each token is a request.
         chunks: the selection of the prefill requests, in chunks.
-        sharded: how ranks share contexts; None if each has them whole. ``block_table`` and ``seq_lens`` then are of
-            this rank's tokens.
+        sharded: how contexts are sharded over ranks, in which case ``block_table`` and ``seq_lens`` cover this rank's
+            tokens only; None if they are not.
     """
 
     num_tokens: int
@@ -42,7 +42,7 @@ class IndexerMetadata:
 
 
 class Sharded(NamedTuple):
-    """The ranks that share contexts: this rank and the interleave, and the process group."""
+    """Sharding of contexts over ranks: this rank's shard, and the process group."""
 
     sharding: Sharding
     group: dist.ProcessGroup

@@ -1,4 +1,4 @@
-"""vLLM's models with an indexer, which use FlashLatte's indexer where FlashLatte is selected.
+"""vLLM's models with an indexer, which use FlashLatte's indexer if the configuration selects FlashLatte.
 
 On CUDA, vLLM's fused kernels of DeepSeek-V3.2 and GLM-5 apply norms and RoPE and write both caches; FlashLatte reads
 their bytes unchanged. Hy4's layers call PyTorch modules and the indexer one after the other.

@@ -1,4 +1,4 @@
-"""vLLM's DeepSeek-V4, which uses FlashLatte's attention and group selection where FlashLatte is selected."""
+"""vLLM's DeepSeek-V4, which uses FlashLatte's attention and group selection if the configuration selects FlashLatte."""
 
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4ForConditionalGeneration
 

@@ -165,12 +165,12 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         self.supports_dense_mha_prefill = self.host is not None
 
     def record_logical_topk_ready(self) -> None:
-        """Note that an indexer has selected, for contexts on the host."""
+        """Record that the indexer has selected tokens; needed only for contexts in host memory."""
         if self.host is not None:
             self.host.group.set_logical_topk_ready(self.host.index)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """Prepare copies of a batch's rows, for contexts on the host."""
+        """Prepare copies of a batch's rows; needed only for contexts in host memory."""
         if self.host is not None:
             self.host.group.prepare_for_batch(self.host.index, attn_metadata)
 

@@ -1,4 +1,4 @@
-"""Contexts on the host (vLLM's HiSparse): vLLM copies the selected rows to the GPU, and says which rows they are."""
+"""Contexts in host memory (vLLM's HiSparse): vLLM copies the selected rows to the GPU and returns their slots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flashlatte.ops.index_convert import index_convert
 
 
 class HostRows(NamedTuple):
-    """A layer among those that share a selection.
+    """A layer's place in a group of layers that share a selection.
 
     Attributes:
-        group: vLLM's record of these layers and of their rows on the GPU.
-        index: the layer's number in the group.
+        group: vLLM's record of the layers and of their rows on the GPU.
+        index: the layer's index in the group.
     """
 
     group: HiSparseMLAIndexGroup
@@ -28,10 +28,10 @@ class PhaseRows(NamedTuple):
     """Rows on the GPU that some of a batch's tokens attend to.
 
     Attributes:
-        tokens: the tokens.
+        tokens: the range of tokens in the batch.
         pages: [pages, page_size, width].
         slots: int32 [n, topk], page · page_size + offset; below 0 for none.
-        in_prompt: whether the tokens are of prompts, which select from the same rows.
+        in_prompt: whether the tokens belong to prompts, whose tokens select from the same rows.
     """
 
     tokens: slice
@@ -61,8 +61,8 @@ def selected_rows(
 ) -> Iterator[PhaseRows]:
     """Copy the rows that tokens selected (positions ``topk`` [T, k], valid ones first) from ``kv_cache`` on the host.
 
-    Decode tokens read rows that stay on the GPU between steps. So do those of prompts, if all of their pages are there;
-    otherwise their whole contexts are copied for this step.
+    Decode tokens read rows that stay on the GPU between steps. Tokens of prompts also do if all of their pages are
+    there; otherwise their whole contexts are copied for this step.
     """
     group, index = host
     tokens, decoding = topk.shape[0], min(attn_metadata.num_decode_tokens, topk.shape[0])

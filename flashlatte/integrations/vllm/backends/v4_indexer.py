@@ -63,7 +63,7 @@ def _decode_rows(batch: Any, compress_ratio: int) -> tuple[torch.Tensor, torch.T
     requests = decode.decode_lens.shape[0]
     if not decode.requires_padding and count % requests == 0:
         return decode.block_table[:requests], decode.seq_lens[:requests]
-    # Treat each token as a request. Tokens after the last request are padding of a CUDA graph and see no group.
+    # Treat each token as a request. Tokens after the last request are padding of a CUDA graph and have no groups.
     ends = decode.decode_lens.cumsum(0)
     token = torch.arange(count, device=ends.device)
     request = torch.searchsorted(ends, token, right=True).clamp_(max=requests - 1)
@@ -73,7 +73,7 @@ def _decode_rows(batch: Any, compress_ratio: int) -> tuple[torch.Tensor, torch.T
 
 
 class SharedSelection(torch.nn.Module):
-    """In place of the selection, in a layer that reuses that of the layer with an indexer before it (IndexCache)."""
+    """Replaces the selection of a layer that reuses the selection of an earlier layer (IndexCache)."""
 
     def __init__(self, topk_indices_buffer: torch.Tensor) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class FlashLatteV4Indexer(attention.DeepseekV4Indexer):
 
 
 def reuses_selection(k_cache_prefix: str) -> bool:
-    """Whether the layer of this key cache reuses a selection. The first one of a pipeline stage never does."""
+    """Whether the layer of this key cache reuses a selection. The first such layer of a pipeline stage never does."""
     config = get_current_vllm_config()
     layer, name = extract_layer_index(k_cache_prefix), k_cache_prefix.rsplit(".layers.", 1)[-1].split(".", 1)[-1]
     before = [
@@ -106,9 +106,9 @@ def reuses_selection(k_cache_prefix: str) -> bool:
 
 @functools.cache
 def install() -> None:
-    """Replace V4's indexer where FlashLatte is selected.
+    """Replace V4's indexer in models whose configuration selects FlashLatte.
 
-    Indexers with fp4 keys stay vLLM's, and those whose keys have scales in a format of DeepGEMM's.
+    Except indexers with fp4 keys, and those whose keys have scales in DeepGEMM's format.
     """
     stock = attention.SparseAttnIndexer
     select = ours_where_selected(FlashLatteV4SparseAttnIndexer, stock)

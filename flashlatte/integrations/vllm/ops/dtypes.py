@@ -1,4 +1,4 @@
-"""vLLM's ``kv_cache_dtype`` names, and the dtypes and formats that they mean."""
+"""Dtypes and cache formats for vLLM's ``kv_cache_dtype`` names."""
 
 from __future__ import annotations
 

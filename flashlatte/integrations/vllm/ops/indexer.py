@@ -25,7 +25,7 @@ def indexer_k_quant_and_cache(
             one-byte scales, is not supported.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     head_dim = checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1).shape[1]
     if checks.integer("quant_block_size", quant_block_size) != head_dim:
@@ -55,7 +55,7 @@ def cp_gather_indexer_k_quant_cache(
         cu_seq_lens: int32 or int64 [b + 1].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     for name, value, dtypes in (
         ("dst_k", dst_k, (torch.uint8, torch.int8, torch.float8_e4m3fn)),
@@ -179,7 +179,7 @@ def persistent_topk(
         max_seq_len: unused.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
     """
     checks.tensor("logits", logits, ("rows", "width"), LOGIT_DTYPES, may_be_empty=2)
     rows = logits.shape[0]

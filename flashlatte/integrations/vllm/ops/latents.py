@@ -43,7 +43,7 @@ def concat_and_cache_mla(
         scale_rounding: for "fp8_ds_mla": "exact", as vLLM to 0.26, or "power_of_two", as 0.32. Readers accept both.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     without_rope = isinstance(k_pe, torch.Tensor) and k_pe.dim() == 2 and k_pe.shape[1] == 0
     if without_rope:
@@ -90,7 +90,7 @@ def concat_and_cache_mla_rope_fused(
             a valid slot are rotated too.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     checks.flag("is_neox", is_neox)
     names = {"latent": "kv_c", "k_rope": "k_pe", "q_rope": "q_pe", "cos_sin": "cos_sin_cache", "cache": "kv_cache"}
@@ -133,7 +133,7 @@ def gather_and_maybe_dequant_cache(
         seq_starts: int32 or int64 [b or more], the token of each request to begin with; 0 if None.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     table = request_rows(block_table, cu_seq_lens)
     requests = table.shape[0]
@@ -169,7 +169,7 @@ def cp_gather_cache(
         seq_starts: int32 or int64 [batch_size], the token of each request to begin with; 0 if None.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     rows, target = _rows("src_cache", src_cache, 2), _rows("dst", dst, 1)
     if dst.dtype != src_cache.dtype:
@@ -213,7 +213,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         host_cache, host_row_ids, device_row_ids: must be None: rows in host memory are not supported.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     for name, value in (("host_cache", host_cache), ("host_row_ids", host_row_ids), ("device_row_ids", device_row_ids)):
         if value is not None:

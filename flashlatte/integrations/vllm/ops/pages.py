@@ -38,7 +38,7 @@ def reshape_and_cache(
         interleaved_v: must be False: the layout of AMD's kernels is not supported.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     if interleaved_v:
         raise ValueError("interleaved_v must be False: the value layout of AMD's kernels is not supported")
@@ -118,7 +118,7 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
         kv_quant_mode: vLLM's KVQuantMode; the dtype of the caches must match. 4-bit modes are not supported.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     if "INT4" in (mode := quant_mode(kv_quant_mode)):
         raise ValueError(f"kv_quant_mode must be an 8-bit mode, got {mode}")
@@ -141,7 +141,7 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, 
             dst.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or a block that a tensor lacks.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a block that a tensor lacks.
     """
     checks.positive_int("block_size_in_bytes", block_size_in_bytes)
     if not isinstance(block_mapping, torch.Tensor) or block_mapping.dim() != 2 or block_mapping.shape[1] != 2:

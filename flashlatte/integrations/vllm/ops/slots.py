@@ -29,7 +29,7 @@ def triton_convert_req_index_to_global_index(
     valid_counts_out: torch.Tensor | None = None,
     idx_mapping: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the tokens that each query selected: ``index_convert``.
+    """Slots of the tokens that the indexer selected for each query: ``index_convert``.
 
     Args:
         req_id: int32 or int64 [T], each query's request.
@@ -57,7 +57,7 @@ def triton_convert_req_index_to_global_index(
         With ``return_valid_counts`` also the counts, int32 [T].
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, dtype, shape or device, or that contradict each other.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     _check(token_indices, NUM_TOPK_TOKENS, return_valid_counts)
     checks.flag("HAS_PREFILL_WORKSPACE", HAS_PREFILL_WORKSPACE)

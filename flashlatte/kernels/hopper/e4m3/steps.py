@@ -46,10 +46,10 @@ from flashlatte.kernels.hopper.ptx.e4m3_values import load_columns, rescale_colu
 from flashlatte.kernels.hopper.softmax import NO_SCORE
 from flashlatte.runtime.gluon_compat import cta_barrier
 
-# P is relative to row_max - OFFSET, and row_max is raised if a block exceeds it by more than MARGIN.
+# P is relative to row_max - OFFSET; row_max is raised only if a block exceeds it by more than MARGIN.
 OFFSET = gl.constexpr(P_EXPONENT)
 MARGIN = gl.constexpr(P_MARGIN)
-# The least factor of scores: -inf times it is -inf, and -inf times 0 would be NaN.
+# Lower bound of the factor of scores, above 0 so that masked scores stay -inf.
 SMALLEST_FACTOR = gl.constexpr(1e-37)
 # Bytes of a block's latents.
 BLOCK_BYTES = gl.constexpr(KEYS.value * LATENT.value)
@@ -144,13 +144,13 @@ def take_step(state, scores, tiles, factor, address, is_first, releases, steps_t
 
     Args:
         factor: [64], of the scores of each row: softmax_scale · log2(e) and the scales of q and keys.
-        address: of the values in shared memory (``e4m3_values.thread_address``).
+        address: address of the values in shared memory (``e4m3_values.thread_address``).
         is_first: whether it is the first step of the queries.
         releases: whether to release the slots of both blocks.
     """
     slot = slot_of(steps_taken, ODD)
     slot0 = slot_of(steps_taken, 0)
-    # row_max of the block before this one.
+    # row_max of the previous block.
     row_max = state.row_max
     if ODD:
         barriers.wait(ROW_MAX0_FULL, barriers.PAIR_THREADS)
@@ -172,7 +172,7 @@ def take_step(state, scores, tiles, factor, address, is_first, releases, steps_t
         barriers.wait_at(P0_FULL + (steps_taken & 1), barriers.PAIR_THREADS)
     out = _add_block(state.out, values, tiles, slot0, releases)
     if not ODD:
-        # Before values are loaded: only the odd consumer has waited for block 1.
+        # Wait before the values are loaded: only the odd consumer has waited for block 1.
         barriers.wait_at(P1_FULL + (steps_taken & 1), barriers.PAIR_THREADS)
     out = _add_block(out, _load_values(address, slot0 + 1), tiles, slot0 + 1, releases)
     return Fp8State(out, raised, row_sum)

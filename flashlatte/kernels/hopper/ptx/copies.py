@@ -47,7 +47,7 @@ def prefetch_boxes_l2(DESCRIPTOR: gl.constexpr, page, token, head, COLUMNS: gl.c
     Args:
         DESCRIPTOR: PTX name of the descriptor of boxes [1, rows, 1, 64] of two-byte elements, as in
             ``store_evict_first``.
-        page, token, head: of the first row. Nothing outside of the tensor is read.
+        page, token, head: coordinates of the first row. Nothing outside of the tensor is read.
     """
     warp = gl.arange(0, 128, one_per_thread(128)) // 32
     zero = gl.zeros_like(warp)
@@ -92,7 +92,7 @@ def load_evict_first(pointers, inside, row, offset, COLUMNS: gl.constexpr):
         pointers: pointers to the rows [16], in layout ``PIECE_ROWS``; multiples of 16 bytes.
         inside: which rows exist [16]; the others are filled with zeros.
         row: their row numbers in the tile [16].
-        offset: of the tile, in bytes from the start of shared memory.
+        offset: offset of the tile, in bytes from the start of shared memory.
     """
     row = row[:, None]
     piece = gl.arange(0, 8, gl.SliceLayout(0, _PIECES))[None, :]
@@ -131,8 +131,8 @@ def store_evict_first(DESCRIPTOR: gl.constexpr, offset, row, plane, FIRST_COLUMN
     Args:
         DESCRIPTOR: PTX name of the kernel parameter with the descriptor of boxes [1, 64, 64]. Triton 3.6 to 3.9 name
             parameter n of a kernel k ``k_param_n``; with another name, ptxas fails.
-        offset: of the tile, in bytes from the start of shared memory.
-        row, plane: of the box.
+        offset: offset of the tile, in bytes from the start of shared memory.
+        row, plane: coordinates of the box.
     """
     thread = gl.arange(0, 128, one_per_thread(128))
     zero = gl.zeros_like(thread)

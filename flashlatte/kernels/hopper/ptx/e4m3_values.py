@@ -78,7 +78,7 @@ def _load_constraints():
 def load_columns(address, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """Columns 64 · TILE to 64 · TILE + 63 of 64 keys, as the left operand [64, 64] of a WGMMA.
 
-    ``address``: of ``thread_address``, plus a multiple of 1,024.
+    ``address``: result of ``thread_address``, plus a multiple of 1,024.
     """
     addresses = gl.full([64, 64], address, gl.int32, LAYOUT)
     return gl.inline_asm_elementwise(

@@ -78,7 +78,7 @@ def compress_finish_kernel(
             finish_row(x, tokens, token, finish, target, FORM)
             found = next_of(finishes, lane, found, MAX_WINDOW)
     if OVERLAPPED:
-        # Also in programs without work: the next launch must come after the preceding one too.
+        # Also in programs without work: the next launch must not start before the preceding one has ended.
         gdc_wait()
 
 
@@ -126,8 +126,8 @@ def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
 
 @triton.jit
 def save_state(tokens, states, token, column, FORM: tl.constexpr, OVERLAPPED: tl.constexpr):
-    """Save these columns of a token's state. Inputs are loaded before the preceding launch, which reads states, has
-    ended."""
+    """Save these columns of a token's state. Inputs may be loaded while the preceding launch, which reads states, still
+    runs."""
     WIDTH: tl.constexpr = FORM.head_dim * (1 + FORM.overlaps)
     request = tl.load(tokens.request_ids + token * tokens.id_stride).to(tl.int64)
     position = tl.load(tokens.positions + token * tokens.position_stride).to(tl.int64)

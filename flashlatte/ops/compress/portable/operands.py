@@ -15,8 +15,8 @@ from flashlatte.runtime.kernel_records import Constant, ElementPointer, Float32,
 class Tokens(NamedTuple):
     """A step's tokens, and the scores ``ape`` [ratio, width] that are added by index in the group.
 
-    Strides of rows are in units of their alignment. Records are flat here: in the loops of these kernels, Triton 3.6
-    forgets the constants of a record in a record.
+    Strides of rows are in units of their alignment. Records are not nested here: in the loops of these kernels, Triton
+    3.6 loses the constants of a nested record.
     """
 
     kv: Pointer
@@ -67,10 +67,10 @@ class RowTarget(NamedTuple):
 
 
 class CompressConstants(NamedTuple):
-    """A call's constants, in one constant of the kernels.
+    """A call's constants, passed as one constexpr argument.
 
     Attributes:
-        head_dim, rope_dim: of a row.
+        head_dim, rope_dim: elements of a row, and of its rotated part.
         ratio: tokens of a group.
         overlaps: whether a row also depends on the preceding group.
         row_bytes: the encoding of a row.

@@ -134,7 +134,7 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
     ALIKE: tl.constexpr = tokens.kv.dtype.element_ty == tl.float32
     here = is_new
     if states.start is not None and ALIKE:
-        # Few groups of a prefill need states.
+        # In a prefill, few groups need states.
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
             state, is_old = state_rows(group, states, row, back, is_new, ROWS)

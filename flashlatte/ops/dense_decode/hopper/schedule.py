@@ -92,7 +92,7 @@ class DenseDecodeSplit(NamedTuple):
     Attributes:
         item: the request.
         begin, end: steps, end exclusive; empty if the range ends within the overhead of the request.
-        steps: steps of the request, at least 1, so that a CTA writes the empty result.
+        steps: steps of the request, at least 1, so that a CTA also writes the result of a request without keys.
         length: keys of the request.
         boxes: boxes of these keys.
     """

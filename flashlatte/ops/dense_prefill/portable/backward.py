@@ -127,7 +127,7 @@ def keys_kernel(
             pair = tl.load(head_sums + row[:, None] * 2 + of_pair, mask=(row < s_q)[:, None], other=0.0)
             row_lse = tl.max(tl.where(of_pair == 0, pair, float("-inf")), axis=1)
             row_delta = tl.sum(tl.where(of_pair == 1, pair, 0.0), axis=1)
-            # Queries before ``seen`` may see no key at all: NaN in them and in their dout reaches no gradient.
+            # Queries before ``seen`` have no visible key: NaN in them and in their dout must not reach a gradient.
             q_first, q_rest, scores = load_parts_and_dot(
                 k_first, k_rest, head_q, start, seen, end, BLOCK_M, STEP
             )  # scores [BLOCK_N, BLOCK_M]
@@ -182,7 +182,7 @@ def queries_kernel(
     k = rows_of(k, queries.k_begin, kv_head, STEP)
     v = rows_of(v, queries.k_begin, kv_head, STEP)
     q_first, q_rest = load_parts(q, first, None, queries.s_q, BLOCK_M, STEP)
-    # A query that sees no key has gradient 0, even if its dout is NaN.
+    # A query without a visible key has gradient 0, even if its dout is NaN.
     own_first, own_limit = seen_by_some(queries.s_q, queries.s_k, queries.s_k - queries.s_q, window.left, window.right)
     drow = load_values(dout, first, own_first, own_limit, BLOCK_M, STEP)
     pair = sums + (head * requests.total_q + queries.q_begin + queries.row) * 2

@@ -37,9 +37,9 @@ class PrefillConfigs:
 
 
 # By class of GPU, for head dims up to 192 and 128. "small" has 99 KiB of shared memory. Wider head dims halve "hopper,
-# wide". "hopper, unaligned" keeps to fewer than 64 rows, and so to the tensor-core instructions of a warp: rows that
-# cannot be copied asynchronously stay in one buffer, and CUDA 12.8's ptxas, which Triton 3.6 and 3.7 bring, may read
-# the descriptor of such a buffer before it is written.
+# wide". "hopper, unaligned" has fewer than 64 rows, so that it uses the MMA instructions of a warp instead of WGMMA:
+# rows that cannot be copied asynchronously stay in one buffer, and CUDA 12.8's ptxas, which ships with Triton 3.6 and
+# 3.7, may read the descriptor of such a buffer before it is written.
 TABLE: dict[str, PrefillConfigs] = {
     # With 64 keys the forward kernel takes 0.94 (of 16 × 512 tokens) to 0.97 of its time with 128.
     "hopper": PrefillConfigs(PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 128, 8, 2), PrefillConfig(128, 64, 8, 2)),

@@ -26,7 +26,7 @@ class DensePrefillStep(NamedTuple):
         head_dim, first, rest: elements of a key, and the widths of its two tiles; rest is 0 if one tile suffices.
         head_dim_v, width_v: elements of a value, and the width of its tile.
         block_m, block_n: queries and keys of a tile; the program's own tile and the loop's.
-        num_stages: of Triton's pipeline.
+        num_stages: pipeline stages of the loop over keys.
         branches: whether the forward loop applies masks in a branch.
         align: unit of the strides of rows, in elements.
         interpreted: the kernel runs in Triton's interpreter.
@@ -52,7 +52,7 @@ class TileOfQueries(NamedTuple):
         q_begin, s_q, k_begin, s_k: first query and key of the request, and their numbers.
         first, row: index of the first query in the request, and of each query [block_m].
         lower, upper: [block_m], first and last key that is visible to each query.
-        begin, seen, full, partial, stop: of ``phases``.
+        begin, seen, full, partial, stop: results of ``phases``.
     """
 
     q_begin: Any
@@ -97,7 +97,7 @@ def find_queries(slot, requests, window, step: tl.constexpr):
 def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOCK: tl.constexpr):
     """(tile of its request, tiles, first row, rows, first of the others, others) for one of ``tile_slots`` slots.
 
-    A tile beyond the last is empty; a tile of no request has no others.
+    A slot after the last tile is empty; a tile of rows outside every request has no others.
     """
     stretch, tile, tiles, begin, rows = find_segment(slot, cu_rows, requests, total_rows, BLOCK)
     others_begin, others = find_rows(stretch, cu_others, requests, total_others)

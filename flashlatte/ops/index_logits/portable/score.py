@@ -1,7 +1,7 @@
 """The loop over keys: it loads tiles of keys and scales, sums over heads, and stores logits.
 
 The MMA is keys times queries, [BLOCK_N, queries · heads], so a thread sums over heads in its registers. A kernel
-chooses queries and a range of positions, and brings a function that locates the keys at these positions.
+chooses queries and a range of positions, and passes a function that locates the keys at these positions.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -33,9 +33,9 @@ class IndexKeys(NamedTuple):
     """A cache of index keys; contiguous keys are one page.
 
     Attributes:
-        start, page_stride: of the pages, in units of ``key_align`` elements.
-        stride: of contiguous keys, in the same unit.
-        scales, scale_stride: of contiguous keys. In a cache, scales follow the values of a page.
+        start, page_stride: first page and stride between pages, in units of ``key_align`` elements.
+        stride: stride between contiguous keys, in the same unit.
+        scales, scale_stride: scales of contiguous keys. In a cache, scales follow the values of a page.
     """
 
     start: Pointer
@@ -51,9 +51,10 @@ class ScoreConfig(NamedTuple):
     """The compile-time constants of the loop.
 
     Attributes:
-        encoding: of keys.
+        encoding: encoding of the keys.
         compute: the dtype of the MMA: "e4m3", "bf16" or "fp32".
-        value_width, scale_bytes: of a key in a page; value_width is None if keys are contiguous.
+        value_width, scale_bytes: bytes of a key's values and of its scale in a page; value_width is None if keys are
+            contiguous.
         block_q, block_h, block_n: queries, their heads (padded), and keys of a tile.
     """
 
@@ -137,8 +138,8 @@ def _compute_type(q: torch.Tensor, encoding: str) -> str:
 def store_logits(begin, stop, source, queries, rows, LOCATE: tl.constexpr, CONFIG: tl.constexpr):
     """Store the logits of the keys at positions ``begin`` to ``stop`` to ``rows`` (``LogitRows``).
 
-    LOCATE(source, positions [BLOCK_N], CONFIG) returns a ``KeyTile``. A visible key that does not exist has -inf if
-    ``source`` says so (``fills``).
+    LOCATE(source, positions [BLOCK_N], CONFIG) returns a ``KeyTile``. For a visible key that does not exist, -inf is
+    stored if ``source.fills`` is set.
     """
     for first in range(begin, stop, CONFIG.block_n):
         position = first + tl.arange(0, CONFIG.block_n)

@@ -1,4 +1,4 @@
-"""Index logits of candidate blocks: a program holds one query and goes over some tiles of its columns.
+"""Index logits of candidate blocks: a program holds one query and loops over some tiles of its columns.
 
 Contiguous keys are read as a cache of one page, whose size is their number.
 """

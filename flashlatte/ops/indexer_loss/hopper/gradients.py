@@ -39,7 +39,8 @@ _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _GRADIENT, 2))
 
 
 class IndexGradients(NamedTuple):
-    """[s_q, h_i, 128], float32 [s_kv, 128], which is added to, and float32 [s_q, h_i]."""
+    """Gradients of index_q [s_q, h_i, 128], of index_k, float32 [s_kv, 128], to which the kernel adds, and of
+    index_weights, float32 [s_q, h_i]."""
 
     index_q: Pointer
     index_k: Pointer
@@ -47,7 +48,7 @@ class IndexGradients(NamedTuple):
 
 
 class _SentRows(NamedTuple):
-    """For each thread, the row of a tile that it sends, whether it sends one, and a pointer to where."""
+    """For each thread, the row of a tile that it sends, whether it sends one, and the pointer to the destination."""
 
     row: Any
     sends: Any
@@ -55,37 +56,42 @@ class _SentRows(NamedTuple):
 
 
 @gluon.jit
-def _load_gradients(of, step, LAYOUT: gl.constexpr):
-    """G of a step: 0 after the last slot, and for keys that are not valid."""
+def _load_gradients(work, step, LAYOUT: gl.constexpr):
+    """G [64] of a step: 0 after the last slot, and for invalid keys."""
     slot = step * KEYS + gl.arange(0, KEYS, LAYOUT)
-    return gl.load(of.logits + slot, mask=slot < of.count, other=0.0)
+    return gl.load(work.logits + slot, mask=slot < work.count, other=0.0)
 
 
 @gluon.jit
-def _sent_rows(of, step, d_index_k):
+def _sent_rows(work, step, d_index_k):
     row = row_of_thread()
     slot = step * KEYS + row
-    index = gl.load(of.indices + slot, mask=(row >= 0) & (slot < of.count), other=-1)
-    sends = is_valid(of, index)
+    index = gl.load(work.indices + slot, mask=(row >= 0) & (slot < work.count), other=-1)
+    sends = is_valid(work, index)
     return _SentRows(row, sends, d_index_k + gl.where(sends, index, 0).to(gl.int64) * INDEX_DIM)
 
 
 @gluon.jit
-def add_gradients(of, indexer, indices, sees, tiles, gradients):
-    """``indices``: of ``start_keys``. ``sees``: whether the token sees a key; if not, its index_q may be NaN."""
-    weight = load_weights(indexer, of.token, sees, SCORE_ROWS)
+def add_gradients(work, indexer, indices, sees, tiles, gradients):
+    """Write the gradients of index_q and index_weights, and add to that of index_k.
+
+    Args:
+        indices: result of ``start_keys``.
+        sees: whether the token attends to any key; if not, its index_q may be NaN.
+    """
+    weight = load_weights(indexer, work.token, sees, SCORE_ROWS)
     unused = gl.zeros([KEYS, INDEX_DIM], gl.float32, _GRADIENT)
     d_q = gl.zeros([ROWS, INDEX_DIM], gl.float32, _GRADIENT)
     d_weight = gl.zeros([ROWS], gl.float32, SCORE_ROWS)
-    for step in range(gl.where(sees, (of.count + KEYS - 1) // KEYS, 0)):
+    for step in range(gl.where(sees, (work.count + KEYS - 1) // KEYS, 0)):
         k = tiles.k.index(step & 1)
-        indices = next_keys(of, step, indices, tiles)
-        of_columns = _load_gradients(of, step, SCORE_COLS)
-        of_rows = _load_gradients(of, step, _GRADIENT_ROWS) * indexer.index_scale
-        sent = _sent_rows(of, step, gradients.index_k)
+        indices = next_keys(work, step, indices, tiles)
+        g_columns = _load_gradients(work, step, SCORE_COLS)
+        g_rows = _load_gradients(work, step, _GRADIENT_ROWS) * indexer.index_scale
+        sent = _sent_rows(work, step, gradients.index_k)
         scores = scores_of(tiles, step, indexer.index_scale)
 
-        d_scores = gl.zeros_like(scores) + of_columns[None, :]
+        d_scores = gl.zeros_like(scores) + g_columns[None, :]
         weighted = gl.zeros_like(scores) + weight[:, None]
         if indexer.use_relu:
             d_scores = gl.where(scores > 0, d_scores, 0.0)
@@ -97,19 +103,19 @@ def add_gradients(of, indexer, indices, sees, tiles, gradients):
         cta_barrier()
         d_k = warpgroup_mma(tiles.weighted.permute((1, 0)), tiles.q, unused, use_acc=False, is_async=True)
         d_weight += gl.sum(d_scores * scores, axis=1)
-        # The rows of the step before.
+        # Until TMA has read the staged rows of the previous step.
         wait_stores_read()
         warp_sync()
         d_q, d_k = warpgroup_mma_wait(0, deps=[d_q, d_k])
-        stage_rows(d_k * of_rows[:, None], tiles.staged, 0)
+        stage_rows(d_k * g_rows[:, None], tiles.staged, 0)
         fence_async_shared()
         warp_sync()
         send_rows(sent.target, tiles.staged, sent.row, sent.sends, STAGED_COLUMNS, True)
         cta_barrier()
 
     head = gl.arange(0, ROWS, _GRADIENT_ROWS)
-    d_q *= (load_weights(indexer, of.token, sees, _GRADIENT_ROWS) * indexer.index_scale)[:, None]
-    first_row = of.token.to(gl.int64) * indexer.h_i
+    d_q *= (load_weights(indexer, work.token, sees, _GRADIENT_ROWS) * indexer.index_scale)[:, None]
+    first_row = work.token.to(gl.int64) * indexer.h_i
     columns = gl.arange(0, INDEX_DIM, _GRADIENT_COLS)
     pointers = (gradients.index_q + (first_row + head) * INDEX_DIM)[:, None] + columns[None, :]
     gl.store(pointers, d_q.to(indexer.q.dtype.element_ty), mask=(head < indexer.h_i)[:, None])

@@ -33,11 +33,11 @@ class IndexTiles(NamedTuple):
     staged: Any  # offset of the staged rows, in bytes from the start of shared memory
 
 
-class IndexToken(NamedTuple):
-    """A token, and its rows in memory.
+class IndexWork(NamedTuple):
+    """The token that a program processes, and pointers to its rows.
 
     Attributes:
-        indices: its list, of ``count`` indices that count.
+        indices: the token's list; the first ``count`` indices are used.
         keys: ``row_loads.LatentKeys`` of index_k [s_kv, 128].
         logits: float32 [width], of the token's slots.
     """
@@ -65,7 +65,7 @@ def allocate(DTYPE: gl.constexpr, WITH_GRADIENT: gl.constexpr):
 
 @gluon.jit
 def load_q(indexer, token, tile):
-    """Store index_q of a token in its tile, 0 for heads after the last."""
+    """Store index_q [heads, 128] of a token in ``tile`` [64, 128], with 0 for heads after the last."""
     head = gl.arange(0, ROWS, GATHERED_ROWS)
     offsets = (token.to(gl.int64) * indexer.stride_token + head * indexer.stride_head) * indexer.align
     columns = gl.arange(0, INDEX_DIM, gl.SliceLayout(0, COPY))
@@ -74,44 +74,45 @@ def load_q(indexer, token, tile):
 
 @gluon.jit
 def load_weights(indexer, token, sees, LAYOUT: gl.constexpr):
-    """index_weights of a token in float32: 0 for heads after the last, and if not ``sees``."""
+    """index_weights of a token, float32 [64]: 0 for heads after the last, and for all heads if not ``sees``."""
     head = gl.arange(0, ROWS, LAYOUT)
     pointers = indexer.weights + token.to(gl.int64) * indexer.weights_stride + head
     return gl.load(pointers, mask=sees & (head < indexer.h_i), other=0).to(gl.float32)
 
 
 @gluon.jit
-def load_indices(of, step, LAYOUT: gl.constexpr):
-    """The indices at the slots of a step, -1 after the last one."""
+def load_indices(work, step, LAYOUT: gl.constexpr):
+    """The indices [64] at the slots of a step, -1 after the last one."""
     slot = step * KEYS + gl.arange(0, KEYS, LAYOUT)
-    return gl.load(of.indices + slot, mask=slot < of.count, other=-1)
+    return gl.load(work.indices + slot, mask=slot < work.count, other=-1)
 
 
 @gluon.jit
-def is_valid(of, indices):
-    return (indices >= 0) & (indices < of.s_kv)
+def is_valid(work, indices):
+    return (indices >= 0) & (indices < work.s_kv)
 
 
 @gluon.jit
-def start_keys(of, tiles):
+def start_keys(work, tiles):
     """Start the copies of the first tile of keys. Returns the indices of the second."""
-    _copy(of, load_indices(of, 0, GATHERED_ROWS), 0, tiles)
-    return load_indices(of, 1, GATHERED_ROWS)
+    _copy(work, load_indices(work, 0, GATHERED_ROWS), 0, tiles)
+    return load_indices(work, 1, GATHERED_ROWS)
 
 
 @gluon.jit
-def next_keys(of, step, indices, tiles):
-    """Start the copies of step + 1, whose indices are given, and return those of the step after it: they come from HBM.
+def next_keys(work, step, indices, tiles):
+    """Start the copies of the keys of step + 1, given their ``indices``. Returns the indices of step + 2, which are
+    loaded from HBM meanwhile.
 
-    All warps must have left step - 1, whose tile is overwritten.
+    All warps must have finished step - 1, whose tile is overwritten.
     """
-    _copy(of, indices, step + 1, tiles)
-    return load_indices(of, step + 2, GATHERED_ROWS)
+    _copy(work, indices, step + 1, tiles)
+    return load_indices(work, step + 2, GATHERED_ROWS)
 
 
 @gluon.jit
-def _copy(of, indices, step, tiles):
-    copy_columns(gathered_keys(indices, of.keys, of.s_kv), 0, tiles.k.index(step & 1))
+def _copy(work, indices, step, tiles):
+    copy_columns(gathered_keys(indices, work.keys, work.s_kv), 0, tiles.k.index(step & 1))
     async_copy.commit_group()
 
 

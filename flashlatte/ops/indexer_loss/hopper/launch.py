@@ -1,4 +1,4 @@
-"""The launches of Hopper's kernels; the portable kernels do the rest."""
+"""Launches of the Hopper kernels, and of portable kernels where there is no Hopper kernel."""
 
 from __future__ import annotations
 

@@ -31,22 +31,22 @@ _SMALLEST_TARGET = gl.constexpr(1e-10)
 
 
 @gluon.jit
-def write_logits(of, indexer, indices, tiles):
-    """Write the token's index logits, -inf for keys that are not valid. ``indices``: of ``start_keys``."""
-    weight = load_weights(indexer, of.token, True, SCORE_ROWS)
-    for step in range((of.count + KEYS - 1) // KEYS):
-        indices = next_keys(of, step, indices, tiles)
-        valid = is_valid(of, load_indices(of, step, KEY_OF_SUM))
+def write_logits(work, indexer, indices, tiles):
+    """Write the token's index logits, -inf for invalid keys. ``indices``: result of ``start_keys``."""
+    weight = load_weights(indexer, work.token, True, SCORE_ROWS)
+    for step in range((work.count + KEYS - 1) // KEYS):
+        indices = next_keys(work, step, indices, tiles)
+        valid = is_valid(work, load_indices(work, step, KEY_OF_SUM))
         scores = scores_of(tiles, step, indexer.index_scale)
         if indexer.use_relu:
-            # NaN stays.
+            # Written such that NaN propagates.
             scores = gl.where(scores < 0, 0.0, scores)
         store_sums(weight[:, None] * scores, tiles.sums.index(0))
-        # After it all warps have left the products, too: the next step may overwrite the keys of this one.
+        # The barrier also ensures that the products of all warps are complete: the next step may overwrite these keys.
         cta_barrier()
         slot = step * KEYS + gl.arange(0, KEYS, KEY_OF_SUM)
         logits = gl.where(valid, add_sums(tiles.sums.index(0)), float("-inf"))
-        gl.store(of.logits + slot, logits, mask=slot < of.count)
+        gl.store(work.logits + slot, logits, mask=slot < work.count)
 
 
 @gluon.jit
@@ -56,16 +56,16 @@ def _load(pointer, start, count, OTHER: gl.constexpr):
 
 
 @gluon.jit
-def write_loss(of, target, losses, sees_keys, WITH_GRADIENT: gl.constexpr):
-    """Write the token's divergence and whether it sees a key, which is returned; with a gradient, that of its logits in
-    place of them."""
+def write_loss(work, target, losses, sees_keys, WITH_GRADIENT: gl.constexpr):
+    """Write the token's divergence to ``losses``, and whether it attends to any key to ``sees_keys``; returns the
+    latter. WITH_GRADIENT: overwrite the token's logits with their gradients."""
     lane_max = gl.full([_BLOCK], float("-inf"), gl.float32, _SLOTS)
     lane_sum = gl.zeros([_BLOCK], gl.float32, _SLOTS)
     lane_target = gl.zeros([_BLOCK], gl.float32, _SLOTS)
     lane_sees = gl.zeros([_BLOCK], gl.int32, _SLOTS)
-    for start in range(0, of.count, _BLOCK):
-        logit = _load(of.logits, start, of.count, float("-inf"))
-        lane_target += _load(target, start, of.count, 0.0)
+    for start in range(0, work.count, _BLOCK):
+        logit = _load(work.logits, start, work.count, float("-inf"))
+        lane_target += _load(target, start, work.count, 0.0)
         lane_sees |= (logit != float("-inf")).to(gl.int32)
         new_max = gl.maximum(lane_max, logit)
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -80,17 +80,17 @@ def write_loss(of, target, losses, sees_keys, WITH_GRADIENT: gl.constexpr):
     total = gl.where(total == 0, 1.0, total)
 
     divergence = gl.zeros([_BLOCK], gl.float32, _SLOTS)
-    for start in range(0, of.count, _BLOCK):
-        logit = _load(of.logits, start, of.count, float("-inf"))
-        # Rounded as PyTorch does: the one key of a token has a target of 1, and no gradient.
-        t = gl.div_rn(_load(target, start, of.count, 0.0), gl.zeros_like(logit) + total)
-        # Slots that select nothing have a logit of -inf.
+    for start in range(0, work.count, _BLOCK):
+        logit = _load(work.logits, start, work.count, float("-inf"))
+        # A correctly rounded division, as in PyTorch: if a token has a single key, its target is 1 and its gradient 0.
+        t = gl.div_rn(_load(target, start, work.count, 0.0), gl.zeros_like(logit) + total)
+        # Invalid slots have logit -inf.
         log_p = gl.where(logit == float("-inf"), 0.0, logit - lse)
         divergence += t * (gl.log2(gl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
         if WITH_GRADIENT:
             p = gl.where(logit == float("-inf"), 0.0, gl.exp2(log_p * LOG2_E))
             slot = start + gl.arange(0, _BLOCK, _SLOTS)
-            gl.store(of.logits + slot, p - t, mask=slot < of.count)
-    gl.store(losses + of.token, gl.sum(divergence, axis=0))
-    gl.store(sees_keys + of.token, sees.to(gl.int8))
+            gl.store(work.logits + slot, p - t, mask=slot < work.count)
+    gl.store(losses + work.token, gl.sum(divergence, axis=0))
+    gl.store(sees_keys + work.token, sees.to(gl.int8))
     return sees != 0

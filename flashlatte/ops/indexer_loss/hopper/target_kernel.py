@@ -49,15 +49,17 @@ from flashlatte.ops.indexer_loss.seen_keys import SlotRanges
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Tiles of keys in shared memory.
+# Stages: tiles of keys in shared memory.
 STAGES = gl.constexpr(3)
-# Named barriers, consumers to producer. One per stage: it is empty, and the sums of the tile before are stored.
+# Named barriers, consumers to producer. One per stage: the stage is empty, and the sums of the previous tile are
+# stored.
 _EMPTY = gl.constexpr(FIRST_FREE)
 # The sums of the last tile are stored.
 _SUMS_FULL = gl.constexpr(FIRST_FREE + 3)
-# Tiles whose sums are in shared memory: the producer reads those of a tile before it signals the fourth after it.
+# Tiles whose sums are in shared memory: the producer reads the sums of a tile before it signals the fourth tile after
+# it.
 _SUMS = gl.constexpr(4)
-# The stage of the first tile. q of the consumers arrives in the stages before it.
+# The stage of the first tile. The consumers' q arrives in the other two stages.
 _FIRST_STAGE = gl.constexpr(2)
 # Registers per thread. The first consumer gets the rest of 12 warps with 168 each: 224.
 _CONSUMER_REGISTERS = gl.constexpr(224)
@@ -75,7 +77,7 @@ class TargetHeads(NamedTuple):
 
 
 class TargetTiles(NamedTuple):
-    """Shared memory. Axis 0 is the stage, of ``sums`` the number of the tile modulo 4."""
+    """Shared memory. Axis 0 is the stage; in ``sums`` it is the tile's number modulo 4."""
 
     latent: Any  # [3, 64, 512]
     rope: Any  # [3, 64, 64]
@@ -85,7 +87,7 @@ class TargetTiles(NamedTuple):
 
 
 class TargetWork(NamedTuple):
-    """Slots ``first`` to ``last`` - 1 of a token, of which those before ``begin`` do not count, in ``steps`` tiles."""
+    """Slots ``first`` to ``last`` - 1 of a token, in ``steps`` tiles. Slots before ``begin`` are masked."""
 
     token: Any
     begin: Any
@@ -133,7 +135,7 @@ def _load_q(heads, token, tiles, HAS_ROPE: gl.constexpr, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def _keys_at(slots, work, step, ROWS_LAYOUT: gl.constexpr):
-    """The keys at the slots of a tile, -1 for slots that do not count."""
+    """The keys [64] at the slots of a tile, -1 for masked slots."""
     slot = work.first + step * KEYS + gl.arange(0, KEYS, ROWS_LAYOUT)
     in_use = (slot >= work.begin) & (slot < work.last)
     if slots.indices is not None:
@@ -144,7 +146,7 @@ def _keys_at(slots, work, step, ROWS_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _store_target(slots, work, target, step, tiles):
-    """Store the target of a tile: 0 for keys that are not valid, whose lse may be that of no key."""
+    """Store the target [64] of a tile: 0 for invalid keys, because P may not be finite if the query has no key."""
     total = add_sums(tiles.sums.index(step % _SUMS))
     key = _keys_at(slots, work, step, KEY_OF_SUM)
     slot = work.first + step * KEYS + gl.arange(0, KEYS, KEY_OF_SUM)
@@ -159,7 +161,7 @@ def _produce(heads, keys, slots, work, target, tiles, HAS_ROPE: gl.constexpr, BL
     for step in range(work.steps + STAGES):
         stage = _stage_of(step)
         gathered = gathered_keys(indices, keys, slots.s_kv)
-        # Indices come from HBM: those of the next step are loaded ahead.
+        # Indices come from HBM, so the next step's are loaded ahead.
         indices = _keys_at(slots, work, step + 1, GATHERED_ROWS)
         wait_at(_EMPTY + stage, ALL_THREADS)
         if step < work.steps:
@@ -168,7 +170,7 @@ def _produce(heads, keys, slots, work, target, tiles, HAS_ROPE: gl.constexpr, BL
                 copy_columns(gathered, column, latent.slice(column, HALF, dim=1))
             if HAS_ROPE:
                 copy_columns(gathered, LATENT, tiles.rope.index(stage))
-        # After the copies, which are waited for, and before the consumers may overwrite the sums.
+        # After the copies, for which the consumers wait, and before the consumers may overwrite the sums.
         if step > STAGES:
             _store_target(slots, work, target, step - STAGES - 1, tiles)
         if step < work.steps:
@@ -237,9 +239,11 @@ def attention_target_kernel(
     HAS_ROPE: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """A program for SPLIT slots of each token from ``first_token`` on. ``target``: float32 [tokens, width].
+    """A program computes SPLIT slots of a token, from ``first_token`` on.
 
-    BLOCKS: of 64 heads, 1 or 2.
+    Args:
+        target: float32 [tokens, width].
+        BLOCKS: number of blocks of 64 heads, 1 or 2.
     """
     work = _work(slots, first_token, SPLIT)
     tiles = _allocate(keys.start.dtype.element_ty, HAS_ROPE, BLOCKS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashlatte.kernels.triton.config import AttentionConfig, Table
 
-# lse and target: a program holds block_h rows of q, a step loads block_n keys.
+# lse and target: a program holds block_h rows of q; a step loads block_n keys.
 ATTENTION: Table = {
     "hopper": (
         AttentionConfig(16, 64, num_warps=4, num_stages=3),

@@ -30,7 +30,7 @@ def index_queries_kernel(
     d_index_weights,
     STEP: tl.constexpr,
 ):
-    """Gradients of index_q and index_weights, for a token's block of heads."""
+    """Gradients of index_q and index_weights for a block of heads of a token."""
     head_blocks = tl.cdiv(indexer.h_i, STEP.block_h)
     row = (tl.program_id(0) // head_blocks).to(tl.int64)
     token = first_token + row
@@ -81,10 +81,10 @@ def selected_keys_kernel(
     ATOMIC: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Gradients of a tile of the index keys at slots first_slot to first_slot + num_slots of a token's indices.
+    """Gradients of a tile of the index keys at slots first_slot to first_slot + num_slots - 1 of a token's indices.
 
-    The token is ``first_row`` tokens after ``first_token``, or later. With ATOMIC they are added to rows of
-    ``d_index_k`` [s_kv, d_i], else stored in ``d_index_k`` [tokens, num_slots, d_i]; float32.
+    Tokens are counted from ``first_token`` + ``first_row``. With ATOMIC the gradients are added to rows of
+    ``d_index_k``, float32 [s_kv, d_i]; otherwise they are stored in ``d_index_k``, float32 [tokens, num_slots, d_i].
     """
     tiles = tl.cdiv(num_slots, STEP.block_n)
     launched = (tl.program_id(0) // tiles).to(tl.int64)
@@ -101,7 +101,7 @@ def selected_keys_kernel(
     BLOCK_N: tl.constexpr = STEP.block_n
     WIDTH: tl.constexpr = STEP.latent
     d_keys = tl.zeros([BLOCK_N, WIDTH], tl.float32)
-    # Without a key nothing is stored.
+    # Slots without a valid key are not stored.
     heads = tl.where(tl.max(seen.to(tl.int32), axis=0) > 0, indexer.h_i, 0)
     for start in tl.range(0, heads, STEP.block_h, num_stages=STEP.num_stages):
         head = start + tl.arange(0, STEP.block_h)
@@ -139,7 +139,7 @@ def range_keys_kernel(
     in_use = key < slots.s_kv
     keys = load_tile(indexer.k, key.to(tl.int64) * indexer.k_stride * indexer.align, in_use, STEP)
 
-    # Of the group, the tokens from the first to the last that see a key of the tile.
+    # The tokens of the group from the first to the last that attend to a key of the tile.
     member = group * GROUP + tl.arange(0, GROUP)
     begins, ends = slot_range(slots, first_token + tl.minimum(member, tokens - 1))
     first_key = (tl.program_id(0) % tiles) * STEP.block_n
@@ -151,7 +151,7 @@ def range_keys_kernel(
     BLOCK_N: tl.constexpr = STEP.block_n
     WIDTH: tl.constexpr = STEP.latent
     d_keys = tl.zeros([BLOCK_N, WIDTH], tl.float32)
-    # One loop: with a loop over heads in one over tokens, Triton would not load the next token's heads ahead.
+    # One loop instead of a loop over heads within a loop over tokens: Triton pipelines loads only within one loop.
     for step in tl.range(first * head_blocks, last * head_blocks, num_stages=STEP.num_stages):
         row = (step // head_blocks).to(tl.int64)
         token = first_token + row

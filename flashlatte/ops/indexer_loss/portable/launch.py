@@ -1,4 +1,4 @@
-"""From tensors to launches of the kernels: a few tokens at a time, as many as the scratch holds slots of."""
+"""The launcher: processes tokens in chunks whose slots fit in the scratch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from flashlatte.ops.indexer_loss.seen_keys import AttentionRows, IndexerRows, Sl
 from flashlatte.runtime.process_groups import sum_over_ranks
 from flashlatte.runtime.strides import row_align
 
-# Of the target and of the index logits each.
+# Maximum bytes of the target, and of the index logits.
 SCRATCH_BYTES = 16 * 2**20
-# Contributions to the gradient of index_k that exist at once where their sum is deterministic.
+# Maximum bytes of contributions to the gradient of index_k in scratch, if their sum is deterministic.
 CONTRIBUTION_BYTES = 256 * 2**20
 # Tokens whose contributions to the gradient of a tile of index keys one program sums.
 _GROUP = 128
@@ -72,7 +72,7 @@ class IndexerLossLaunches:
         for first_token, tokens in _chunks(self.params.q.shape[0], self.tokens_at_once):
             self.sum_probabilities(first_token, tokens)
             if self.params.group is not None:
-                # Slots that do not count hold anything, on every rank.
+                # Masked slots are uninitialized on every rank; kernels do not read them.
                 sum_over_ranks(self.target[:tokens], self.params.group)
             self.compute_loss(first_token, tokens)
             if self.params.with_gradient:
@@ -89,7 +89,7 @@ class IndexerLossLaunches:
         return lse
 
     def sum_probabilities(self, first_token: int, tokens: int) -> None:
-        """Write ``target`` of these tokens."""
+        """Write ``target`` for these tokens."""
         tile, step = self._tiles["attention"]
         target_kernel[(tokens * -(-self.slots.width // _SPLIT),)](
             self.slots,
@@ -105,7 +105,7 @@ class IndexerLossLaunches:
         )
 
     def compute_loss(self, first_token: int, tokens: int) -> None:
-        """Write the tokens' losses and, with gradients, those of their logits to ``logits``."""
+        """Write the losses of these tokens; with gradients, overwrite ``logits`` with their gradients."""
         tile, step = self._tiles["index_queries"]
         logits_kernel[(tokens * -(-self.slots.width // _SPLIT),)](
             self.slots,
@@ -129,7 +129,7 @@ class IndexerLossLaunches:
         )
 
     def add_gradients(self, first_token: int, tokens: int) -> None:
-        """Write the gradients of index_q and index_weights of the tokens, and add to that of index_k."""
+        """Write the gradients of index_q and index_weights for these tokens, and add to that of index_k."""
         tile, step = self._tiles["index_queries"]
         index_queries_kernel[(tokens * -(-self.indexer.h_i // tile.block_h),)](
             self.slots,
@@ -219,7 +219,7 @@ def _indexer_rows(params: IndexerLossParams) -> IndexerRows:
 
 
 def _slot_ranges(params: IndexerLossParams, width: int) -> torch.Tensor:
-    """``SlotRanges.ranges``, within 0 to width."""
+    """``SlotRanges.ranges``, clamped to 0 and ``width``."""
     ranges = torch.empty(2, params.q.shape[0], dtype=torch.int32, device=params.q.device)
     for row, limit, default in (
         (ranges[0], params.key_start, 0),
@@ -239,7 +239,7 @@ def _chunks(tokens: int, at_once: int) -> Iterator[tuple[int, int]]:
 def _tiles(
     gpu: str, h_q: int, head_dim: int, h_i: int, index_dim: int, selected: bool
 ) -> dict[str, tuple[AttentionConfig, StepConfig]]:
-    """The configuration of each kernel, with its constants. A row of q is loaded as two tiles, of index_q as one."""
+    """The configuration and constants of each kernel. A row of q is loaded as two tiles, a row of index_q as one."""
     first, second = tile_widths(head_dim)
     latent_dim = first if second else head_dim
     found = {
@@ -248,7 +248,7 @@ def _tiles(
         "index_queries": choose(INDEX_QUERIES, gpu, h_i, index_dim, index_dim, in_place=True),
     }
     if not selected:
-        # Of the stages of a loop over keys, one is that of their indices.
+        # One stage of a loop over keys is for their indices.
         for name in ("attention", "index_queries"):
             tile, step = found[name]
             found[name] = tile, step._replace(num_stages=min(step.num_stages, 2))

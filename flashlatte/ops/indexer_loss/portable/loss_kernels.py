@@ -1,7 +1,7 @@
 """The indexer's loss: lse and target of the attention, index logits, and the divergence of their softmax.
 
-``seen_keys`` has the records. ``target`` and ``logits`` are scratch, float32 [tokens, width], for tokens from
-``first_token`` on; kernels write and read only the slots of a token that count. STEP is a
+``seen_keys`` defines the records. ``target`` and ``logits`` are scratch, float32 [tokens, width], for tokens from
+``first_token`` on; kernels write and read only a token's slots within ``SlotRanges.ranges``. STEP is a
 ``kernels.triton.config.StepConfig``.
 """
 
@@ -36,7 +36,7 @@ def lse_kernel(
     lse,
     STEP: tl.constexpr,
 ):
-    """lse [s_q, h_q] of a token's block of heads, natural logarithm; -inf if the token sees no key."""
+    """lse [s_q, h_q] for a block of heads of a token, natural logarithm; -inf if the token attends to no key."""
     head_blocks = tl.cdiv(attention.h_q, STEP.block_h)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
@@ -76,7 +76,7 @@ def target_kernel(
     SPLIT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The probabilities of SPLIT of a token's slots, summed over heads; 0 for a key that the token does not see."""
+    """Probabilities of SPLIT slots of a token, summed over heads; 0 for masked keys."""
     splits = tl.cdiv(slots.width, SPLIT)
     row = (tl.program_id(0) // splits).to(tl.int64)
     token = first_token + row
@@ -114,7 +114,7 @@ def logits_kernel(
     SPLIT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The index logits of SPLIT of a token's slots; -inf for a key that the token does not see."""
+    """Index logits of SPLIT slots of a token; -inf for masked keys."""
     splits = tl.cdiv(slots.width, SPLIT)
     row = (tl.program_id(0) // splits).to(tl.int64)
     token = first_token + row
@@ -152,8 +152,8 @@ def loss_kernel(
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The divergence of a token, ``losses`` [s_q], and whether it sees a key; with a gradient, that of its logits in
-    place of them.
+    """Write the divergence of a token to ``losses`` [s_q], and whether it attends to any key; with a gradient,
+    overwrite its logits with their gradients.
     """
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
@@ -187,9 +187,9 @@ def loss_kernel(
     for start in tl.range(first, end, BLOCK):
         in_use = (start + cols >= begin) & (start + cols < end)
         logit = tl.load(logits + start + cols, mask=in_use, other=float("-inf"))
-        # Rounded as PyTorch does: the one key of a token has a target of 1, and no gradient.
+        # A correctly rounded division, as in PyTorch: if a token has a single key, its target is 1 and its gradient 0.
         t = tl.div_rn(tl.load(target + start + cols, mask=in_use, other=0.0), total)
-        # Slots that select nothing have a logit of -inf.
+        # Invalid slots have logit -inf.
         log_p = tl.where(logit == float("-inf"), 0.0, logit - lse)
         divergence += t * (tl.log2(tl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
         if WITH_GRADIENT:

@@ -27,8 +27,8 @@ _MAX_WINDOW = 2**30 - 1
 
 
 def attend_long(params: PagedAttentionParams, min_queries: int) -> None:
-    """Compute attention for the requests of at least ``min_queries`` queries, and zero the output of tokens without
-    request."""
+    """Compute attention for the requests of at least ``min_queries`` queries, and zero the output of tokens that belong
+    to no request."""
     q, k_cache, v_cache, out, lse = params.q, params.k_cache, params.v_cache, params.out, params.lse
     tokens, heads, head_dim = q.shape
     num_pages, page_size, h_kv = k_cache.shape[:3]

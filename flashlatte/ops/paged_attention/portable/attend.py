@@ -32,7 +32,8 @@ class PagedStep(NamedTuple):
         block_m, block_n: query rows and keys.
         head_dim, first, rest: elements of a key, and the widths of its two tiles; rest is 0 if one tile suffices.
         head_dim_v, width_v: elements of a value, and the width of its tile.
-        page_size, num_stages: of pages, and of Triton's pipeline.
+        page_size: tokens of a page.
+        num_stages: pipeline stages of the loop over keys.
         branches: whether fully visible blocks skip the mask in a branch. Not on GPUs for which Triton then does not
             detect the chain of two MMAs, and splits rows of P over several warps.
         ahead: whether the next block's QK MMA overlaps this block's softmax.

@@ -64,7 +64,7 @@ class PagedAttentionLaunchPlan:
         split: how the keys of tiles are split over CTAs.
         block_tokens: tokens per tile.
         slots: maximum number of tiles.
-        tiles_each: maximum tiles per request, if only requests of few queries are processed; else 0.
+        tiles_each: maximum tiles per request, if only requests with few queries are processed; else 0.
         by_token: whether each token has a slot.
     """
 

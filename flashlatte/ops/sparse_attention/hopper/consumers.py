@@ -5,8 +5,8 @@ Scores and dQ of a step on the tensor cores (Q and dO times K; dS times K):
     scores consumer   |    S     | P |    | dQ left        | S of the next step ...
     values consumer   |    dP    |   | dS | dQ right, RoPE | dP of the next step ...
 
-P goes to the values consumer without the sink's weight, which dS needs; the weighted P, which the keys kernel needs,
-overwrites it.
+The values consumer needs P without the sink's weight, for dS. The keys kernel needs it with the weight, so the weighted
+P overwrites it afterwards.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -48,7 +48,7 @@ _DS_OPERAND_ROPE = gl.constexpr(gl.DotOperandLayout(0, SCORES, 2))
 
 
 class QueryGradientArgs(NamedTuple):
-    """Arguments of the consumers: a block of heads, from ``head`` on, of a query token.
+    """Arguments of the consumers: a block of 64 heads of a query token, from ``head`` on.
 
     Attributes:
         rows, piece: ``state.SparseBackwardRows`` and ``SparseBackwardPiece``.
@@ -68,7 +68,7 @@ class QueryGradientArgs(NamedTuple):
 
 @gluon.jit
 def _start_products(rows, tiles, phase, zero, unused, HAS_ROPE: gl.constexpr):
-    """Start ``rows`` · kᵀ, [64 heads, 64 keys], as the quarters of k arrive."""
+    """Start the product ``rows`` · kᵀ [64 heads, 64 keys], quarter by quarter as k arrives."""
     full = tiles.k_full
     left, right = rows.left.index(zero), rows.right.index(zero)
     k_left, k_right = tiles.k.left.index(zero), tiles.k.right.index(zero)
@@ -99,14 +99,14 @@ def _start_quarter(rows, k, FIRST: gl.constexpr, products, ADD: gl.constexpr):
 
 @gluon.jit
 def _wait_stored():
-    """Wait until TMA has read the tile that this consumer stored last, so that all of its warps may overwrite it."""
+    """Wait until TMA has read this consumer's last stored tile, so that all of its warps may overwrite it."""
     tma.store_wait(0)
     cta_barrier()
 
 
 @gluon.jit
 def _store_scores(args, step, tile, PART: gl.constexpr):
-    """Start the TMA store of P or dS, which all warps of this consumer have written and fenced."""
+    """Start the TMA store of P or dS. All warps of this consumer must have written and fenced it."""
     cta_barrier()
     row = score_row(args.piece, args.token - args.piece.first_token, step, args.head // HEADS, PART)
     tma_store(args.piece.scores, [row, 0], tile)
@@ -114,7 +114,7 @@ def _store_scores(args, step, tile, PART: gl.constexpr):
 
 @gluon.jit
 def _stage(args, staging, dq):
-    """Write columns of dq to shared memory: 0 for a head without keys, whose dout may be NaN."""
+    """Write columns of dq to shared memory, with 0 for heads without keys, because their dout may be NaN."""
     lse = _row_sums(args, 0, float("inf"), gl.SliceLayout(1, dq.type.layout))
     staging.store(gl.where((lse == float("inf"))[:, None], 0.0, dq).to(staging.dtype))
 
@@ -128,7 +128,7 @@ def _store_columns(args, FIRST: gl.constexpr, tile):
 
 @gluon.jit
 def _row_sums(args, NUMBER: gl.constexpr, OTHER: gl.constexpr, LAYOUT: gl.constexpr = SCORE_ROWS):
-    """Row NUMBER of ``row_sums`` of the block's heads, OTHER after the last head."""
+    """Row NUMBER of ``row_sums`` for the block's heads [64], OTHER after the last head."""
     rows = args.rows
     head = args.head + gl.arange(0, HEADS, LAYOUT)
     start = rows.sums + NUMBER * rows.rows + args.token.to(gl.int64) * rows.h_q
@@ -148,7 +148,8 @@ def consume_scores(args, HAS_ROPE: gl.constexpr):
     unused = gl.zeros([HEADS, KEYS], gl.float32, SCORES)
     mbarrier.wait(tiles.q_full, 0)
     for step in range(args.steps):
-        # A zero that the compiler does not know, which would otherwise hoist the descriptors of all tiles.
+        # A zero that is opaque to the compiler, which would otherwise hoist the descriptors of all tiles out of the
+        # loop.
         zero = step >> 30
         phase = step & 1
         p_tile, ds_tile, k_left = tiles.p.index(zero), tiles.ds.index(zero), tiles.k.left.index(zero)
@@ -164,7 +165,7 @@ def consume_scores(args, HAS_ROPE: gl.constexpr):
         wait(DS_FULL, PAIR_THREADS)
         dq0 = warpgroup_mma(ds_tile, k_left.slice(0, QUARTER, dim=1), dq0, is_async=True)
         dq1 = warpgroup_mma(ds_tile, k_left.slice(QUARTER, QUARTER, dim=1), dq1, is_async=True)
-        # From shared memory: otherwise the compiler computes the weighted P before the other consumer gets P.
+        # Loaded from shared memory: otherwise the compiler computes the weighted P before P is published.
         weight = tiles.weight.load(SCORE_ROWS)
         p_tile.store((p * weight[:, None]).to(p_tile.dtype))
         fence_async_shared()
@@ -176,7 +177,7 @@ def consume_scores(args, HAS_ROPE: gl.constexpr):
         if step + 1 < args.steps:
             arrive(K_QUARTER1_EMPTY, PAIR_THREADS)
 
-    # q is not read any more: dq goes through its tiles.
+    # q is no longer read: dq is stored through its tiles.
     staging = tiles.q.left.index(0)
     _stage(args, staging.slice(0, QUARTER, dim=1), dq0)
     _stage(args, staging.slice(QUARTER, QUARTER, dim=1), dq1)
@@ -206,7 +207,7 @@ def consume_values(args, HAS_ROPE: gl.constexpr):
         dp = warpgroup_mma_wait(0, deps=[pending]) * weight[:, None] - delta[:, None]
         wait(P_FULL, PAIR_THREADS)
         p = p_tile.load(SCORES)
-        # NaN if dout is, also for keys that are not valid, whose gradients are not stored.
+        # NaN if dout is NaN, also for invalid keys, whose gradients are not stored.
         ds = (p.to(gl.float32) * dp).to(ds_tile.dtype)
         ds_tile.store(ds)
         fence_async_shared()

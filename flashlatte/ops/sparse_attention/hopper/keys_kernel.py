@@ -1,8 +1,8 @@
 """The keys kernel: the gradients of the keys that a query token selected, added to dkv.
 
-A program has half of the columns of a token's q and dout, of up to 128 heads, in shared memory. Its two consumers have
-every second tile of 64 keys each, and do not exchange anything: a consumer loads dS and P of all heads, multiplies,
-stages the result over dS and P, and adds its rows to dkv. The RoPE columns of a tile belong to one half or the other.
+A program keeps half of the columns of a token's q and dout, of up to 128 heads, in shared memory. Its two consumers
+process alternate tiles of 64 keys independently: a consumer loads dS and P of all heads, multiplies, stages the result
+in the shared memory of dS and P, and adds its rows to dkv. The RoPE columns of a tile belong to one of the two halves.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -45,7 +45,7 @@ from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
 from flashlatte.runtime.kernel_records import Constant, Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# The result [64, 256], and its RoPE columns.
+# Layouts of the result [64, 256] and of its RoPE columns [64, 64].
 _GRADIENT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 # Registers per thread of the second consumer; the first gets the rest of 8 warps with 255 each.
 _CONSUMER_REGISTERS = gl.constexpr(240)
@@ -58,13 +58,13 @@ _STAGED_OFFSET = gl.constexpr([0, 36864])
 
 
 class KeyGradientSlots(NamedTuple):
-    """Slots of the tokens' lists that a launch processes, and what it does with their gradients.
+    """Slots of the tokens' lists that a launch processes, and the destination of their gradients.
 
     Attributes:
-        first_token, first_slot: of the launch; first_slot is a multiple of 64.
-        slots: of a token.
-        target: float32 [s_kv, d], or if not ``add`` [tokens, slots, d].
-        add: whether rows are added to those of the selected keys, or stored one by one.
+        first_token, first_slot: first token and slot of the launch; first_slot is a multiple of 64.
+        slots: slots of each token.
+        target: float32 [s_kv, d] with ``add``, else [tokens, slots, d].
+        add: whether rows are added to the rows of the selected keys, or stored one per slot.
     """
 
     first_token: Int32
@@ -89,7 +89,8 @@ class KeyGradientTiles(NamedTuple):
 
 
 class KeyGradientArgs(NamedTuple):
-    """Arguments of the consumers: half ``side`` of the columns, of a token that selects ``count`` slots of these."""
+    """Arguments of the consumers: half ``side`` of the columns of a token, with ``count`` selected slots in the
+    launch."""
 
     tiles: KeyGradientTiles
     selection: Any
@@ -138,7 +139,7 @@ def _load_scores(args, tile, full, OWN: gl.constexpr):
 
 @gluon.jit
 def _targets(args, tile, ADD: gl.constexpr):
-    """For each thread, the row that it sends of a tile, whether it sends one, and a pointer to where."""
+    """For each thread, the row of a tile that it sends, whether it sends one, and the pointer to the destination."""
     slots = args.slots
     row = row_of_thread()
     slot = tile * KEYS - slots.first_slot + row  # of the launch
@@ -155,7 +156,7 @@ def _targets(args, tile, ADD: gl.constexpr):
 
 @gluon.jit
 def _product(tiles, block, PART: gl.constexpr, right, total, zero, OWN: gl.constexpr, ADD: gl.constexpr):
-    """dSᵀ or Pᵀ, [64 keys, 64 heads], of a block of heads, times ``right`` [64 heads, columns]."""
+    """Start the product of dSᵀ or Pᵀ [64 keys, 64 heads] of a block of heads with ``right`` [64 heads, columns]."""
     box = tiles.boxes.index(zero + (_FIRST_BOX[OWN] + block * PARTS + PART))
     return warpgroup_mma(box.permute((1, 0)), right, total, use_acc=ADD, is_async=True)
 
@@ -189,7 +190,7 @@ def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.cons
         targets = _targets(args, tile, ADD)
         mbarrier.wait(full, phase)
         phase ^= 1
-        # Complete from the first tile on: here, so that the first tile loads at the same time.
+        # Waits only for the first tile. It is in the loop, so that the rows and the first tile load at the same time.
         mbarrier.wait(tiles.rows_full, 0)
         result = _product(tiles, 0, DS, tiles.q.index(zero), unused, zero, OWN, False)
         result = _product(tiles, 0, P, tiles.dout.index(zero), result, zero, OWN, True)
@@ -203,7 +204,7 @@ def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.cons
             result, rope = warpgroup_mma_wait(0, deps=[result, rope])
         else:
             result = warpgroup_mma_wait(0, deps=[result])
-        # The products of all warps have read dS and P: rows are staged over them.
+        # The products of all warps have read dS and P, which the staged rows overwrite.
         cta_barrier()
         _send(args, tile, targets, result, 0, side * HALF, OWN, ADD)
         _send(args, tile, targets, result, STAGED_COLUMNS, side * HALF + STAGED_COLUMNS, OWN, ADD)
@@ -233,7 +234,7 @@ def key_gradients_kernel(
     HAS_ROPE: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """A program for each token of the launch and each half of the columns. BLOCKS: ``piece.head_blocks``, 1 or 2."""
+    """A program processes a token of the launch and half of the columns. BLOCKS: ``piece.head_blocks``, 1 or 2."""
     token = slots.first_token + gl.program_id(0) // 2
     side = gl.program_id(0) % 2
     count = gl.minimum(num_selected(selection, token, topk) - slots.first_slot, slots.slots)

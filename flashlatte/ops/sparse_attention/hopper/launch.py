@@ -1,4 +1,4 @@
-"""The launcher: row sums, then both kernels for one piece of query tokens after the other."""
+"""The launcher: row sums, then both kernels for each piece of query tokens in turn."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from flashlatte.runtime import checks, machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
 
-# P and dS that exist at once; at least those of a token.
+# Maximum bytes of P and dS in scratch; at least those of a token.
 SCORE_BYTES = 256 * 2**20
-# Contributions to dkv that exist at once where their sum is deterministic. With head dim 576 and 2,048 selected keys
-# they are those of 66 tokens, whose programs fill 132 SMs.
+# Maximum bytes of contributions to dkv in scratch, if their sum is deterministic. With head dim 576 and 2,048 selected
+# keys these are the contributions of 66 tokens, whose programs fill 132 SMs.
 SCRATCH_BYTES = 320 * 2**20
 # Programs of a token in the keys kernel. An SM runs one program of either kernel at a time.
 _KEY_PROGRAMS = 2
-# Of a box of dS or P, in elements.
+# Elements of a box of dS or P.
 _BOX_ELEMENTS = HEADS.value * KEYS.value
 
 
@@ -61,7 +61,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     if params.deterministic:
         scratch_rows = SCRATCH_BYTES // (4 * head_dim * KEYS.value) * KEYS.value
         if scratch_rows >= topk:
-            # Equal pieces of contributions, whose keys are sorted together.
+            # Pieces of equal size, whose keys are sorted together.
             equal = min(_whole_waves(scratch_rows // topk, _KEY_PROGRAMS, num_sms), tokens_at_once)
             tokens_at_once = tokens_at_once // equal * equal
             scratch_rows = equal * topk
@@ -99,7 +99,8 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
 
 
 def _whole_waves(tokens: int, programs_of_token: int, num_sms: int) -> int:
-    """At most ``tokens``: a multiple of as many as fill the SMs once, so that the last programs of a launch do too."""
+    """``tokens``, rounded down to a multiple of the tokens whose programs fill all SMs, so that the last wave of a
+    launch is full; unchanged if there are fewer."""
     wave = max(num_sms // programs_of_token, 1)
     return tokens // wave * wave if tokens >= wave else tokens
 

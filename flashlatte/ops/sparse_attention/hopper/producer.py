@@ -1,6 +1,6 @@
 """The producer of the queries kernel: loads q and dout of a block of heads once, and gathers tiles of keys.
 
-It refills a quarter of the keys as soon as a consumer releases it, in the order 0, 2, 1, 3.
+It refills each quarter of the keys as soon as a consumer releases it, in the order 0, 2, 1, 3.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -66,7 +66,7 @@ def produce(rows, keys, selection, token, head, count, steps, tiles, HAS_ROPE: g
         mbarrier.arrive(full.mask, count=1)
         wait(K_QUARTER2_EMPTY, PAIR_THREADS)
         _copy_quarter(gathered, 2, k.right, full.quarter2)
-        # Indices come from HBM: those of the next step are loaded ahead.
+        # Indices come from HBM, so the next step's are loaded ahead.
         indices = _load_indices(row, (step + 1) * KEYS, count)
         wait(K_QUARTER1_EMPTY, PAIR_THREADS)
         _copy_quarter(gathered, 1, k.left, full.quarter1)

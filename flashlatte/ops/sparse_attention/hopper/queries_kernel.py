@@ -38,11 +38,11 @@ def query_gradients_kernel(
     softmax_scale: gl.float32,
     HAS_ROPE: gl.constexpr,
 ):
-    """A program for each token of the piece and each of its blocks of heads."""
+    """A program processes a block of heads of a token of the piece."""
     token = piece.first_token + gl.program_id(0) // piece.head_blocks
     head = gl.program_id(0) % piece.head_blocks * HEADS
     count = num_selected(selection, token, topk)
-    # At least one, which is fully masked without keys: every tile that the keys kernel may read is written.
+    # At least one step, which is fully masked without keys: every tile that the keys kernel may read must be written.
     steps = gl.maximum((count + KEYS - 1) // KEYS, 1)
     tiles = allocate(keys.start.dtype.element_ty, HAS_ROPE)
     args = QueryGradientArgs(tiles, rows, piece, dq, token, head, steps, softmax_scale)

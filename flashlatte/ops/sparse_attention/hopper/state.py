@@ -1,4 +1,4 @@
-"""What both kernels share: the piece of queries that they process, and where P and dS are between them."""
+"""Records of both kernels: the piece of queries that they process, and the layout of P and dS in memory."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 
-# Rows of heads, and keys, of a step.
+# Heads and keys of a step.
 HEADS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
 # Columns of a TMA box: 128 bytes, the width of the swizzle.
 BOX = gl.constexpr(64)
-# Parts of a step in memory.
+# The two matrices of a step in memory.
 DS = gl.constexpr(0)
 P = gl.constexpr(1)
 PARTS = gl.constexpr(2)
@@ -29,7 +29,7 @@ class SparseBackwardPiece(NamedTuple):
     Attributes:
         scores: TMA descriptor of boxes [64 heads, 64 keys] of [tokens, key_tiles, head_blocks, dS or P, 64, 64], as a
             matrix of 64 columns.
-        first_token: of the piece.
+        first_token: first query token of the piece.
         key_tiles: tiles of 64 selected keys of a token.
         head_blocks: blocks of 64 heads.
     """
@@ -52,14 +52,14 @@ class SparseBackwardRows(NamedTuple):
 
 @gluon.jit
 def score_row(piece, token, key_tile, head_block, PART: gl.constexpr):
-    """Row of ``piece.scores`` of a box of a token of the piece."""
+    """Row in ``piece.scores`` of a box of a token. ``token``: counted from the piece's first."""
     box = ((token * piece.key_tiles + key_tile) * piece.head_blocks + head_block) * PARTS + PART
     return box * HEADS
 
 
 @gluon.jit
 def num_selected(selection, token, topk):
-    """How many of a token's ``topk`` indices count."""
+    """The number of a token's ``topk`` indices that are used."""
     count = topk
     if selection.topk_length is not None:
         length = gl.load(selection.topk_length + token.to(gl.int64) * selection.length_stride)

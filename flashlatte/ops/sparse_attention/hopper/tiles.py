@@ -1,7 +1,7 @@
 """Shared memory and barriers of the queries kernel.
 
-The *scores* consumer computes S and P, the *values* consumer dP and dS; each also holds half of the columns of dQ. A
-quarter of K is empty when the consumer of its columns of dQ has read it: by then both have finished S and dP.
+The *scores* consumer computes S and P, the *values* consumer dP and dS; each also holds half of the columns of dQ. The
+consumer of a quarter's columns of dQ releases that quarter of K: by then both consumers have finished S and dP.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -17,12 +17,12 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper.barriers import FIRST_FREE, allocate_mbarrier
 from flashlatte.kernels.hopper.mla_tiles import LatentTile, allocate_half, allocate_square, allocate_vector
 
-# Named barriers. Quarters of K are empty (a consumer to the producer).
+# Named barriers: a quarter of K is empty (a consumer to the producer).
 K_QUARTER0_EMPTY = gl.constexpr(FIRST_FREE)
 K_QUARTER1_EMPTY = gl.constexpr(FIRST_FREE + 1)
 K_QUARTER2_EMPTY = gl.constexpr(FIRST_FREE + 2)
 K_QUARTER3_EMPTY = gl.constexpr(FIRST_FREE + 3)
-# P (scores to values) and dS (values to scores) are in shared memory.
+# Named barriers: P (scores to values consumer) or dS (values to scores consumer) is in shared memory.
 P_FULL = gl.constexpr(FIRST_FREE + 4)
 DS_FULL = gl.constexpr(FIRST_FREE + 5)
 
@@ -32,7 +32,7 @@ GRADIENT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
 
 
 class KeyFullBarriers(NamedTuple):
-    """mbarriers for the arrival of a tile of keys: its quarters (RoPE with quarter 3), and which keys are valid."""
+    """mbarriers for the arrival of a tile of keys: its quarters (RoPE with quarter 3), and the mask of valid keys."""
 
     quarter0: Any
     quarter1: Any
@@ -47,7 +47,7 @@ class SparseBackwardTiles(NamedTuple):
     k: LatentTile
     p: Any  # [1, 64, 64]
     ds: Any  # [1, 64, 64]
-    mask: Any  # int32 [64], 0 for keys that are not valid
+    mask: Any  # int32 [64], 0 for invalid keys
     weight: Any  # float32 [64], of the sink
     q_full: Any
     dout_full: Any

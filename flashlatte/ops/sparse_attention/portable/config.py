@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashlatte.kernels.triton.config import AttentionConfig, Table
 
 # A program holds block_n keys and their gradient in float32; a step loads block_h rows of q and dout. On "blackwell",
-# 64 keys would need more tensor memory than there is.
+# 64 keys do not fit in tensor memory.
 KEYS: Table = {
     "hopper": (
         AttentionConfig(16, 64, num_warps=8, num_stages=2, warpgroups=True),

@@ -1,8 +1,8 @@
-"""Gradients of sparse attention: a program for each tile of a token's selected keys, and one for a block of its heads.
+"""Gradients of sparse attention: one kernel for tiles of a token's selected keys, one for blocks of its heads.
 
 With P the probabilities over the selected keys and w = e^lse / (e^lse + e^sink), or 1 without a sink:
-dP = dO Vᵀ, dS = scale · P (w dP - (w Σ out · dO - dlse)), dQ = dS K, dK = dSᵀ Q, dV = w Pᵀ dO. Both kernels compute P
-again from lse: one that had dQ and dKV in registers at once would spill.
+dP = dO Vᵀ, dS = scale · P (w dP - (w Σ out · dO - dlse)), dQ = dS K, dK = dSᵀ Q, dV = w Pᵀ dO. Both kernels recompute P
+from lse, because a fused kernel with dQ and dKV in registers would spill.
 
 STEP is a ``kernels.triton.config.StepConfig``. out, lse, their gradients and dq are contiguous.
 """
@@ -48,9 +48,10 @@ def keys_kernel(
     ATOMIC: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Gradients of a tile of the keys at slots first_slot to first_slot + slots of a token's indices.
+    """Gradients of a tile of the keys at slots first_slot to first_slot + slots - 1 of a token's indices.
 
-    With ATOMIC they are added to rows of ``dkv`` [s_kv, d], else stored in ``dkv`` [tokens, slots, d]; float32.
+    With ATOMIC they are added to rows of ``dkv``, float32 [s_kv, d]; otherwise they are stored in ``dkv``, float32
+    [tokens, slots, d].
     """
     tiles = tl.cdiv(slots, STEP.block_n)
     launched_token = (tl.program_id(0) // tiles).to(tl.int64)
@@ -68,7 +69,7 @@ def keys_kernel(
     ROPE: tl.constexpr = STEP.rope if STEP.rope > 0 else 1
     d_latent = tl.zeros([LATENT, ROWS] if STEP.values_first else [ROWS, LATENT], tl.float32)
     d_rope = tl.zeros([ROPE, ROWS] if STEP.values_first else [ROWS, ROPE], tl.float32)
-    # Without a valid key nothing is stored.
+    # Tiles without a valid key are not stored.
     heads = tl.where(tl.max(valid.to(tl.int32), axis=0) > 0, queries.h_q, 0)
     for start in tl.range(0, heads, STEP.block_h, num_stages=STEP.num_stages):
         head = start + tl.arange(0, STEP.block_h)
@@ -77,7 +78,7 @@ def keys_kernel(
         if STEP.rope > 0:
             scores = tl.dot(keys.rope, tl.trans(query.rope), scores)
         dp = tl.dot(keys.latent, tl.trans(d_out))  # [block_n, block_h]
-        # Rows of keys that are not valid may be infinite; they are not stored.
+        # Rows of invalid keys may be infinite; they are not stored.
         p = tl.exp2(scores * scale - lse2[None, :])
         ds = (p * (weight[None, :] * dp - delta[None, :]) * softmax_scale).to(d_out.dtype)
         d_latent = _add_product(d_latent, (p * weight[None, :]).to(d_out.dtype), d_out, STEP)
@@ -139,7 +140,7 @@ def queries_kernel(
 
 @triton.jit
 def _load_heads(q, queries, token, head, STEP: tl.constexpr):
-    """Rows of q and dout of some heads of a token, and their row sums; 0, and an lse of +inf, beyond the last head."""
+    """Rows of q and dout of a block of a token's heads, and their row sums; beyond the last head 0, and lse +inf."""
     h_q, sums = queries.h_q, queries.sums
     in_heads = head < h_q
     query = load_tile(q.start, (token * q.token_stride + head * q.head_stride) * q.align, in_heads, STEP)
@@ -156,7 +157,7 @@ def _load_heads(q, queries, token, head, STEP: tl.constexpr):
 @triton.jit
 def _add_product(total, p, tile, STEP: tl.constexpr):
     """total + p · tile, transposed if ``values_first``: Hopper's warp groups then divide the columns of a tile of 64
-    rows among themselves instead of repeating each other's work.
+    rows, instead of each computing the whole tile.
     """
     if STEP.values_first:
         return tl.dot(tl.trans(tile), tl.trans(p), total)
@@ -168,7 +169,7 @@ def _add_product(total, p, tile, STEP: tl.constexpr):
 def _store(
     base, offsets, in_use, tile, FIRST: tl.constexpr, COUNT: tl.constexpr, ATOMIC: tl.constexpr, STEP: tl.constexpr
 ):
-    """Columns of a tile to elements FIRST to FIRST + COUNT of the rows at ``offsets``, or added to them."""
+    """Store COUNT columns of a tile to elements FIRST to FIRST + COUNT - 1 of the rows at ``offsets``, or add them."""
     if STEP.values_first:
         tile = tl.trans(tile)
     cols = tl.arange(0, tile.shape[1])

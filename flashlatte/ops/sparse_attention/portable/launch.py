@@ -1,4 +1,4 @@
-"""From tensors to launches of the backward kernels."""
+"""The launcher of the backward kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardPar
 from flashlatte.ops.sparse_attention.row_sums import row_sums, selection_of
 from flashlatte.runtime.strides import row_align
 
-# Contributions to dkv that exist at once where their sum is deterministic.
+# Maximum bytes of contributions to dkv in scratch, if their sum is deterministic.
 SCRATCH_BYTES = 256 * 2**20
 
 
@@ -72,7 +72,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
 def _compiled_for(
     gpu: str, h_q: int, head_dim: int, d_v: int
 ) -> tuple[AttentionConfig, StepConfig, AttentionConfig, StepConfig]:
-    """The configurations of the keys kernel and of the queries kernel, each with its constants."""
+    """The configuration and constants of the keys kernel, and of the queries kernel."""
     keys, keys_step = choose(KEYS, gpu, h_q, head_dim, d_v, in_place=True)
     queries, queries_step = choose(QUERIES, gpu, h_q, head_dim, d_v, in_place=True)
     return keys, keys_step, queries, queries_step

@@ -1,7 +1,7 @@
 """The producer of a CTA in a cluster (``clusters``): it dequantizes half of a block's tokens for both CTAs.
 
-Threads hold all of a block's tokens in registers, and the loads of the next block are in flight. Otherwise it is like
-``producer``. Data that are copied by cp.async are not shared: each CTA copies them for all 64 tokens.
+In contrast to ``producer``, threads hold whole tokens of a block in registers while the loads of the next block are in
+flight. Data that are copied by cp.async are not shared: each CTA copies them for all 64 tokens.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -94,7 +94,7 @@ def _load_piece(words, PIECE: gl.constexpr, CONFIG: gl.constexpr):
     WIDTH: gl.constexpr = LAYOUT.shape[1]
     words = gl.convert_layout(words, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     word = WIDTH * PIECE + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    # The compiler does not see that tokens are aligned through ``_own_tokens``.
+    # The compiler's alignment analysis does not see through ``_own_tokens``.
     ALIGNMENT: gl.constexpr = CONFIG.alignment
     return gl.load(gl.multiple_of(words[:, None] + word[None, :], [1, ALIGNMENT]))
 
@@ -275,5 +275,5 @@ def produce(args, CONFIG: gl.constexpr):
                 _fill_half(own1, addresses, peer, clusters.K1_LEFT, LEFT, tiles.K1_LEFT_FULL, CONFIG)
             own0 = next0
             phase ^= 1
-    # After the last arrivals of both CTAs' consumers the peer sends nothing more: both CTAs may exit.
+    # After the last arrivals of both CTAs' consumers, the peer writes nothing more: both CTAs may exit.
     finish_producer(CONFIG.producer_threads, peer, phase)

@@ -73,8 +73,8 @@ class SparseDecodeArgs(NamedTuple):
         query: all queries (``SparseDecodeQuery``).
         own, extra: selections from the cache and from the extra cache (``rows.CacheSelection``); None without extra
             cache.
-        key_lengths: lengths of the items (``device.KeyLengths``).
-        work: the work of the CTA (``schedule.SparseDecodeWork``).
+        key_lengths: numbers of keys of the items (``device.KeyLengths``).
+        work: the CTA's work items (``schedule.SparseDecodeWork``).
         scale: softmax_scale · log2(e).
         tiles, masks, full: shared memory.
         peer: addresses in a cluster (``clusters.ClusterAddresses``); None without cluster.

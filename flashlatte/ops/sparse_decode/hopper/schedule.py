@@ -48,8 +48,8 @@ class SparseDecodeConfig(NamedTuple):
         producer_threads: threads of the producer, the default partition.
         has_rope: whether rows have 64 columns of rope after the 512 of the latent.
         alignment: alignment in bytes of tokens in the caches, at most 16.
-        flat: whether tokens are equally spaced across all pages. The address code is shorter, which wins "v32, b 2" by
-            a third (21.7 instead of 31.8 µs; docs/notes/sparse-decode.md).
+        flat: whether tokens are equally spaced across all pages. The shorter address code reduces the time of
+            "v32, b 2" by a third (21.7 instead of 31.8 µs; docs/notes/sparse-decode.md).
         out_align: unit of the strides of ``out`` in elements: 8 if its rows are aligned to 16 bytes, else 1.
         balanced: whether CTAs process ranges of equal cost; otherwise whole work items.
         equal_splits: whether all work items have the same number of splits, ``num_splits``.

@@ -29,7 +29,7 @@ from flashlatte.runtime.gluon_compat import reinterpret
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT))
 
-# Named barriers. Half of a block is full: the producer to the consumer that computes its scores.
+# Named barriers: the producer signals the consumer that computes the scores that half of a block is full.
 K0_LEFT_FULL = gl.constexpr(OWN_BARRIERS)
 K0_RIGHT_FULL = gl.constexpr(OWN_BARRIERS + 1)
 K1_RIGHT_FULL = gl.constexpr(OWN_BARRIERS + 2)

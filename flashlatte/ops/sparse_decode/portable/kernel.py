@@ -1,4 +1,4 @@
-"""The kernel of sparse decode: an online softmax over the cache tokens that a query token selected.
+"""The kernel of sparse decode: an online softmax over the cache tokens that are selected for a query token.
 
 A work item is a query token of a request; its keys are those of its indices, followed by those of its indices into the
 extra cache. A CTA processes a group of a work item's heads.
@@ -151,7 +151,7 @@ def sparse_decode_kernel(
     A group is ``block_h`` heads. The CTAs of a work item's groups have adjacent indices, so all but the first hit the
     L2 cache.
     """
-    # Triton 3.6 passes a named tuple in a constant as a tuple, unless it is a constant itself.
+    # Triton 3.6 passes a named tuple within a constexpr as a plain tuple, unless it is a constexpr itself.
     step: tl.constexpr = CONFIG.step
     SPLIT: tl.constexpr = CONFIG.split
     cache_layout: tl.constexpr = CONFIG.cache_layout

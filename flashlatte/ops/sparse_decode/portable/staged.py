@@ -25,7 +25,7 @@ class Codes(NamedTuple):
     """Tokens without their scales.
 
     Attributes:
-        latent: e4m3 bits [tokens, 512]; of ``model1`` zeros beyond the 448 that it has.
+        latent: e4m3 bits [tokens, 512]; zeros beyond the 448 elements of ``model1``.
         rope: bf16 [tokens, 64]; undefined in formats without rope.
         valid: mask of valid tokens.
     """

@@ -45,11 +45,11 @@ class SparseCache(NamedTuple):
 
 
 class TokenAddress(NamedTuple):
-    """The constants of a token's address, in one kernel constant, which Triton serialises as JSON.
+    """The constants of a token's address, in one constexpr argument, which Triton serialises as JSON.
 
     Attributes:
-        tiling: of ``v32``, ``v32_no_rope`` and ``model1``, else None.
-        scaling: of ``v41`` and ``v41_fp4``, else None. Without either, rows are elements in q's dtype.
+        tiling: tiling of ``v32``, ``v32_no_rope`` and ``model1``, else None.
+        scaling: block scaling of ``v41`` and ``v41_fp4``, else None. Without either, rows are elements in q's dtype.
         native: the GPU converts e4m3 (``fp8.converts_e4m3``).
         page_size: tokens of a page.
         wide: valid indices or addresses, in units of ``align``, may exceed 2^32, which needs 64-bit arithmetic.

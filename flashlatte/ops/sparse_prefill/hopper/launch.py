@@ -18,7 +18,7 @@ from flashlatte.runtime import checks, machine
 ROWS_PER_TILE = 64
 # 16 bytes, the size of a copy from global memory, in two-byte elements.
 ALIGNMENT = 8
-# Maximum bytes of the groups' lists.
+# Maximum bytes of the groups' entry lists.
 SCRATCH_BYTES = 60 * 2**20
 # The time of the union kernel grows with the number of positions. With random selections, groups of 4 are 10% faster at
 # 64 positions per index, and groups of 2 are 1% slower at 16 (docs/notes/sparse-prefill.md).

@@ -197,7 +197,7 @@ def produce(queries, kv, kv_stride, work, tiles, shared, HEAD_DIM: gl.constexpr,
         row = next_row
         count = next_count
 
-    # The even consumer computes one block of scores ahead, also after the last tile: signal a tile and a block of
+    # The even consumer computes one block of scores ahead, also after the last tile, so signal a tile and a block with
     # arbitrary contents.
     wait(Q_EMPTY, ALL_THREADS)
     _signal(shared.q_full)

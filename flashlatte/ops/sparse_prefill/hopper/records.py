@@ -1,4 +1,4 @@
-"""The kernels' arguments that do not depend on how a tile is computed."""
+"""Arguments that the bf16 and e4m3 kernels have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlatte.runtime.tma_descriptors import describe
 def output_of(
     params: SparsePrefillParams, group: int, heads_per_tile: int, damaged: torch.Tensor | None = None
 ) -> SparsePrefillOutput:
-    """The outputs of tiles of ``group`` tokens and ``heads_per_tile`` heads."""
+    """The output record for tiles of ``group`` tokens and ``heads_per_tile`` heads."""
     out, attn_sink = params.out, params.attn_sink
     return SparsePrefillOutput(
         descriptor=describe(out, out.shape, strides_in_use(out), (group, heads_per_tile, 256)),
@@ -32,7 +32,8 @@ def output_of(
 def work_of(
     params: SparsePrefillParams, lists: torch.Tensor, lengths: torch.Tensor | None, head_blocks: int, tiles: int
 ) -> SparsePrefillWork:
-    """``tiles`` tiles over the indices, or entries of unions, ``lists`` [s_q, 1, topk] with ``lengths`` [s_q]."""
+    """The work record of ``tiles`` tiles. ``lists``: indices, or entries of unions, [s_q, 1, topk]; ``lengths``:
+    [s_q]."""
     return SparsePrefillWork(
         indices=lists,
         index_stride=lists.stride(0),

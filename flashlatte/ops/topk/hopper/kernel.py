@@ -37,7 +37,7 @@ class TopkConfig(NamedTuple):
 
     Attributes:
         per_request: ``end`` has an entry for each request.
-        capacity: of the list of candidates.
+        capacity: maximum number of candidates in the list.
         block, masked_block, sample_block: entries that a CTA processes at a time: of the list pass, of the radix select
             on the row, and of a sample.
         first_sample: maximum size of the first sample.

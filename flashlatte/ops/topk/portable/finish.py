@@ -1,4 +1,4 @@
-"""The k largest entries of a row: from its candidates if these suffice, else from the row itself."""
+"""The k largest entries of a row: selected from its candidates if possible, else from the row itself."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false

@@ -35,7 +35,8 @@ class TurboQuantStep(NamedTuple):
 
     Attributes:
         block_m, block_n: query rows and keys.
-        page_size, num_stages: of pages, and of Triton's pipeline.
+        page_size: tokens of a page.
+        num_stages: pipeline stages of the loop over keys.
         first_value: the first dim of values' words.
         packed_keys, packed_values: whether codes are unpacked by PTX.
         token_stride: token stride in units of ``RecordForm.align`` bytes, if it is one of the usual strides; else None.

@@ -41,7 +41,7 @@ class TurboQuantConfig(NamedTuple):
         block_m: query rows, if there are more than 8.
         block_n: keys of a step.
         num_warps: warps per program. One warp keeps a step's scores and P in its registers.
-        num_stages: of the loop over keys: number of prefetched blocks, plus one.
+        num_stages: pipeline stages of the loop over keys: the number of prefetched blocks, plus one.
         programs: programs resident on an SM.
     """
 

@@ -33,7 +33,7 @@ class Section(NamedTuple):
 
     Attributes:
         first, last: [words] int32, the words of the record that contain each word.
-        shift: [words], its bit offset in the first.
+        shift: [words], the word's bit offset in ``first``.
         upper: [words], mask of the bits that come from the record's word ``begin``.
     """
 

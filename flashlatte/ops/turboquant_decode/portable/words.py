@@ -127,8 +127,8 @@ def spread(groups):
 
 @triton.jit
 def keep_tables(count, BITS: tl.constexpr):
-    """To be called once in a kernel, before the first ``key_operand``. ``count`` is an int32 that a launch passes, not
-    negative."""
+    """Load the tables of ``key_operand``; must be called once in a kernel, before the first ``key_operand``. ``count``
+    is a non-negative int32 argument of the kernel."""
     TEXT: tl.constexpr = _KEPT_4 if BITS == 4 else _KEPT_3
     tl.inline_asm_elementwise(TEXT, "=r,r", [count], dtype=tl.int32, is_pure=False, pack=1)
 

@@ -1,9 +1,9 @@
 """The producer warpgroup: loads the block's keys and values, then tiles of queries and of dO, and adds the consumers'
 dQ to its sums.
 
-Whole tiles are loaded by TMA. The threads gather other tiles: those that extend past their request, with zeros for the
-rows of other requests, and those with keys that no query sees, with zeros for these. Zero rows are harmless (P is 1 or
-masked, dP and dS are 0), but the rows in their place may be NaN, and 0 · NaN is NaN.
+Whole tiles are loaded by TMA. The threads gather the other tiles, with zeros for rows of other requests and for keys
+that are visible to no query. Zero rows are harmless (P is 1 or masked, dP and dS are 0), but the rows that they replace
+may be NaN, and 0 · NaN is NaN.
 """
 
 # Triton's annotations and calls are not Python's.

@@ -44,8 +44,8 @@ def _interval_of(slot, cu, requests, total, bisections):
 class KeyBlock(NamedTuple):
     """A block of keys, and the queries to which some of its keys are visible.
 
-    Queries count from the request's first query that sees a key. Key n of the block is visible to query q if
-    q + below <= n <= q + above; no query sees the keys before ``below``.
+    Query 0 is the request's first query with a visible key. Key n of the block is visible to query q if
+    q + below <= n <= q + above; keys before ``below`` are visible to no query.
     """
 
     k_token: Any  # first token of the block
@@ -88,7 +88,7 @@ def block_of(slot, requests, window, bisections):
 
     extent = keys + queries
     right = gl.minimum(gl.maximum(window.right, -extent), extent)
-    # The first queries of a request with fewer keys may see none. Tiles begin after these queries, which may be NaN.
+    # The first queries of a request with fewer keys may have no visible key. Tiles begin after them: they may be NaN.
     without_keys = gl.maximum(queries - keys - right, 0)
     q_begin += without_keys
     queries -= without_keys

@@ -107,7 +107,7 @@ def find_tile(work, tile, num_blocks, KEYS: gl.constexpr):
     end_k = _boundary(requests.cu_seqlens_k, gl.minimum(request + 1, requests.count), requests.total_k)
     queries = gl.maximum(end_q - first_q, 0)
     keys = gl.where(is_request, gl.maximum(end_k - first_k, 0), 0)
-    # With a window, no query may see the first keys. Blocks begin after these keys, whose values may be NaN.
+    # With a window, the first keys may be visible to no query. Blocks begin after them: their values may be NaN.
     unseen = gl.maximum(keys - queries - work.window.left, 0)
     first_k += unseen
     keys -= unseen

@@ -47,9 +47,9 @@ class DensePrefillTile(NamedTuple):
         head: query head.
         token: index of the first query token.
         rows: query tokens of the tile, 1 to 128.
-        position: position of the first query among its request's keys (may be negative). They count from the first key
-            that a query sees.
-        keys: keys of the request from that one on.
+        position: position of the first query relative to key 0 (may be negative). Key 0 is the request's first key that
+            is visible to a query.
+        keys: number of keys of the request from key 0 on.
     """
 
     blocks: Any

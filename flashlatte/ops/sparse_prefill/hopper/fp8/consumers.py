@@ -20,7 +20,7 @@ from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.ops.sparse_prefill.hopper.fp8.epilogue import start_store_out, store_statistics
 from flashlatte.ops.sparse_prefill.hopper.state import num_selected, num_steps
 
-# Four elements in every thread.
+# A layout in which every thread holds four elements.
 _FOUR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 
@@ -40,7 +40,7 @@ def _begin_step(args, steps_taken, NUMBER: gl.constexpr, HAS_ROPE: gl.constexpr)
 
 @gluon.jit
 def _release_output(steps_taken):
-    """Release the slots of the step before, from which the output has been stored."""
+    """Release the slots of the previous step, from which the output has been stored."""
     tma.store_wait(0)
     slot = steps.slot_of(steps_taken - 1, 0)
     barriers.arrive_at(SLOT_EMPTY + slot, barriers.ALL_THREADS)
@@ -69,7 +69,7 @@ def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
             if (step == 0) & (steps_taken > 0):
                 _release_output(steps_taken)
             score_max = gl.maximum(score_max, gl.max(scores, 1))
-            # The output is stored from the blocks of the last step, which are released after the next tile's first
+            # The output is stored from the slots of the last step. They are released after the next tile's first
             # scores.
             releases = step < step_count - 1
             state = steps.take_step(state, scores, tiles, factor, address, step == 0, releases, steps_taken, ODD)
@@ -78,7 +78,7 @@ def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
         if ODD:
             tiles.row_sum1.store(state.row_sum)
         else:
-            # Its row_max is that of block 0.
+            # The row_max of this step is that of block 0.
             barriers.wait(ROW_MAX1_FULL, barriers.PAIR_THREADS)
             row_max1 = tiles.row_max.index(steps.slot_of(steps_taken - 1, 1)).load(SCORE_ROWS)
             tiles.row_sum0.store(state.row_sum * exp2(state.row_max - row_max1))

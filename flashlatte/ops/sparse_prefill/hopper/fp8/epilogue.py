@@ -53,7 +53,7 @@ def start_store_out(args, out, tile, last, ODD: gl.constexpr):
 
 @gluon.jit
 def store_statistics(args, row_max, score_max, factor, tile):
-    """``score_max`` [64]: maximum of the scores; ``factor`` [64]: of the scores."""
+    """Store lse and max_logits. ``score_max`` [64]: maximum of the unscaled scores; ``factor`` [64]: their scale."""
     output = args.output
     row_sum = args.tiles.row_sum0.load(SCORE_ROWS) + args.tiles.row_sum1.load(SCORE_ROWS)
     head = (tile % args.work.head_blocks) * ROWS + gl.arange(0, ROWS, SCORE_ROWS)

@@ -27,9 +27,10 @@ _THREADS = gl.constexpr(one_per_thread(128))
 
 @gluon.jit
 def _copy_indices(args, row, first, count, parity):
-    """Start copying the indices of a step, from ``first`` of the list ``row`` of ``count`` indices on.
+    """Start copying the indices of a step to shared memory, from index ``first`` of the list ``row`` [count] on.
 
-    Indices come from HBM. In registers, the compiler would spill them, and wait for them at once.
+    They are prefetched from HBM. If they were loaded into registers, the compiler would spill them, and the spill would
+    wait for the load.
     """
     thread = gl.arange(0, 2 * KEYS, _THREADS)
     cp_async(args.shared.indices.index(parity), row + first + thread, mask=first + thread < count)
@@ -53,7 +54,7 @@ def _copy(tile, pointers, valid, FIRST_COL: gl.constexpr):
 
 @gluon.jit
 def _least_of_warps(indices):
-    """[4], the least index of the rows that each warp copies."""
+    """The minimum [4] of the indices that each warp copies."""
     # Rows are numbered by (register, warp, lanes).
     return gl.min(indices.reshape([4, 4, 4]).permute((1, 0, 2)).reshape([4, 16]), 1)
 
@@ -64,7 +65,7 @@ def _load_block(args, slot, indices, HAS_ROPE: gl.constexpr):
     tiles, shared, keys = args.tiles, args.shared, args.keys
     full = tiles.full.index(slot)
     valid = indices >= 0
-    # In units of 16 bytes, so that the compiler knows the alignment for 16-byte copies.
+    # Offsets are in units of 16 bytes, so that the compiler can derive the alignment for 16-byte copies.
     pointers = keys.pairs + gl.where(valid, indices, 0).to(gl.int64) * keys.stride * 8
     least = _least_of_warps(indices)
     barriers.wait_at(SLOT_EMPTY + slot, barriers.ALL_THREADS)
@@ -98,9 +99,9 @@ def load(args, HAS_ROPE: gl.constexpr):
         pieces_per_step = (PIECES + steps - 1) // steps
         for step in range(steps):
             if step == 0:
-                # The compiler would keep pointers in registers.
+                # Opaque; otherwise the compiler keeps the pointers in registers across steps.
                 prefetch_queries(args, opaque(next_tile), HAS_ROPE)
-            # Also the keys of the last step but one, but not those of the last step, whose copies are in no group yet.
+            # Also waits for the keys of the step before the last, but not for the last step's, which are not committed.
             async_copy.wait_group(0)
             cta_barrier()
             first_index = step * (2 * KEYS)
@@ -113,8 +114,8 @@ def load(args, HAS_ROPE: gl.constexpr):
             _load_block(args, slot + 1, _indices_of_block(args, first_index, count, slot >> 1, 1), HAS_ROPE)
             slot ^= 2
             if step == 0:
-                # Keys are loaded earlier, because the consumers release the queries after the last step.
-                # The compiler would keep their pointers in registers.
+                # After the keys' copies, because the consumers release the queries only after the tile's last step.
+                # Opaque; otherwise the compiler keeps the pointers in registers across steps.
                 copy_queries(args, opaque(parity), HAS_ROPE)
             piece = step * pieces_per_step
             for number in range(piece, gl.minimum(piece + pieces_per_step, pieces)):
@@ -122,7 +123,7 @@ def load(args, HAS_ROPE: gl.constexpr):
         row = next_row
         count = next_count
         parity ^= 1
-    # The copy of indices behind the last tile, and the consumers' last arrivals.
+    # Wait for the copy of the indices after the last tile, and for the consumers' last arrivals.
     async_copy.wait_group(0)
     for last in gl.static_range(SLOTS):
         barriers.wait(SLOT_EMPTY + last, barriers.ALL_THREADS)

@@ -1,7 +1,7 @@
 """Quantize the queries of a tile to e4m3, a few rows at a time, and copy them to shared memory.
 
-The loader quantizes those of the next tile between the steps of a tile. Shared memory has room for one tile of queries,
-so they wait in global memory, in the L2.
+The loader quantizes the next tile's queries between the steps of the current tile. Shared memory has room for only one
+tile of queries, so the quantized queries are buffered in global memory, where they stay in the L2.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -21,12 +21,12 @@ from flashlatte.ops.sparse_prefill.hopper.fp8.state import VECTOR
 from flashlatte.ops.sparse_prefill.hopper.state import list_of
 from flashlatte.runtime.gluon_compat import cp_async, cta_barrier, reinterpret
 
-# A tile's rows in pieces: one row for each warp of the loader.
+# Pieces of a tile, each with one row for each warp of the loader.
 _PIECE = gl.constexpr(4)
 PIECES = gl.constexpr(ROWS.value // _PIECE.value)
 # Bytes of a quantized query.
 WIDTH = gl.constexpr(LATENT.value + 2 * ROPE.value)
-# Elements of a line of 128 bytes, and a line a thread.
+# Elements of a cache line of 128 bytes. A thread prefetches one line.
 _LINE = gl.constexpr(64)
 _LINES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
 _LATENT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
@@ -75,7 +75,7 @@ def _first_row(parity):
 
 @gluon.jit
 def quantize_piece(args, tile, parity, piece, HAS_ROPE: gl.constexpr):
-    """Quantize one of the PIECES of a tile's queries. ``parity``: of the tile's number within the CTA.
+    """Quantize piece ``piece`` of PIECES of a tile's queries. ``parity``: parity of the tile's number within the CTA.
 
     The scale of a row is the smallest power of two for which all values are at most 448.
     """
@@ -107,7 +107,7 @@ def _copy(args, tile, parity, FIRST_COL: gl.constexpr):
 
 @gluon.jit
 def copy_queries(args, parity, HAS_ROPE: gl.constexpr):
-    """Start copying a tile's quantized queries, once the consumers have released the queries before."""
+    """Start copying a tile's quantized queries, after the consumers have released the previous ones."""
     q, shared = args.tiles.q, args.shared
     mbarrier.wait(shared.q_empty, parity ^ 1)
     # Other threads have stored the queries.

@@ -16,7 +16,8 @@ from flashlatte.kernels.hopper.e4m3.tiles import SLOTS
 from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS, allocate_vector
 from flashlatte.runtime.kernel_records import ElementPointer, Int64, Pointer
 
-# At a barrier of copies: each thread of the loader when its copies complete, and one when the rest is stored.
+# Arrivals at a barrier of copies: one from each thread of the loader when its copies complete, and one after the
+# stores.
 _ARRIVALS = gl.constexpr(129)
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -44,8 +45,8 @@ class Fp8PrefillShared(NamedTuple):
 
     Attributes:
         indices: [2, 128], the indices of even and of odd steps.
-        selected: int32 [4, 64], 0 for keys of a slot that an index did not select.
-        least: int32 [4, 4], below 0 if a slot has such keys among those that a warp of the loader copied.
+        selected: int32 [4, 64], 0 for the rows of a slot that have no valid index.
+        least: int32 [4, 4], for each slot and warp of the loader; below 0 if the warp copied a row without valid index.
         q_scales: float32 [2, 64], the scale of each query of even and of odd tiles.
         score_max0: float32 [64], the even consumer's maximum of unscaled scores.
         q_full, q_empty: mbarriers of the queries.
@@ -65,7 +66,7 @@ class Fp8PrefillArgs(NamedTuple):
 
     Attributes:
         scale: softmax_scale · log2(e) · k_scale.
-        k_scale: of the workspace.
+        k_scale: scale of the workspace.
     """
 
     tiles: Any

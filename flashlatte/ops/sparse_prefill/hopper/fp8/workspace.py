@@ -20,7 +20,7 @@ from flashlatte.runtime.triton_kernel import kernel
 # Rows that a program loads at a time.
 _ROWS = 8
 _PROGRAMS_PER_SM = 4
-# Most programs that compute maxima; a power of two.
+# Maximum number of programs that compute maxima; a power of two.
 _MAXIMA = 1024
 _LARGEST = tl.constexpr(E4M3_MAX)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
