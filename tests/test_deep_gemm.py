@@ -270,6 +270,30 @@ def test_drawn_paged_calls_against_float64(lengths, next_n, heads, page_size, mx
             assert logits[row, seen:].isneginf().all()
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_a_slice_of_a_block_table_stands_for_whole_rows(columns):
+    """DeepGEMM finds pages by the stride of a row. Entries behind the table are not in the cache."""
+    pages, page_size = 6, 64
+    cache = kv_cache.allocate("index_fp8", pages, page_size)
+    index_quantize(cache, torch.arange(pages * page_size), draw(pages * page_size, D, seed=3))
+    table = torch.full((2, 5), 10**6, dtype=torch.int32)
+    table[:, :3] = torch.tensor([[4, 0, 3], [1, 5, 2]])
+    q, weights = draw(2, 1, 8, D, seed=0).to(torch.float8_e4m3fn), draw(2, 8, seed=1)
+    lengths = torch.tensor([3 * page_size, 70], dtype=torch.int32)
+
+    def logits(block_table):
+        return deep_gemm.fp8_paged_mqa_logits(q, cache, weights, lengths, block_table, None, 200, True)
+
+    def metadata(block_table):
+        blocks = torch.tensor([[0, 2, 5], [3, 1, 0]], dtype=torch.int32)
+        return deep_gemm.get_paged_sparse_mqa_logits_metadata(
+            lengths, block_table, None, page_size, blocks, torch.float8_e4m3fn, 32
+        )
+
+    for call in (logits, metadata):
+        assert call(table[:, :columns]).equal(call(table[:, :3].contiguous()))
+
+
 @pytest.mark.parametrize("indices", [None, torch.tensor([0, 1], dtype=torch.int32)], ids=["requests", "tokens"])
 def test_a_schedule_for_all_sms_is_made_without_a_gpu_too(indices, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -64,6 +64,11 @@ def test_nothing_behind_the_storage_is_read(inputs):
         assert given[0].equal(expected[-1])
 
 
+def test_a_table_without_columns_is_refused(inputs):
+    with pytest.raises(ValueError, match=r"^block_table must have shape \[3, max_pages\] with no empty axis, got"):
+        decode(inputs, block_table=torch.zeros(ROWS, 0, dtype=torch.int32))
+
+
 def test_a_slice_in_a_compiled_program(inputs):
     buffer = buffer_of(inputs["block_table"])
     compiled = torch.compile(lambda table: decode(inputs, block_table=table), backend="eager", fullgraph=True)

@@ -18,6 +18,7 @@ from flashlatte.deep_gemm.operands import (
 )
 from flashlatte.ops.index_logits import index_logits, paged_index_logits
 from flashlatte.runtime import checks, machine
+from flashlatte.runtime.block_tables import whole_rows
 
 
 def fp8_mqa_logits(
@@ -157,7 +158,8 @@ def fp8_fp4_paged_mqa_logits(
             have the width of fp8 pages, are not supported.
         weights: float32 or bf16 [b · next_n, H].
         context_lens: int32 [b]: token t covers the first context_lens - next_n + t + 1 keys; or [b, next_n].
-        block_table: int32 [b, max_pages].
+        block_table: int32 [b, max_pages]. A slice of a wider buffer's columns stands for the buffer's whole rows, as in
+            DeepGEMM.
         schedule_meta: unused; the result of ``get_paged_mqa_logits_metadata``, or None.
         max_context_len: columns of the result.
         clean_logits: fill columns outside a query's range with -inf; otherwise they are undefined. Default False.
@@ -185,7 +187,7 @@ def fp8_fp4_paged_mqa_logits(
             kv_cache,
             float32_weights(weights),
             context_lens,
-            block_table,
+            whole_rows(block_table),
             max_keys=max_context_len,
             clean=False if clean_logits is None else clean_logits,
             dtype=dtype,

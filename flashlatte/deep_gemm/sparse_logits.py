@@ -15,6 +15,7 @@ from flashlatte.deep_gemm.operands import (
 )
 from flashlatte.ops.index_logits import sparse_index_logits
 from flashlatte.runtime import checks
+from flashlatte.runtime.block_tables import whole_rows
 
 
 def fp8_fp4_sparse_mqa_logits(
@@ -153,7 +154,8 @@ def get_paged_sparse_mqa_logits_metadata(
 
     Args:
         context_lens: int32 [rows], number of keys visible to a query.
-        block_table: int32 [rows, max_pages].
+        block_table: int32 [rows, max_pages]. A slice of a wider buffer's columns stands for the buffer's whole rows, as
+            in DeepGEMM.
         indices: unused; in DeepGEMM the request of each row.
         page_kv: page size, a multiple of ``sparse_block_kv``.
         sparse_kv_block_indices: int32 [rows, num_max_sparse_blocks]. Block i covers keys i · sparse_block_kv to
@@ -173,6 +175,7 @@ def get_paged_sparse_mqa_logits_metadata(
     rows, device = blocks.shape[0], blocks.device
     checks.indices("context_lens", context_lens, (rows,), device)
     checks.tensor("block_table", block_table, (rows, "max_pages"), checks.INDEX_DTYPES, device)
+    block_table = whole_rows(block_table)
     page_kv = checks.positive_int("page_kv", page_kv)
     size = _check_block_size(sparse_block_kv, page_kv, "page_kv")
     # Clamped, so that no product overflows: blocks after the table's end and pages outside the cache stay outside.

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction
 
 from flashlatte.flash_mla import positions, schedule
 from flashlatte.flash_mla.schedule import FlashMLASchedMeta
@@ -15,6 +14,7 @@ from flashlatte.kv_cache.registry import FLASH_MLA_FORMATS, FLASH_MLA_REARRANGED
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import checks
+from flashlatte.runtime.block_tables import whole_rows
 from flashlatte.runtime.repeat import repeats_launches
 
 # The last positional arguments in the order of FlashMLA and sgl-flash-mla, and in that of vLLM's copy.
@@ -125,7 +125,7 @@ def flash_mla_with_kvcache(
         return _dense(
             q,
             k_cache,
-            _whole_rows(block_table),
+            whole_rows(block_table),
             cache_seqlens,
             head_dim_v,
             softmax_scale,
@@ -254,31 +254,6 @@ def _sparse(
             batch_invariant=batch_invariant,
             backend=backend,
         )
-
-
-def _whole_rows(block_table: torch.Tensor) -> torch.Tensor:
-    """Extend a slice of a table's columns to the buffer's whole rows. Other tables are returned unchanged.
-
-    FlashMLA finds a row by the stride and reads as many columns as the length needs, but ``dense_decode`` clamps
-    lengths to the table's width. SGLang captures CUDA graphs with lengths of 1 and a slice of one column, and replays
-    them with other lengths, whose pages it writes to further columns of the buffer.
-    """
-    if not isinstance(block_table, torch.Tensor):
-        return block_table
-    # Torch-function modes intercept attribute reads too.
-    with DisableTorchFunction():
-        if block_table.dim() != 2 or block_table.stride(0) <= block_table.shape[1]:
-            return block_table
-        rows, columns = block_table.shape
-        row_stride, column_stride = block_table.stride()
-        if columns > 1 and column_stride != 1:
-            return block_table
-        width = row_stride
-        # The storage may end before a whole last row does. torch.compile cannot trace this; as_strided raises there.
-        if not torch.compiler.is_compiling():
-            elements = block_table.untyped_storage().nbytes() // block_table.element_size()
-            width = min(width, elements - block_table.storage_offset() - (rows - 1) * row_stride)
-        return block_table.as_strided((rows, width), (row_stride, 1))
 
 
 def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:

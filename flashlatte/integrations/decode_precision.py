@@ -66,6 +66,6 @@ def needs(what: str) -> str:
 def backend(device_type: str) -> str | None:
     """The ``backend`` of ``dense_decode`` with the requested precision; None lets the operation choose.
 
-    On a GPU the operation would choose the reference, which is slow, for a call that the kernel does not take.
+    Named on a GPU, so that ``refusal`` states the kernel's reason.
     """
     return "hopper" if requested() is not None and device_type != "cpu" else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.kernels.softmax import sink_weight
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.fused_projections import bmm_into
@@ -124,9 +125,12 @@ def attend_pages(
 
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> None:
-    """Multiply attention's outputs [..., h, v] in place by e^lse / (e^lse + e^sink), for lse [..., h] and sink [h]."""
+    """Multiply attention's outputs [..., h, v] in place by e^lse / (e^lse + e^sink), for lse [..., h] and sink [h].
+
+    Rows without keys (lse -inf) stay 0 with any sink.
+    """
     if sink is not None:
-        out.mul_(torch.sigmoid(lse - sink).to(out.dtype)[..., None])
+        out.mul_(sink_weight(lse, sink).to(out.dtype)[..., None])
 
 
 def attend_selected(

@@ -197,6 +197,24 @@ def select(call: CallSpec, backend: str | None = None) -> str:
     return backend
 
 
+def select_kernel(call: CallSpec, backend: str | None = None) -> str:
+    """As ``select``, but a call on a GPU runs the reference only if ``backend`` names it.
+
+    For features that callers request for speed: the reference would take many times as long as a kernel without them.
+
+    Raises:
+        ValueError: as ``select``; or no backend is given, and no kernel on the call's device accepts it.
+    """
+    chosen = select(call, backend)
+    if backend is None and chosen == "reference" and call.device.type not in ("cpu", "meta"):
+        reasons = "; ".join(f"{choice.backend} {choice.refusal}" for choice in explain(call) if choice.refusal)
+        raise ValueError(
+            f"no kernel runs this call of {call.operation} with {call.optional_features}: {reasons}. "
+            "backend='reference' runs it slowly in PyTorch"
+        )
+    return chosen
+
+
 def explain(call: CallSpec) -> list[Choice]:
     """Every backend, best first, with the reason why it does not accept the call."""
     return [Choice(name, refusal(call, name)) for name in _names(call.operation)]

@@ -295,3 +295,10 @@ def test_options_that_need_a_whole_cache(option):
     hidden = torch.zeros(3, engine.layer.config.hidden_size)
     with pytest.raises(ValueError, match=f"^{next(iter(option))} needs a whole cache, got metadata for Sharding"):
         engine.layer(hidden, engine.cache, metadata)
+
+
+def test_rows_without_keys_stay_zero_with_any_sink():
+    out, lse = torch.ones(2, 3, 4), torch.full((2, 3), 2.0)
+    out[1], lse[1] = 0.0, -torch.inf
+    absorbed.apply_sink(out, lse, torch.tensor([2.0, -torch.inf, torch.inf]))
+    assert out[:, :, 0].tolist() == [[0.5, 1.0, 0.0], [0.0, 0.0, 0.0]]

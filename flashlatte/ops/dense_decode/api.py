@@ -93,7 +93,8 @@ def dense_decode(
             only) multiplies in e4m3: each row of q is rounded to e4m3 with its own scale, and the probabilities are
             rounded too. The error is about 15 times that of None if the weights of a query are similar, and 25 times if
             few keys dominate. Hopper's e4m3 sums have 14 bits: if the values have a common sign, the error is 6% with
-            4,096 keys and a third with 32,768 (docs/guide/numerics.md). Only "hopper" and "reference" implement it.
+            4,096 keys and a third with 32,768 (docs/guide/numerics.md). Only "hopper" and "reference" implement it; on a
+            GPU, the reference runs only if ``backend`` names it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
@@ -152,7 +153,8 @@ def dense_decode(
     )
     gradients.warn_if_dropped(OPERATION, q, k_cache)
     empty_lse = checks.empty_lse(empty_lse)
-    backend = dispatch.select(call, backend)
+    select = dispatch.select if precision is None else dispatch.select_kernel
+    backend = select(call, backend)
     if batch == 0 or s_q == 0:
         return out, lse
     params = DenseDecodeParams(

@@ -70,7 +70,8 @@ def sparse_prefill(
             largest finite value in any row, selected or not: a very large value makes all others imprecise. The error
             is about 20 times that of None if the weights of a query are similar, and 35 times if few keys dominate.
             Hopper's e4m3 sums have 14 bits: if the values have a common sign, the error is 1 to 3% with 2,048 indices
-            (docs/guide/numerics.md). Only "hopper" and "reference" implement it.
+            (docs/guide/numerics.md). Only "hopper" and "reference" implement it; on a GPU, the
+            reference runs only if ``backend`` names it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
@@ -109,7 +110,8 @@ def sparse_prefill(
     )
     gradients.warn_if_dropped(OPERATION, q, kv, attn_sink)
     empty_lse = checks.empty_lse(empty_lse)
-    backend = dispatch.select(call, backend)
+    select = dispatch.select if precision is None else dispatch.select_kernel
+    backend = select(call, backend)
     if s_q == 0:
         return out, max_logits, lse
     params = SparsePrefillParams(

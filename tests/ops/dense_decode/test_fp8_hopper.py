@@ -74,6 +74,23 @@ def test_emulated(emulate, name: str, sharpness: float, batch_invariant: bool) -
 
 
 @pytest.mark.full
+def test_batch_invariance_bounds_the_loss_of_truncated_sums(emulate) -> None:
+    """Values with a mean lose up to 2⁻¹⁷ with each key that a CTA sums."""
+    inputs = replace(CASE, s_k=2048, h_q=4).inputs()
+    keys = inputs["k_cache"].float()
+    means = keys.nan_to_num().std() * torch.randn(576, generator=torch.Generator().manual_seed(0))
+    inputs["k_cache"] = (keys + means).to(E4M3)
+    expected, _ = oracles.dense_decode(**inputs)
+    errors = {
+        batch_invariant: (emulate(inputs, 1, batch_invariant=batch_invariant)[0].double() - expected).norm()
+        / expected.norm()
+        for batch_invariant in (False, True)
+    }
+    assert 0.01 < errors[False] < 2048 * 2.0**-16
+    assert errors[True] < 0.6 * errors[False]
+
+
+@pytest.mark.full
 def test_a_nan_stays_with_its_request(emulate) -> None:
     """NaN in a query affects its row; in a visible key, its request. Rows after the last key are NaN in each case."""
     inputs = replace(CASE, batch=3, s_k=70, h_q=3).inputs()
@@ -82,6 +99,16 @@ def test_a_nan_stays_with_its_request(emulate) -> None:
     inputs["k_cache"].view(torch.uint8)[int(inputs["block_table"][2, 1]), 2, 0, 300] = 0x7F
     out, _ = emulate(inputs, 4)
     assert out.isnan().any(-1)[:, 0].tolist() == [[False, True, False], [False] * 3, [True] * 3]
+
+
+@pytest.mark.full
+def test_zero_queries_over_tiny_keys(emulate) -> None:
+    """The product of both scales is 0 in float32."""
+    inputs = replace(CASE, s_k=70, h_q=3).inputs() | {"k_scale": 1e-13}
+    inputs["q"] = torch.zeros_like(inputs["q"])
+    expected = dense_decode(**inputs, precision="fp8", backend="reference")
+    for result, reference in zip(emulate(inputs, 4), expected, strict=True):
+        torch.testing.assert_close(result, reference, atol=1e-5, rtol=0.03)
 
 
 CALLS: dict[str, dict[str, Any]] = {

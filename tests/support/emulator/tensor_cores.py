@@ -41,6 +41,15 @@ def _result(product: Array, i: int) -> Array:
     return np.ascontiguousarray(product[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + COLUMN + i % 2])
 
 
+def _add_e4m3(sums: Array, products: Array) -> Array:
+    """Add products [..., depth] of e4m3 operands to float32 ``sums`` as Hopper does: align all of them to the largest,
+    and keep 14 bits of each, truncated toward 0 (docs/notes/dense-decode-fp8.md)."""
+    terms = np.concatenate((products, sums[..., None]), -1)
+    _, exponent = np.frexp(np.abs(terms).max(-1, keepdims=True))
+    added = np.ldexp(np.trunc(np.ldexp(terms, 14 - exponent)), exponent - 14).sum(-1, dtype=np.float32)
+    return np.where(np.isfinite(terms).all(-1), added, terms.sum(-1))
+
+
 def mma(machine: Machine, ins: Instruction) -> Run:
     """mma.sync.aligned.m16n8kK.row.col with sums in float32."""
     shape = next(found for modifier in ins.modifiers if (found := re.fullmatch(r"m16n8k(\d+)", modifier)))
@@ -117,12 +126,13 @@ class _Wgmma:
             assert self._left_map is not None
             rows = slice(16 * (warp.index % 4), 16 * (warp.index % 4) + 16)
             left = self._operand(warp, scalar(self._left_map(warp)), 64, self._left, self._left_transposed, rows)
-        product = left @ right.T
         adds = bool(scalar(self._adds(warp)))
+        is_e4m3 = self._left == "e4m3"
+        product = left[:, None] * right if is_e4m3 else left @ right.T
         for i, slot in enumerate(self._targets):
             value = _result(product, i)
-            if adds:
-                value = warp.registers[slot].view(np.float32) + value
+            sums = warp.registers[slot].view(np.float32) if adds else np.zeros(len(value), np.float32)
+            value = _add_e4m3(sums, value) if is_e4m3 else sums + value
             warp.registers[slot] = value.view(np.uint32)
 
     def _operand(

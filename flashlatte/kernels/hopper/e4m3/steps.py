@@ -49,6 +49,8 @@ from flashlatte.runtime.gluon_compat import cta_barrier
 # P is relative to row_max - OFFSET; row_max is raised only if a block exceeds it by more than MARGIN.
 OFFSET = gl.constexpr(P_EXPONENT)
 MARGIN = gl.constexpr(P_MARGIN)
+# Lower bound of the factor of scores, above 0 so that masked scores stay -inf.
+SMALLEST_FACTOR = gl.constexpr(1e-37)
 # Bytes of a block's latents.
 BLOCK_BYTES = gl.constexpr(KEYS.value * LATENT.value)
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3.rounding import largest_of, scale_of, two_terms
+from flashlatte.kernels.hopper.e4m3.steps import SMALLEST_FACTOR
 from flashlatte.kernels.hopper.e4m3.tiles import SCORE_ROWS, TILE, latent_of, rope_of
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROPE
 from flashlatte.ops.dense_decode.hopper.producer import query_pointers
@@ -60,4 +61,4 @@ def quantize(args, item, ODD: gl.constexpr, CONFIG: gl.constexpr):
         _store(rope_of(q, 1), second_term, FIRST_ROW, 0)
     fence_async_shared()
     barriers.wait(TILE, barriers.PAIR_THREADS)
-    return args.tiles.q_scale.load(SCORE_ROWS) * args.scale
+    return gl.maximum(args.tiles.q_scale.load(SCORE_ROWS) * args.scale, SMALLEST_FACTOR)

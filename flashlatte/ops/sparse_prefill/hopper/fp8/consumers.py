@@ -20,8 +20,6 @@ from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.ops.sparse_prefill.hopper.fp8.epilogue import start_store_out, store_statistics
 from flashlatte.ops.sparse_prefill.hopper.state import num_selected, num_steps
 
-# Lower bound of the factor of scores, above 0 so that masked scores stay -inf.
-_SMALLEST_FACTOR = gl.constexpr(1e-37)
 # A layout in which every thread holds four elements.
 _FOUR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
@@ -63,7 +61,7 @@ def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
         step_count = opaque(next_steps)
         next_steps = num_steps(num_selected(work, tile + gl.num_programs(0)))
         mbarrier.wait(shared.q_full, parity)
-        factor = gl.maximum(shared.q_scales.index(parity).load(SCORE_ROWS) * args.scale, _SMALLEST_FACTOR)
+        factor = gl.maximum(shared.q_scales.index(parity).load(SCORE_ROWS) * args.scale, steps.SMALLEST_FACTOR)
         state = steps.empty_state()
         score_max = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
         for step in range(step_count):
