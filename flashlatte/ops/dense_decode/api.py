@@ -93,8 +93,8 @@ def dense_decode(
             only) multiplies in e4m3: each row of q is rounded to e4m3 with its own scale, and the probabilities are
             rounded too. The error is about 15 times that of None if the weights of a query are similar, and 25 times if
             few keys dominate. Hopper's e4m3 sums have 14 bits: if the values have a common sign, the error is 6% with
-            4,096 keys and a third with 32,768 (docs/guide/numerics.md). Only "hopper" and "reference" implement it; on a
-            GPU, the reference runs only if ``backend`` names it.
+            4,096 keys and a third with 32,768 (docs/guide/numerics.md). Only "hopper" and "reference" implement it; on
+            a GPU, the reference runs only if ``backend`` names it.
         backend: "hopper", "portable" or "reference"; None selects one; a named backend that cannot run the call is an
             error.
 
