@@ -24,7 +24,7 @@ VERBS = (
 
 
 def problems(subject: str) -> list[str]:
-    """What is wrong with a subject; empty if nothing is."""
+    """Descriptions of a subject's violations of the rules; empty if there are none."""
     if subject.startswith(WRITTEN_BY_GIT):
         return []
     found = []
@@ -54,7 +54,7 @@ _NOT_IMPERATIVE = {form: verb for verb in VERBS for form in _other_forms(verb)}
 
 
 def subject_of(message: str) -> str:
-    """The first line of a commit message that is no comment of git's."""
+    """The first line of a commit message that is not one of git's comments."""
     return next((line for line in message.splitlines() if line.strip() and not line.startswith("#")), "")
 
 

@@ -20,7 +20,7 @@ GLIBCS = (39, 35, 34, 31, 28, 27, 24, 17)
 ARCHITECTURE = 90
 MIB = 1 << 20
 CANNOT = 3
-# Packages that SGLang and vLLM import and the usual image of PyTorch lacks.
+# Packages that SGLang and vLLM import and PyTorch's usual image lacks.
 SHARED_PACKAGES = (
     "annotated-types==0.8.0",
     "fastapi==0.165.0",
@@ -54,7 +54,7 @@ def pack(
         packages: requirements, each with its version.
         wanted: whether a file of a wheel is packed, by its name in the wheel.
         extensions: compiled extensions, each with a test for machine code that is left out.
-        stand_ins: Python files that are written too, with their text.
+        stand_ins: contents of additional Python files, by path.
 
     Returns:
         an exit code: 3 if a wheel cannot be downloaded here.
@@ -100,7 +100,7 @@ def _strip(file: Path, name: str, unwanted: fatbins.Unwanted | None) -> None:
 
 
 def _register_plugin(target: Path) -> None:
-    """Write metadata of FlashLatte, in which an engine finds the plugin; the package itself is the checkout's."""
+    """Write FlashLatte's package metadata, in which engines find the plugin; the package itself is in the checkout."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     folder = target / "flashlatte.dist-info"
     folder.mkdir()

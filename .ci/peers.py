@@ -1,4 +1,4 @@
-"""Fetch the Python sources of the projects whose functions FlashLatte stands in for, to compare signatures with.
+"""Fetch the Python sources of the projects whose functions FlashLatte replaces, to compare signatures.
 
     python .ci/peers.py FOLDER
 
@@ -26,7 +26,7 @@ PEERS = (
     # Which SGLang 0.5.23 pins.
     ("sgl-deep-gemm", "0.2.3.post2"),
 )
-# Of the wheels, not of this machine: they are read and not run.
+# The wheels' Python version and platform, not this machine's: the sources are read, not run.
 PLATFORM = (
     "manylinux_2_35_x86_64",
     "manylinux_2_34_x86_64",

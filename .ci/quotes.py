@@ -1,9 +1,9 @@
-"""Keep the code that documentation quotes the same as the source.
+"""Keep quotes of code in the documentation equal to the source.
 
-    python .ci/quotes.py            # write the quoted statements anew
+    python .ci/quotes.py            # update the quoted statements
     python .ci/quotes.py --check    # only compare; exit code 1 if one differs
 
-A quote is a fence after one of these comments. ``NAME`` is a function, a class, or what a statement begins with.
+A quote is a code block after one of these comments. ``NAME`` is a function, a class, or the beginning of a statement.
 
     <!-- source: PATH NAME -->      the whole statement
     <!-- lines: PATH -->            single lines, each of which PATH must contain; these are never rewritten
@@ -33,7 +33,7 @@ def statement(path: str, name: str) -> str:
 
 
 def refreshed(text: str, differs: Callable[[str], None]) -> str:
-    """A page with its quotes as the source has them; ``differs`` is called with a description of each other one."""
+    """A page with its quotes updated from the source; ``differs`` is called with a description of each difference."""
 
     def replace(quote: re.Match[str]) -> str:
         opening, kind, path, name, code, closing = quote.groups()

@@ -22,7 +22,7 @@ import fatbins
 import packing
 
 SGLANG = ("sglang==0.5.17", "sglang-kernel==0.4.5", "flashinfer-python==0.6.15.post1", "sgl-deep-gemm==0.1.5.post1")
-# What SGLang imports to run a model and the usual image of PyTorch lacks. Versions that were tested together.
+# Packages that SGLang imports to run a model and PyTorch's usual image lacks, in versions that were tested together.
 PACKAGES = (
     *packing.SHARED_PACKAGES,
     "apache-tvm-ffi==0.1.11",

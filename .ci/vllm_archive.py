@@ -19,7 +19,7 @@ import fatbins
 import packing
 
 VLLM = "vllm==0.33.0"
-# What vLLM imports to run a model and the usual image of PyTorch lacks. Versions that were tested together.
+# Packages that vLLM imports to run a model and PyTorch's usual image lacks, in versions that were tested together.
 PACKAGES = (
     *packing.SHARED_PACKAGES,
     "apache-tvm-ffi==0.1.15.post2",

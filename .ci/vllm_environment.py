@@ -1,8 +1,8 @@
-"""Make an environment with vLLM for CPUs and this checkout, to run the tests of the vLLM integration in.
+"""Create an environment with vLLM for CPUs and this checkout, for the tests of the vLLM integration.
 
     python .ci/vllm_environment.py FOLDER
 
-vLLM is installed without what it wants for pictures and sound. Exit code 3: it cannot be installed here.
+vLLM is installed without its requirements for images and audio. Exit code 3: it cannot be installed here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.32.0"
-# PyTorch's own index has the builds for CPUs, where the usual one has not.
+# PyTorch's own index has the CPU builds, which PyPI lacks.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 TESTS = ("pytest", "hypothesis", "numpy")
 CANNOT = 3

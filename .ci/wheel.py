@@ -1,7 +1,7 @@
-"""Build the wheel, look at what is in it, and use it beside torch and triton alone.
+"""Build the wheel, check its contents, and use it with torch and triton only.
 
-Nothing is installed twice: a folder of links holds the content of the wheel and the packages that it requires, as they
-lie in this environment, with what they require in turn. Extras are not among them: to import one would fail here.
+Nothing is installed: a folder has the content of the wheel, and links to this environment's copies of the packages that
+it requires, directly or indirectly. Packages of extras are not included, so that importing one fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "wheel"
-# Where servers look for plugins, and the shell for a command.
+# Entry points of plugins, and of the command.
 ENTRY_POINTS = ("console_scripts", "sglang.srt.plugins", "vllm.general_plugins", "vllm.platform_plugins")
 EXPECTED = ("flashlatte/py.typed", "flashlatte/kv_cache/__init__.pyi", "flashlatte/demo/prompt.txt")
 
@@ -74,7 +74,7 @@ def check_content(names: list[str], fields: str) -> None:
 
 
 def closure(*roots: str) -> dict[str, metadata.Distribution]:
-    """The installed distributions of these names, and what they require here, extras aside."""
+    """The installed distributions of these names, and their requirements on this platform, without extras."""
     found: dict[str, metadata.Distribution] = {}
     wanted = list(roots)
     while wanted:

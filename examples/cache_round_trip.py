@@ -1,4 +1,4 @@
-"""Every cache format: tokens are written to scattered slots and read back; what they cost, and what is lost."""
+"""Every cache format: bytes per token, and the error of tokens that are written to scattered slots and read back."""
 
 import torch
 
@@ -10,7 +10,7 @@ TOKENS, PAGES, PAGE = 200, 8, 64
 def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # A request whose pages lie in the cache in no order.
+    # A request whose pages are in random order in the cache.
     block_table = torch.tensor([[5, 2, 7, 0]], dtype=torch.int32, device=device)
     slots = kv_cache.to_cache_indices(torch.arange(TOKENS, device=device)[None], block_table, PAGE)[0]
     starts = torch.tensor([0, TOKENS], dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""FlashMLA's calls, served by FlashLatte: dense decode, and sparse decode over a v32 cache."""
+"""FlashLatte as a drop-in for FlashMLA: dense decode, and sparse decode over a v32 cache."""
 
 import torch
 

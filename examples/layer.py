@@ -11,7 +11,7 @@ PROMPT, NEW, PAGE = 100, 3, 64
 def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # The portable and Hopper kernels take 16 bits; the reference takes all.
+    # The portable and Hopper kernels support 16-bit dtypes; the reference supports all.
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config = MLAConfig(hidden_size=256, num_attention_heads=4, q_lora_rank=None)
     layer = MLAAttention(config, dtype=dtype, device=device)
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def run(layer: MLAAttention, hidden: torch.Tensor, steps: list[tuple[int, int]], table: torch.Tensor) -> torch.Tensor:
-    """The layer's outputs for one request whose tokens come in these steps, over a cache of their own."""
+    """The layer's outputs for one request whose tokens are computed in these steps, with a new cache."""
     cache_format = {torch.float32: "fp32", torch.bfloat16: "bf16"}[hidden.dtype]
     cache = kv_cache.allocate(cache_format, num_pages=2, page_size=PAGE, device=hidden.device)
     builder = MLAMetadataBuilder(

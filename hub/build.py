@@ -2,9 +2,9 @@
 
     python hub/build.py FOLDER
 
-FOLDER gets what ``kernel-builder`` takes: build.toml, flake.nix, CARD.md, tests/ and torch-ext/flashlatte/. The
-package in it is hub/entry.py and the modules that it needs, with relative imports, since the Hub loads a kernel under
-a name of its own.
+FOLDER gets the inputs of ``kernel-builder``: build.toml, flake.nix, CARD.md, tests/ and torch-ext/flashlatte/. Its
+package consists of hub/entry.py and the modules that it needs, with relative imports, since the Hub loads a kernel
+under a different name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HUB = Path(__file__).resolve().parent
 REPOSITORY = HUB.parent
 PACKAGE = "flashlatte"
 COPIED = ("flake.nix", "CARD.md", "tests")
-# What code on the Hub may import beside the standard library.
+# Packages that code on the Hub may import in addition to the standard library.
 ALLOWED = ("torch", "triton")
 INTERPRETER = "triton.runtime.interpreter"
 ROOT_TEXT = '"""The name that this package was loaded under."""\n\nROOT = __package__\n'
@@ -56,9 +56,9 @@ def entry() -> Module:
 
 
 def closure() -> dict[str, Module]:
-    """The modules that the entry needs, by name: what it imports and what these import in turn.
+    """The modules that the entry imports, directly or indirectly, by name.
 
-    An operation is taken whole, since its implementations are imported when they first run.
+    All modules of an operation are included, since implementations are imported when they first run.
     """
     found: dict[str, Module] = {}
     wanted = needs(entry())
