@@ -12,7 +12,7 @@ import pytest
 
 # PyTorch is imported where tests are collected: the process that only hands them out to workers needs none.
 
-pytest_plugins = ["support.progress", "support.emulator.fixture"]
+pytest_plugins = ["support.progress", "support.isolation", "support.emulator.fixture"]
 
 # ``make test`` is quick; ``make test-all`` takes the other with --hypothesis-profile full.
 COMMON = hypothesis.settings(deadline=None, derandomize=True, database=None)
