@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 TESTS = str(Path(__file__).parents[1])
+# Its functions replace the interpreter's for the whole run.
+_QUICK_INTERPRETER = str(Path(__file__).with_name("quick_interpreter.py"))
 _checked: set[str] = set()
 _num_modules = 0
 
@@ -29,8 +31,9 @@ def functions_of_tests(modules: Iterable[ModuleType]) -> Iterator[str]:
 
 
 def _is_of_a_test(value: Any) -> bool:
-    code = getattr(value, "__code__", None)
-    return type(value).__module__ == "unittest.mock" or getattr(code, "co_filename", "").startswith(TESTS)
+    file = getattr(getattr(value, "__code__", None), "co_filename", "")
+    is_of_a_test = isinstance(file, str) and file.startswith(TESTS) and file != _QUICK_INTERPRETER
+    return is_of_a_test or type(value).__module__ == "unittest.mock"
 
 
 def _new_modules() -> list[ModuleType]:
