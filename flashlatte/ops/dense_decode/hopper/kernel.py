@@ -102,8 +102,8 @@ def dense_decode_kernel(
         gl.warp_specialize(
             [
                 (fp8_loader.load, (args, CONFIG)),
-                (fp8_consumers.consume_even, (args, CONFIG)),
-                (fp8_consumers.consume_odd, (args, CONFIG)),
+                (fp8_consumers.consume, (args, 0, CONFIG)),
+                (fp8_consumers.consume, (args, 1, CONFIG)),
             ],
             [4, 4],
             [_REGISTERS, _REGISTERS],

@@ -175,9 +175,10 @@ def _send(args, tile, targets, result, FIRST: gl.constexpr, column, OWN: gl.cons
 
 
 @gluon.jit
-def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
+def _consume(args, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
     BLOCKS: gl.constexpr = args.tiles.q.shape[0]
     tiles, side = args.tiles, args.side
+    full = tiles.second_full if OWN else tiles.first_full
     unused = gl.zeros([KEYS, HALF], gl.float32, _GRADIENT)
     unused_rope = gl.zeros([KEYS, BOX], gl.float32, SCORES)
     first_tile = args.slots.first_slot // KEYS
@@ -213,16 +214,6 @@ def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.cons
         cta_barrier()
 
 
-@gluon.jit
-def _consume_first(args, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
-    _consume(args, args.tiles.first_full, 0, HAS_ROPE, ADD)
-
-
-@gluon.jit
-def _consume_second(args, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
-    _consume(args, args.tiles.second_full, 1, HAS_ROPE, ADD)
-
-
 @gluon_kernel
 def key_gradients_kernel(
     rows: SparseBackwardRows,
@@ -243,7 +234,7 @@ def key_gradients_kernel(
     sync_before_warp_specialize()
     gl.warp_specialize(
         # ``slots.add`` would not be a compile-time constant in a partition: constants of a tuple become tensors there.
-        [(_consume_first, (args, HAS_ROPE, slots.add)), (_consume_second, (args, HAS_ROPE, slots.add))],
+        [(_consume, (args, 0, HAS_ROPE, slots.add)), (_consume, (args, 1, HAS_ROPE, slots.add))],
         [4],
         [_CONSUMER_REGISTERS],
     )

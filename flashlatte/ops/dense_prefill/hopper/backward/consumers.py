@@ -81,9 +81,10 @@ def _dq(ds0, ds1, k0, k1, unused):
 
 
 @gluon.jit
-def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
+def consume(scale_log2, block, group, shared, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
     keys0 = shared.keys0
     keys1 = shared.keys1
+    own = keys1 if OWN else keys0
     dk_main = gl.zeros([OWN_KEYS, MAIN], gl.float32, GRAD_128)
     dk_rope = gl.zeros([OWN_KEYS, ROPE], gl.float32, GRAD_64)
     dv = gl.zeros([OWN_KEYS, V_DIM], gl.float32, GRAD_128)
@@ -186,13 +187,3 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
     if HAS_ROPE:
         stage_gradient(own.rope, dk_rope * (scale_log2 * LN2))
     stage_gradient(own.v, dv)
-
-
-@gluon.jit
-def consume_first(scale_log2, block, group, shared, HAS_ROPE: gl.constexpr):
-    _consume(scale_log2, block, group, shared, shared.keys0, 0, HAS_ROPE)
-
-
-@gluon.jit
-def consume_second(scale_log2, block, group, shared, HAS_ROPE: gl.constexpr):
-    _consume(scale_log2, block, group, shared, shared.keys1, 1, HAS_ROPE)
