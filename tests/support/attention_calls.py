@@ -12,7 +12,7 @@ from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams
 from flashlatte.ops.indexer_loss.reference import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams
 from flashlatte.runtime import checks, dispatch, ragged, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
@@ -227,9 +227,9 @@ def _dense_prefill_out(params: DensePrefillParams, backend: str, out: torch.Tens
 @dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
 def _run_forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.dense_prefill.hopper.forward import forward
+        from flashlatte.ops.dense_prefill.hopper.forward.launch import forward
     elif backend == "portable":
-        from flashlatte.ops.dense_prefill.portable import forward
+        from flashlatte.ops.dense_prefill.portable.launch import forward
     else:
         from flashlatte.ops.dense_prefill.reference import forward
 
@@ -250,9 +250,9 @@ def _run_backward(
     backend: str,
 ) -> None:
     if backend == "hopper":
-        from flashlatte.ops.dense_prefill.hopper.backward import backward
+        from flashlatte.ops.dense_prefill.hopper.backward.launch import backward
     elif backend == "portable":
-        from flashlatte.ops.dense_prefill.portable import backward
+        from flashlatte.ops.dense_prefill.portable.launch import backward
     else:
         from flashlatte.ops.dense_prefill.reference import backward
 

@@ -185,9 +185,9 @@ def _sparse_attention_backward(
 @dispatch.implemented(BACKWARD, hopper=_refuses_hopper, portable=_refuses_portable)
 def _run_backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGradients, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.sparse_attention.hopper import backward
+        from flashlatte.ops.sparse_attention.hopper.launch import backward
     elif backend == "portable":
-        from flashlatte.ops.sparse_attention.portable import backward
+        from flashlatte.ops.sparse_attention.portable.launch import backward
     else:
         from flashlatte.ops.sparse_attention.reference import backward
 

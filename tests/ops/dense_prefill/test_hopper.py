@@ -10,7 +10,7 @@ import torch
 from support.marks import mostly_full
 
 from flashlatte.ops.dense_prefill import api, reference
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams
 from flashlatte.runtime import machine, ragged
 from flashlatte.testing import compare
 from flashlatte.testing.cases import DensePrefillCase

@@ -19,7 +19,7 @@ from support import compile as support  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward import launch  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.rows import finish_kernel, prepare_kernel  # noqa: E402
-from flashlatte.ops.dense_prefill.params import DensePrefillParams  # noqa: E402
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 

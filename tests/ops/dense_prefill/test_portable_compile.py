@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch
 
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
 from flashlatte.ops.dense_prefill.portable import launch
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams
 from flashlatte.runtime import machine
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")

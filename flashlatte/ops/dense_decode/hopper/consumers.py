@@ -4,7 +4,7 @@
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.packed import Window, packed_rows
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
-from flashlatte.ops.dense_prefill.params import DensePrefillParams, requests_of
 from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
 from flashlatte.ops.dense_prefill.portable.config import PrefillConfig, choose
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
 from flashlatte.ops.dense_prefill.portable.tiles import DensePrefillStep
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams, requests_of
 
 _ROW_SUMS_BLOCK = 64
 # Classes of GPUs on which the forward loop applies masks in a branch. On others, Triton then does not detect the chain

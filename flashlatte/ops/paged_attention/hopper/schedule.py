@@ -20,7 +20,7 @@ from flashlatte.kernels.hopper import prefill_schedule
 from flashlatte.kernels.hopper.two_consumers import TILE
 from flashlatte.kernels.triton.packed import Window
 from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillTile
-from flashlatte.ops.paged_attention.requests import PagedAttentionRequests
+from flashlatte.ops.paged_attention.reference import PagedAttentionRequests
 from flashlatte.runtime.kernel_records import ElementPointer, Int32
 
 # Items that the producer scans at a time, one per thread.

@@ -1,7 +1,7 @@
 """The loader: one warp that fills the ring by TMA."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -23,18 +23,22 @@ from flashlatte.kernels.hopper.ptx.threads import warp_sync
 from flashlatte.ops.dense_prefill.hopper.backward import state
 from flashlatte.ops.dense_prefill.hopper.backward.dq import stage_columns
 from flashlatte.ops.dense_prefill.hopper.backward.epilogue import stage_gradient
-from flashlatte.ops.dense_prefill.hopper.backward.layouts import (
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES, needs_mask
+from flashlatte.ops.dense_prefill.hopper.backward.state import (
     DQ_32,
     DQ_64,
     GRAD_64,
     GRAD_128,
+    MAIN,
+    OWN_KEYS,
+    ROPE,
     SCORE_COLUMN,
     SCORE_LAYOUT,
     SCORE_ROW,
+    STAGES,
+    V_DIM,
     operand,
 )
-from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES, needs_mask
-from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
 
 LN2 = gl.constexpr(0.6931471805599453)
 

@@ -15,7 +15,7 @@ from flashlatte.ops.dense_prefill.hopper.backward.epilogue import Gradient, stor
 from flashlatte.ops.dense_prefill.hopper.backward.producer import BackwardInputs, produce
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import block_of
 from flashlatte.ops.dense_prefill.hopper.backward.state import allocate
-from flashlatte.ops.dense_prefill.params import DensePrefillRequests
+from flashlatte.ops.dense_prefill.reference import DensePrefillRequests
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Registers per thread. The first consumer gets the rest of 12 warps with 168 each: 240.

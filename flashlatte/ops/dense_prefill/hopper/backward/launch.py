@@ -15,7 +15,7 @@ from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.producer import BackwardInputs, TileSource
 from flashlatte.ops.dense_prefill.hopper.backward.rows import TOKENS, finish_kernel, prepare_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
-from flashlatte.ops.dense_prefill.params import DensePrefillParams, requests_of
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams, requests_of
 from flashlatte.runtime import checks
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import describe

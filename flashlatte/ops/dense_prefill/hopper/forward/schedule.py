@@ -21,7 +21,7 @@ from flashlatte.kernels.hopper.prefill_schedule import boundary
 from flashlatte.kernels.hopper.two_consumers import TILE
 from flashlatte.kernels.triton.packed import Window
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import DensePrefillTile
-from flashlatte.ops.dense_prefill.params import DensePrefillRequests
+from flashlatte.ops.dense_prefill.reference import DensePrefillRequests
 from flashlatte.runtime.kernel_records import ElementPointer, Int32
 
 # Items that the producer scans at a time, four per thread.
