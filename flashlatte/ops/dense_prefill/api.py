@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.ops.dense_prefill.reference import DensePrefillParams
+from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams
 from flashlatte.runtime import checks, dispatch, ragged, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
@@ -203,7 +203,7 @@ def _dense_prefill_backward(
     gradients = _fake_backward(*params)
     if params.q.shape[0] == 0:
         return gradients[0], gradients[1].zero_(), gradients[2].zero_()
-    _run_backward(params, out, lse, dout, dlse, deterministic, *gradients, backend)
+    _run_backward(params, DensePrefillGradients(out, lse, dout, dlse, deterministic, *gradients), backend)
     return gradients
 
 
@@ -237,18 +237,7 @@ def _run_forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tenso
 
 
 @dispatch.implemented(BACKWARD, hopper=_refuses_hopper_backward, portable=_refuses_portable)
-def _run_backward(
-    params: DensePrefillParams,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    deterministic: bool,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    backend: str,
-) -> None:
+def _run_backward(params: DensePrefillParams, gradients: DensePrefillGradients, backend: str) -> None:
     if backend == "hopper":
         from flashlatte.ops.dense_prefill.hopper.backward.launch import backward
     elif backend == "portable":
@@ -256,7 +245,7 @@ def _run_backward(
     else:
         from flashlatte.ops.dense_prefill.reference import backward
 
-    backward(params, out, lse, dout, dlse, deterministic, dq, dk, dv)
+    backward(params, gradients)
 
 
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:

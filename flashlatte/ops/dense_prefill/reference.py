@@ -33,6 +33,26 @@ class DensePrefillParams(NamedTuple):
     empty_lse: float
 
 
+class DensePrefillGradients(NamedTuple):
+    """The arguments of the backward pass in addition to those of the forward pass.
+
+    Attributes:
+        out, lse: results of the forward pass.
+        dout, dlse: their gradients.
+        deterministic: dq is bitwise the same from run to run.
+        dq, dk, dv: written to.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    deterministic: bool
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
 class DensePrefillRequests(NamedTuple):
     """The queries and keys of each request: its first token, and the end of the last request, [count + 1].
 
@@ -67,21 +87,12 @@ def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) ->
 
 
 @torch.no_grad()
-def backward(
-    params: DensePrefillParams,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    deterministic: bool,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
+def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> None:
     """With P the probabilities: dV = Pᵀ dO, dP = dO Vᵀ, dS = P (dP - (Σ out · dO - dlse)), dQ = scale dS K,
     dK = scale dSᵀ Q (arXiv:2307.08691, §2.3.2; the derivative of lse by a score is its probability).
     """
     q, k, v = params.q, params.k, params.v
+    out, lse, dout, dlse, _, dq, dk, dv = gradients
     dq.zero_()
     dk_sum, dv_sum = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (k, v))
     for rows, keys, visible in _blocks(params):

@@ -161,7 +161,7 @@ def _product(tiles, block, PART: gl.constexpr, right, total, zero, OWN: gl.const
 
 
 @gluon.jit
-def _send(args, tile, targets, result, FIRST: gl.constexpr, column, OWN: gl.constexpr, ADD: gl.constexpr):
+def _send(args, targets, result, FIRST: gl.constexpr, column, OWN: gl.constexpr, ADD: gl.constexpr):
     """Stage columns of ``result`` from FIRST on, and add them to dkv from ``column`` on."""
     COLUMNS: gl.constexpr = min(result.shape[1] - FIRST, STAGED_COLUMNS)
     row, sends, target = targets
@@ -206,11 +206,11 @@ def _consume(args, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.constexpr)
             result = warpgroup_mma_wait(0, deps=[result])
         # The products of all warps have read dS and P: rows are staged over them.
         cta_barrier()
-        _send(args, tile, targets, result, 0, side * HALF, OWN, ADD)
-        _send(args, tile, targets, result, STAGED_COLUMNS, side * HALF + STAGED_COLUMNS, OWN, ADD)
+        _send(args, targets, result, 0, side * HALF, OWN, ADD)
+        _send(args, targets, result, STAGED_COLUMNS, side * HALF + STAGED_COLUMNS, OWN, ADD)
         if HAS_ROPE:  # noqa: SIM102
             if (tile >> 1) & 1 == side:
-                _send(args, tile, targets, rope, 0, LATENT, OWN, ADD)
+                _send(args, targets, rope, 0, LATENT, OWN, ADD)
         cta_barrier()
 
 
