@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from flashlatte.bench import cases, problems
+from flashlatte.bench import cases
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.shared.calls import WAYS
 from flashlatte.bench.shared.random_problems import DRAWS
@@ -106,7 +106,7 @@ def _value(node: ast.expr) -> object:
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
     kind = node.func.id if isinstance(node.func, ast.Name) else ""
-    if kind not in problems.__all__ or kind == "Problem":
+    if kind not in Problem.kinds:
         raise ValueError(f"no kind of problem is named {kind!r}")
     named = {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg}
-    return getattr(problems, kind)(*(_value(argument) for argument in node.args), **named)
+    return Problem.kinds[kind](*(_value(argument) for argument in node.args), **named)
