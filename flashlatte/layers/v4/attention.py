@@ -153,11 +153,9 @@ class V4Attention(nn.Module):
             the batch's groups, which are ordered by sequence.
 
         Raises:
-            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a config with parts that have
-                no gradient.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
         """
         config, weight = self.config, self.kv_proj.weight
-        training.check_config(config)
         dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)
         checks.tensor("hidden", hidden, ("tokens", config.hidden_size), dtypes, weight.device)
         checks.tensor("cu_seqlens", cu_seqlens, ("n + 1",), checks.INDEX_DTYPES, weight.device)
