@@ -169,10 +169,7 @@ def head_factors(scaling: Any, positions: torch.Tensor, dtype: torch.dtype) -> t
 
 
 def project_query(
-    module: Any,
-    hidden: torch.Tensor,
-    latent: QueryLatent | None,
-    factors: torch.Tensor | None = None,
+    module: Any, hidden: torch.Tensor, latent: QueryLatent | None, factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Unrotated queries [T, h, nope + rope] times ``factors`` [T] or [T, h]; and logits [T, h, 1 or v] of the gate.
 

@@ -17,13 +17,7 @@ from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.cache_attention import attend_cache
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.layers.v4.group_step import GroupStep
-from flashlatte.layers.v4.modules import (
-    LayerCompressor,
-    NormWeight,
-    hidden_projections,
-    output_matrix,
-    project_hidden,
-)
+from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, hidden_projections, output_matrix, project_hidden
 from flashlatte.layers.v4.step import V4Step
 from flashlatte.layers.weights import norm_weight
 from flashlatte.ops.norm_rope import rotate_heads

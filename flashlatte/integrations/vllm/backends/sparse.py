@@ -52,13 +52,7 @@ class FlashLatteSparseMLABackend(MLABackendMixin, AttentionBackend):
 
     @classmethod
     def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        *_: Any,
-        **__: Any,
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None, *_: Any, **__: Any
     ) -> str | None:
         return support.sparse_refusal(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 
