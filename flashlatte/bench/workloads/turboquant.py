@@ -49,9 +49,8 @@ class TurboQuantDecodeWorkload(Workload, problem=TurboQuantDecode):
         self.bytes_moved = 2 * NUMBER_BYTES * batch * h_q * HEAD_DIM + records
         self.chosen = spread(batch, KEYS_COMPARED // problem.keys, device)
         self.tolerances = {"out": DECODE_OUT, "lse": DECODE_LSE}
-        self.call = dispatch.CallSpec(
-            problem.operation, device, self.q.dtype, layout.name, problem.page_size, HEAD_DIM, HEAD_DIM, h_q, h_kv
-        )
+        cache = (layout.name, problem.page_size, HEAD_DIM, HEAD_DIM)
+        self.call = dispatch.CallSpec(problem.operation, device, self.q.dtype, *cache, h_q=h_q, h_kv=h_kv)
 
     def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
         arguments = (self.q[rows], self.cache, self.block_table[rows], self.cache_seqlens[rows])
