@@ -73,12 +73,7 @@ def _outcome(case: Case, backend: str, workload: Workload) -> dict[str, Any]:
         microseconds = _microseconds(case, backend, workload)
     except WrongResult as error:
         return {"status": "wrong", "message": str(error)}
-    return {
-        "status": "ok",
-        "microseconds": microseconds,
-        "flops": workload.flops,
-        "bytes_moved": workload.bytes_moved,
-    }
+    return {"status": "ok", "microseconds": microseconds, "flops": workload.flops, "bytes_moved": workload.bytes_moved}
 
 
 def timer(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from random import Random
+from typing import Any
 
 from flashlatte.bench import cases
 from flashlatte.bench.problems import Problem
@@ -44,6 +45,13 @@ class SharedGpuOptions:
     streams: int = 2
     ways: tuple[str, ...] = WAYS
     load: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SharedGpuOptions:
+        """The options among values of argparse or JSON, whose lists become tuples."""
+        named: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
+        lists: dict[str, Any] = {name: tuple(value) for name, value in named.items() if isinstance(value, list)}
+        return cls(**named | lists)
 
     def labels(self) -> list[str]:
         """The operations of random problems, or the names of the cases.

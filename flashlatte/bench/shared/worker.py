@@ -120,10 +120,8 @@ def release() -> None:
 
 def main() -> None:
     options, process = json.loads(sys.argv[1])
-    for name, value in options.items():
-        options[name] = tuple(value) if isinstance(value, list) else value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    Worker(SharedGpuOptions(**options), process, device).run()
+    Worker(SharedGpuOptions.of(options), process, device).run()
 
 
 if __name__ == "__main__":

@@ -51,17 +51,11 @@ class DenseDecodeWorkload(Workload, problem=DenseDecode):
         self.chosen = spread(batch, KEYS_COMPARED // problem.keys, device)
         out = compare.DENSE_DECODE_FP8_OUT if problem.precision else compare.DENSE_DECODE_OUT
         self.tolerances = {"out": out, "lse": compare.DECODE_LSE}
+        cache_format = problem.cache_format or problem.dtype
+        layout = (cache_format, problem.page_size, head_dim, HEAD_DIM_V)
+        features = f"precision={problem.precision!r}" if problem.precision else None
         self.call = dispatch.CallSpec(
-            problem.operation,
-            device,
-            dtype,
-            cache_format=problem.cache_format or problem.dtype,
-            page_size=problem.page_size,
-            head_dim=head_dim,
-            head_dim_v=HEAD_DIM_V,
-            h_q=h_q,
-            h_kv=1,
-            optional_features=f"precision={problem.precision!r}" if problem.precision else None,
+            problem.operation, device, dtype, *layout, h_q=h_q, h_kv=1, optional_features=features
         )
 
     def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:

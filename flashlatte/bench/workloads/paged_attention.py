@@ -45,17 +45,9 @@ class PagedAttentionWorkload(Workload, problem=PagedAttention):
         self.flops = 4 * problem.h_q * HEAD_DIM * pairs if problem.queries else None
         self.bytes_moved = 2 * nbytes(self.q) + 2 * requests * keys * problem.h_kv * HEAD_DIM * k_cache.element_size()
         self.tolerances = {"out": ROUNDED, "lse": ROUNDED}
-        self.call = dispatch.CallSpec(
-            problem.operation,
-            device,
-            BF16,
-            page_size=page_size,
-            head_dim=HEAD_DIM,
-            head_dim_v=HEAD_DIM,
-            h_q=problem.h_q,
-            h_kv=problem.h_kv,
-            rows=(len(self.q) - requests + 1) * problem.h_q,
-        )
+        rows = (len(self.q) - requests + 1) * problem.h_q
+        sizes: dict[str, Any] = {"h_q": problem.h_q, "h_kv": problem.h_kv, "rows": rows}
+        self.call = dispatch.CallSpec(problem.operation, device, BF16, None, page_size, HEAD_DIM, HEAD_DIM, **sizes)
 
     def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
         out, lse = paged_attention(**self.arguments, **outputs, backend=backend)

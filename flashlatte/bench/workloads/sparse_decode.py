@@ -70,17 +70,8 @@ class SparseDecodeWorkload(Workload, problem=SparseDecode):
         keys_each = s_q * (problem.topk + problem.extra_topk)
         self.chosen = spread(batch, KEYS_COMPARED // keys_each, device)
         self.tolerances = {"out": compare.SPARSE_DECODE_OUT, "lse": compare.DECODE_LSE}
-        self.call = dispatch.CallSpec(
-            problem.operation,
-            device,
-            self.q.dtype,
-            cache_format=problem.cache_format,
-            page_size=problem.page_size,
-            head_dim=head_dim,
-            head_dim_v=HEAD_DIM_V,
-            h_q=h_q,
-            h_kv=1,
-        )
+        cache = (problem.cache_format, problem.page_size, head_dim, HEAD_DIM_V)
+        self.call = dispatch.CallSpec(problem.operation, device, self.q.dtype, *cache, h_q=h_q, h_kv=1)
 
     def poisoned_outputs(self) -> Outputs:
         batch, s_q, h_q, _ = self.q.shape

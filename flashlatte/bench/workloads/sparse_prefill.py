@@ -36,16 +36,9 @@ class SparsePrefillWorkload(Workload, problem=SparsePrefill):
             "max_logits": compare.SPARSE_PREFILL_LSE,
             "lse": compare.SPARSE_PREFILL_LSE,
         }
-        self.call = dispatch.CallSpec(
-            problem.operation,
-            device,
-            self.q.dtype,
-            head_dim=head_dim,
-            head_dim_v=HEAD_DIM_V,
-            h_q=h_q,
-            h_kv=1,
-            optional_features=f"precision={problem.precision!r}" if problem.precision else None,
-        )
+        features = f"precision={problem.precision!r}" if problem.precision else None
+        sizes: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": HEAD_DIM_V, "h_q": h_q, "h_kv": 1}
+        self.call = dispatch.CallSpec(problem.operation, device, self.q.dtype, **sizes, optional_features=features)
 
     def poisoned_outputs(self) -> Outputs:
         return {"out": nan_like(self.q[..., :HEAD_DIM_V]).contiguous()}

@@ -10,16 +10,7 @@ import flashlatte
 from flashlatte import kv_cache
 from flashlatte.bench import problems
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import (
-    ALL,
-    FOUR_BITS,
-    ONE_BYTE,
-    ROUNDED,
-    CacheWriter,
-    Results,
-    Rows,
-    nbytes,
-)
+from flashlatte.bench.workloads.base import ALL, FOUR_BITS, ONE_BYTE, ROUNDED, CacheWriter, Results, Rows, nbytes
 from flashlatte.bench.workloads.tokens import TokensWorkload, positions, rotations
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.ops.mhc import mhc_post, mhc_pre
