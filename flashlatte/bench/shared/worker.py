@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashlatte.bench.problems import Problem
+from flashlatte.bench.runner import described
 from flashlatte.bench.shared.calls import Caller
 from flashlatte.bench.shared.options import SharedGpuOptions
 from flashlatte.bench.workloads import Workload, prepare
@@ -73,7 +74,7 @@ class Worker:
             if is_of_memory(error):
                 say(**line | {"faults": [], "no_memory": True})
             else:
-                say(**line | {"faults": [f"{type(error).__name__}: {first_line(error)}"]})
+                say(**line | {"faults": [described(error)]})
             if spoils_the_process(error):
                 raise
         caller = workload = prepared = None
@@ -106,10 +107,6 @@ def spoils_the_process(error: Exception) -> bool:
 def is_of_memory(error: Exception) -> bool:
     """Whether the GPU has too little memory for this case, which Triton and CUDA graphs report only in the message."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def release() -> None:
