@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flashlatte.ops.dense_prefill import dense_prefill
@@ -58,15 +56,25 @@ def flash_attn_varlen_func(
     if not checks.flag("is_varlen", is_varlen):
         cu_seqlens_qo = _equal_lengths("q", q, "cu_seqlens_qo", cu_seqlens_qo)
         cu_seqlens_kv = _equal_lengths("k", k, "cu_seqlens_kv", cu_seqlens_kv)
-    lengths = (cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv)
-    options: dict[str, Any] = {"causal": causal, "deterministic": deterministic, "backend": backend}
     with checks.naming(
         cu_seqlens_q="cu_seqlens_qo",
         cu_seqlens_k="cu_seqlens_kv",
         max_seqlen_q="max_seqlen_qo",
         max_seqlen_k="max_seqlen_kv",
     ):
-        return dense_prefill(q, k, v, *lengths, softmax_scale=softmax_scale, **options)
+        return dense_prefill(
+            q,
+            k,
+            v,
+            cu_seqlens_qo,
+            cu_seqlens_kv,
+            max_seqlen_qo,
+            max_seqlen_kv,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            deterministic=deterministic,
+            backend=backend,
+        )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -98,11 +106,23 @@ def flash_attn_varlen_qkvpacked_func(
     """
     _check_packed("qkv", qkv, 2 * checks.positive_int("head_dim_qk", head_dim_qk), "2 · head_dim_qk")
     q, k, v = qkv.split((head_dim_qk, head_dim_qk, qkv.shape[-1] - 2 * head_dim_qk), dim=-1)
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    options = (dropout_p, softmax_scale, causal, deterministic, is_varlen)
     names = {"cu_seqlens_qo": "cu_seqlens", "cu_seqlens_kv": "cu_seqlens", "q": "qkv", "k": "qkv", "v": "qkv"}
     with checks.naming(**names, max_seqlen_qo="max_seqlen", max_seqlen_kv="max_seqlen"):
-        return flash_attn_varlen_func(q, k, v, *lengths, *options, backend=backend)
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            deterministic,
+            is_varlen,
+            backend=backend,
+        )
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -138,10 +158,22 @@ def flash_attn_varlen_kvpacked_func(
     """
     _check_packed("kv", kv, checks.positive_int("head_dim_qk", head_dim_qk), "head_dim_qk")
     k, v = kv.split((head_dim_qk, kv.shape[-1] - head_dim_qk), dim=-1)
-    lengths = (cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv)
-    options = (dropout_p, softmax_scale, causal, deterministic, is_varlen)
     with checks.naming(k="kv", v="kv"):
-        return flash_attn_varlen_func(q, k, v, *lengths, *options, backend=backend)
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_qo,
+            cu_seqlens_kv,
+            max_seqlen_qo,
+            max_seqlen_kv,
+            dropout_p,
+            softmax_scale,
+            causal,
+            deterministic,
+            is_varlen,
+            backend=backend,
+        )
 
 
 def _check_packed(name: str, value: object, least: int, keys: str) -> None:

@@ -190,10 +190,23 @@ def _dense(
         q, descale_k, factor = _without_scale(q, descale_q, descale_k)
     else:
         q = _query(q, descale_q)
-    options: Any = {"head_dim_v": head_dim_v, "softmax_scale": softmax_scale, "causal": causal, "k_scale": descale_k}
-    options |= {"batch_invariant": batch_invariant, "precision": precision, "backend": backend}
     with checks.naming(k_scale="descale_k", batch_invariant="enable_batch_invariant"):
-        out, lse = dense_decode(q, k_cache, block_table, cache_seqlens, out=out, lse=lse, empty_lse=math.inf, **options)
+        out, lse = dense_decode(
+            q,
+            k_cache,
+            block_table,
+            cache_seqlens,
+            head_dim_v=head_dim_v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            k_scale=descale_k,
+            out=out,
+            lse=lse,
+            empty_lse=math.inf,
+            batch_invariant=batch_invariant,
+            precision=precision,
+            backend=backend,
+        )
     if factor is not None:
         out.div_(factor)
     return out, lse
@@ -220,13 +233,27 @@ def _sparse(
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``sparse_decode`` with FlashMLA's arguments. A repeated launch skips these checks."""
-    options: Any = {"cache_format": _cache_format(k_cache, kv_format, use_legacy), "head_dim_v": head_dim_v}
-    options |= {"softmax_scale": softmax_scale, "topk_length": topk_length, "attn_sink": attn_sink}
-    options |= {"extra_k_cache": extra_k_cache, "extra_indices": extra_indices, "extra_topk_length": extra_topk_length}
-    options |= {"batch_invariant": batch_invariant, "backend": backend}
+    cache_format = _cache_format(k_cache, kv_format, use_legacy)
     _check_fp8_flag(k_cache, is_fp8_kvcache, None)
     with checks.naming(extra_indices="extra_indices_in_kvcache", batch_invariant="enable_batch_invariant"):
-        return sparse_decode(q, k_cache, indices, out=out, lse=lse, empty_lse=math.inf, **options)
+        return sparse_decode(
+            q,
+            k_cache,
+            indices,
+            cache_format=cache_format,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache,
+            extra_indices=extra_indices,
+            extra_topk_length=extra_topk_length,
+            softmax_scale=softmax_scale,
+            head_dim_v=head_dim_v,
+            out=out,
+            lse=lse,
+            empty_lse=math.inf,
+            batch_invariant=batch_invariant,
+            backend=backend,
+        )
 
 
 def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:

@@ -323,9 +323,19 @@ class MLAAttention(nn.Module):
         rotation = Rotation.at(rotary_table(self._rope_table_id, weight.device), positions, config.rope.layout)
         scaling = config.query_scaling
         factors = None if scaling is None else scaling.factors(positions)
-        options = {"indexer": self.indexer, "config": config.indexer, "indices": indices, "window": config.window}
-        options |= {"query_factors": factors, "dense": checks.flag("dense", dense), "ranks": ranks}
-        return attend(self, hidden, batch, rotation, **options)
+        return attend(
+            self,
+            hidden,
+            batch,
+            rotation,
+            indexer=self.indexer,
+            config=config.indexer,
+            indices=indices,
+            window=config.window,
+            query_factors=factors,
+            dense=checks.flag("dense", dense),
+            ranks=ranks,
+        )
 
     def _step_indexer(
         self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary

@@ -268,10 +268,19 @@ def _attend_heads(
     query = torch.cat((q_nope.to(dtype), q_rope), dim=-1)
     keys = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1)), dim=-1)
     if batch.blocks is None:
-        lengths = (batch.cu_seqlens, batch.cu_seqlens, batch.max_seqlen, batch.max_seqlen)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        options: dict[str, Any] = {"softmax_scale": scale, "causal": True, "window": window}
-        out, lse = dense_prefill(query, keys, values, *lengths, **options, deterministic=deterministic)
+        out, lse = dense_prefill(
+            query,
+            keys,
+            values,
+            batch.cu_seqlens,
+            batch.cu_seqlens,
+            batch.max_seqlen,
+            batch.max_seqlen,
+            softmax_scale=scale,
+            causal=True,
+            window=window,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
     else:
         out, lse = attend_blocks(
             query, keys, values, batch.blocks, batch.cu_seqlens, batch.max_seqlen, scale, window=window

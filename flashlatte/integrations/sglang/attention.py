@@ -90,10 +90,27 @@ def flash_mla_with_kvcache(
         # Earlier versions of SGLang lack these two arguments: pass them only if they differ from the default.
         newer = {} if kv_format is None else {"kv_format": kv_format}
         newer |= {} if use_legacy else {"use_legacy": use_legacy}
-        dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits)
-        dense += (softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache)
-        sparse = (indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
-        return original(*dense, *sparse, **newer)
+        return original(
+            q,
+            k_cache,
+            block_table,
+            cache_seqlens,
+            head_dim_v,
+            tile_scheduler_metadata,
+            num_splits,
+            softmax_scale,
+            causal,
+            descale_q,
+            descale_k,
+            is_fp8_kvcache,
+            indices,
+            attn_sink,
+            extra_k_cache,
+            extra_indices_in_kvcache,
+            topk_length,
+            extra_topk_length,
+            **newer,
+        )
     if indices is None and k_cache.dtype == torch.uint8:
         k_cache = k_cache.view(torch.float8_e4m3fn)
     dense_fp8 = one_byte and indices is None

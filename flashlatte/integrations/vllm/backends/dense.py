@@ -140,9 +140,19 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             logits_soft_cap=logits_soft_cap,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
         )
-        sizes = (num_heads, head_size, scale, num_kv_heads)
-        kind = (alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name)
-        super().__init__(*sizes, *kind, **mla_args)
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
         # Queries stay 16-bit with an fp8 cache.
         self.supports_quant_query_input = False
         self.is_fp8 = kv_cache_dtype.startswith("fp8")

@@ -122,8 +122,19 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
         )
-        dims = (kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, qk_head_dim, v_head_dim)
-        super().__init__(num_heads, head_size, scale, num_kv_heads, kv_cache_dtype, *dims, kv_b_proj)
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            kv_cache_dtype,
+            kv_lora_rank,
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+            qk_head_dim,
+            v_head_dim,
+            kv_b_proj,
+        )
         self.supports_quant_query_input = False
         self.sinks = sinks
         self.group_sinks = None
