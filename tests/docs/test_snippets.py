@@ -40,6 +40,7 @@ def registered_for_a_while():
     for implementations in dispatch._REGISTRY.values():
         for name in set(implementations) - set(dispatch.BACKENDS):
             del implementations[name]
+    dispatch._clear_caches()
 
 
 @pytest.mark.usefixtures("registered_for_a_while")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -30,8 +31,9 @@ def laid(monkeypatch):
         for projections in layers:
             fused_projections.fuse_weights(*projections)
 
-    for place in PLACES:
-        monkeypatch.setattr(f"flashlatte.{place}.fuse_weights_on_gpu", lay)
+    # All are imported first: a module that is imported after the first replacement would keep it.
+    for module in [importlib.import_module(f"flashlatte.{place}") for place in PLACES]:
+        monkeypatch.setattr(module, "fuse_weights_on_gpu", lay)
 
 
 def attentions(served: Any) -> list[Any]:

@@ -13,6 +13,12 @@ from flashlatte import flash_mla, kv_cache
 from flashlatte.integrations.sglang import attention, fa3
 
 
+@pytest.fixture(autouse=True)
+def no_schedule_of_sglang(monkeypatch):
+    """``get_mla_metadata`` keeps the function that it is given."""
+    monkeypatch.setattr(attention, "_schedule_of_sglang", None)
+
+
 def test_dense_decode_takes_tensors_as_schedule():
     q, rows = draw(2, 1, 4, 576).bfloat16(), draw(4, 64, 1, 576, seed=1)
     table, lengths = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([70, 64], dtype=torch.int32)

@@ -106,7 +106,7 @@ def test_a_tile_is_not_loaded_again_while_it_is_multiplied(launches, operation, 
     [
         ({}, True),
         pytest.param({"page_size": 128, "h_kv": 2, "head_dim": 512}, True, marks=pytest.mark.full),
-        ({"page_size": 32}, False),
+        pytest.param({"page_size": 32}, False, marks=pytest.mark.full),
         pytest.param({"heads": 32}, False, marks=pytest.mark.full),
         pytest.param({"d_v": 500}, False, marks=pytest.mark.full),
     ],

@@ -2,6 +2,7 @@
 
 import pytest
 from support.launches import launches
+from support.marks import mostly_full
 from support.recording import Recording
 
 from flashlatte.runtime import machine
@@ -9,7 +10,7 @@ from flashlatte.runtime import machine
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 
-@pytest.mark.parametrize("arch", [80, 90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", mostly_full((80, 90, 100), 90))
 @pytest.mark.parametrize("with_gradient", [True, False])
 def test_the_loss_kernel_spills_nothing(monkeypatch, arch, with_gradient):
     found = launches(Recording(monkeypatch), "indexer_loss", "portable", with_gradient=with_gradient, arch=arch)

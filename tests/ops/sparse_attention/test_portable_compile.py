@@ -2,6 +2,7 @@
 
 import pytest
 from support.launches import launches, main_kernels
+from support.marks import mostly_full
 from support.recording import Recording
 
 from flashlatte.runtime import machine
@@ -9,7 +10,7 @@ from flashlatte.runtime import machine
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
 
-@pytest.mark.parametrize("arch", [80, 90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", mostly_full((80, 90, 100), 90))
 def test_spill_nothing(monkeypatch, arch):
     found = launches(
         Recording(monkeypatch), "sparse_attention_backward", "portable", deterministic=True, dlse=True, arch=arch
