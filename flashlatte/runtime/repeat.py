@@ -15,7 +15,6 @@ same properties. FlashMLA's interface has no such plan, so its callers would nee
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -223,8 +222,8 @@ class _Repeat(_Entry):
     ) -> None:
         """Raises _NotRepeatable if the call did more than the recorded launches."""
         super().__init__(tensors)
-        is_single = isinstance(results, torch.Tensor)
-        if is_single:
+        self._is_single = isinstance(results, torch.Tensor)
+        if isinstance(results, torch.Tensor):
             results = (results,)
         if not recording.only_launches or not 0 < recording.launched == len(recording.launches):
             raise _NotRepeatable("more than launches")
@@ -274,15 +273,11 @@ class _Repeat(_Entry):
             for address, tensor in allocated.items()
         ]
         returned = [next(n for n, tensor in enumerate(every) if tensor is result) for result in results]
-        # operator.itemgetter runs no Python code, and returns one item or a tuple.
-        self._results = (
-            operator.itemgetter(*returned)
-            if is_single or len(returned) > 1
-            else lambda tensors: tuple(tensors[number] for number in returned) or None
-        )
+        self._results_of = internals.items_at(returned)
         # Fresh allocations need no version increment.
         written = {tensor.untyped_storage().data_ptr() for tensor in recording.written}
-        self._written = [n for n, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() in written]
+        numbers = [n for n, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() in written]
+        self._written_of = internals.items_at(numbers) if numbers else None
         self._device = tensors[0].device.index
         # (tensor, another tensor that extends over its address, bytes between their addresses)
         self.distances = [
@@ -310,10 +305,11 @@ class _Repeat(_Entry):
         stream = _current_stream(self._device)
         for launch in self._launches:
             launch(stream, addresses)
-        if self._written:
+        if self._written_of:
             # A backward pass that saved one of them checks its version.
-            increment_version([tensors[number] for number in self._written])
-        return self._results(tensors)
+            increment_version(self._written_of(tensors))
+        results = self._results_of(tensors)
+        return results[0] if self._is_single else tuple(results) or None
 
 
 def _recorded(

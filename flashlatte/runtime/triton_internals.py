@@ -70,7 +70,7 @@ class RepeatableLaunch:
 
         described = {item.number: item.like.base.data_ptr() for item in arguments if isinstance(item, Descriptor)}
         self._described = tuple(described)
-        self._addresses_described = _getter(self._described)
+        self._addresses_described = items_at(self._described)
         passed = self._passed(*described.values())
         passed = passed[-1] if self._in_list else passed
         self._pointers = [(index, item.number) for index, item in enumerate(passed) if isinstance(item, Pointer)]
@@ -164,7 +164,7 @@ def _innermost(run: Any) -> Any:
     return inspect.getclosurevars(run.launch).nonlocals.get("launcher")
 
 
-def _getter(numbers: tuple[int, ...]) -> Callable[[Sequence[int]], Sequence[int]]:
+def items_at(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A function that returns the items of a sequence at ``numbers``, as a sequence. It runs no Python code."""
     if len(numbers) > 1:
         return operator.itemgetter(*numbers)
