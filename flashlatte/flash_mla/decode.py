@@ -109,16 +109,18 @@ def flash_mla_with_kvcache(
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta) or num_splits is not None:
         schedule.check(tile_scheduler_metadata, num_splits)
     if indices is None:
-        for name, value in (
-            ("attn_sink", attn_sink),
-            ("extra_k_cache", extra_k_cache),
-            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
-            ("topk_length", topk_length),
-            ("extra_topk_length", extra_topk_length),
-            ("kv_format", kv_format),
+        if not (attn_sink is extra_k_cache is extra_indices_in_kvcache is None) or not (
+            topk_length is extra_topk_length is kv_format is None
         ):
-            if value is not None:
-                raise ValueError(f"{name} belongs to sparse decode and needs indices, got {name} without indices")
+            _refuse_given(
+                "belongs to sparse decode and needs indices",
+                attn_sink=attn_sink,
+                extra_k_cache=extra_k_cache,
+                extra_indices_in_kvcache=extra_indices_in_kvcache,
+                topk_length=topk_length,
+                extra_topk_length=extra_topk_length,
+                kv_format=kv_format,
+            )
         if block_table is None or cache_seqlens is None:
             missing = "block_table" if block_table is None else "cache_seqlens"
             raise ValueError(f"{missing} must be given for dense decode (without indices), got None")
@@ -139,11 +141,15 @@ def flash_mla_with_kvcache(
             precision,
             backend,
         )
-    if checks.flag("causal", causal):
+    if causal is not False and checks.flag("causal", causal):
         raise ValueError("causal must be False in sparse decode (with indices), whose mask is the indices; got True")
-    for name, value in (("descale_q", descale_q), ("descale_k", descale_k), ("precision", precision)):
-        if value is not None:
-            raise ValueError(f"{name} belongs to dense decode over an fp8 cache, got it with indices")
+    if not (descale_q is descale_k is precision is None):
+        _refuse_given(
+            "belongs to dense decode over an fp8 cache and must be None with indices",
+            descale_q=descale_q,
+            descale_k=descale_k,
+            precision=precision,
+        )
     return _sparse(
         q,
         k_cache,
@@ -254,6 +260,12 @@ def _sparse(
             batch_invariant=batch_invariant,
             backend=backend,
         )
+
+
+def _refuse_given(reason: str, **arguments: object) -> None:
+    """Raise an error about the first argument that is not None."""
+    name = next(name for name, value in arguments.items() if value is not None)
+    raise ValueError(f"{name} {reason}, got {_kind(arguments[name])}")
 
 
 def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:

@@ -17,9 +17,10 @@ def whole_rows(block_table: torch.Tensor) -> torch.Tensor:
         return block_table
     # Torch-function modes intercept attribute reads too.
     with DisableTorchFunction():
-        if block_table.dim() != 2 or block_table.stride(0) <= block_table.shape[1]:
+        shape = block_table.shape
+        if len(shape) != 2 or block_table.stride(0) <= shape[1]:
             return block_table
-        rows, columns = block_table.shape
+        rows, columns = shape
         row_stride, column_stride = block_table.stride()
         if columns > 1 and column_stride != 1:
             return block_table

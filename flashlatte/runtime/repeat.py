@@ -1,11 +1,14 @@
 """Cache the launches of a call, and repeat them for later calls with similar arguments.
 
 The host part of an operation (checks, choice of the implementation, launch configuration, strides) depends only on the
-shapes, strides, dtypes, devices and alignment of its tensors and on its other arguments. These form the key under which
-a call's launches are stored. A later call with the same key allocates its outputs and launches. Without this cache the
-Python code would take longer than a decode kernel of 15 µs.
+shapes, strides, dtypes, devices and alignment of its tensors and on its other arguments. A later call in which these
+are equal allocates its outputs and launches. Without this cache the Python code would take longer than a decode kernel
+of 15 µs.
 
-A launch plan held by the caller would save computing the key (3 of 10 µs), but for safety it would have to compare the
+An entry is found by the arguments that are cheap to read (``_append``). PyTorch's C++ code then compares all other
+properties of the tensors (``_matcher``), in a tenth of the time of reading them in Python.
+
+A launch plan held by the caller would save this comparison (2 of 8 µs), but for safety it would have to compare the
 same properties. FlashMLA's interface has no such plan, so its callers would need this cache anyway.
 """
 
@@ -15,31 +18,43 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunction
 from torch._C._dynamo import guards
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from flashlatte.runtime import value_checks
-from flashlatte.runtime.gradients import has_tangents
 from flashlatte.runtime.recording import Recording, is_recording, record
 
-# Entries of all operations together; an entry has about 14 KB.
-_MAX_ENTRIES = 8192
+# Keys of all operations together, and entries of a key. An entry has about 14 KB.
+_MAX_KEYS, _MAX_ENTRIES_OF_KEY = 8192, 8
 # Launches are repeated for tensors of this type of device. Tensor.get_device() of the first one; of the CPU it is -1.
 _DEVICE_TYPE, _FIRST_DEVICE = "cuda", 0
-# The allocator of torch.compile's programs, (shape, stride, dtype), takes a third of the time of torch.empty_strided.
-_allocate = getattr(guards, "_empty_strided_cuda", None)
+# (shape, stride, dtype) → a tensor on the current device. That of torch.compile's programs takes a third of the time.
+_allocate: Callable[..., torch.Tensor] = getattr(
+    guards,
+    "_empty_strided_cuda",
+    lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=_DEVICE_TYPE),
+)
+# Functions of C without a Python wrapper; the first two are missing from PyTorch for CPUs.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+# torch.compile's guards on tensors. Without them nothing is repeated.
+_Guards: Any = getattr(guards, "TensorGuards", None)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
 _PLAIN_VALUES = frozenset({bool, int, float, str})
 # Other subclasses may redefine operations.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# False: the call does more than launch kernels.
-_entries: dict[tuple[Any, ...], _Repeat | Literal[False]] = {}
+# Newest first.
+_entries: dict[tuple[Any, ...], tuple[_Entry, ...]] = {}
 _entries_lock = threading.Lock()
 
 
@@ -54,30 +69,32 @@ def repeats_launches(function: _Function) -> _Function:
     is recorded, and if it does more than launch. A repeated call bypasses torch-function modes; with them it would take
     twice as long under ``torch.set_default_device``.
     """
-    if value_checks.ENABLED:
+    if value_checks.ENABLED or _Guards is None:
         return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _eager():
+        if is_dynamo_compiling() or not _eager():
             return function(*args, **kwargs)
-        key: list[Any] = [function, *kwargs]
+        key: list[Any] = [function, torch.is_grad_enabled(), *kwargs]
         tensors: list[torch.Tensor] = []
         # Torch-function modes intercept attribute reads too.
         with DisableTorchFunction():
             try:
-                addresses = _append(key, tensors, (*args, *kwargs.values()))
+                addresses = _append(key, tensors, (*args, *kwargs.values()) if kwargs else args)
                 # Which tensors share an address: an operation may refuse that, or depend on it.
                 key.append(len(set(addresses)) == len(addresses) or tuple(map(addresses.index, addresses)))
-                entry = _entries.get(tuple(key))
+                entries = _entries.get(tuple(key), ())
             except (_NotRepeatable, TypeError, RuntimeError):
                 # TypeError: an unhashable argument; RuntimeError: a tensor without strides or an address.
-                entry = False
-            if entry and not entry.binds(addresses):
-                entry = None
-            if entry and entry.can_run():
-                return entry(tensors, addresses)
-        if entry is not None:
+                entries = None
+            for entry in entries or ():
+                if entry.matches(*tensors) and (not entry.distances or entry.binds(addresses)):
+                    if entry.can_run():
+                        return entry(tensors, addresses)
+                    entries = None
+                    break
+        if entries is None or is_recording() or not _recordable(tensors):
             return function(*args, **kwargs)
         results, entry = _recorded(function, args, kwargs, tensors)
         _store(tuple(key), entry)
@@ -87,24 +104,21 @@ def repeats_launches(function: _Function) -> _Function:
 
 
 def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) -> list[int]:
-    """Append what launches depend on to ``key``, and tensors to ``tensors``. Returns the tensors' addresses."""
+    """Append arguments to ``key``, of tensors only what tells most calls apart, and tensors to ``tensors``.
+
+    Returns the tensors' addresses.
+    """
     addresses: list[int] = []
-    records_gradient = torch.is_grad_enabled()
     for value in values:
         if value is None:
             key.append(None)
             continue
         kind = type(value)
         if kind in _PLAIN_TENSORS:
-            device, dtype, address = value.get_device(), value.dtype, value.data_ptr()
-            if device < _FIRST_DEVICE or (records_gradient and value.requires_grad):
-                raise _NotRepeatable
-            # The imaginary part of a conjugate view is stored negated.
-            if dtype is torch.float32 and value.is_neg():
-                raise _NotRepeatable
+            address = value.data_ptr()
             tensors.append(value)
             addresses.append(address)
-            key += (value.shape, value.stride(), dtype, device, address & 15)
+            key += (value.shape, address & 15)
         elif kind in _PLAIN_VALUES:
             # With the type: 1, 1.0 and True are equal.
             key += (kind, value)
@@ -119,13 +133,49 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
     return addresses
 
 
-def _store(key: tuple[Any, ...], entry: _Repeat | Literal[False]) -> None:
-    """Add an entry; if there are ``_MAX_ENTRIES``, it replaces the oldest."""
+def _matcher(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that compares tensors of the same shapes with these, in all that a key does not contain.
+
+    It compares types, dtypes, devices, strides, ``requires_grad``, and dispatch keys, which tell negated, sparse and
+    wrapped tensors apart. These are torch.compile's guards; they refuse a tensor that is passed twice.
+    """
+    firsts = [next(n for n, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+    numbers = list(dict.fromkeys(firsts))
+    if len(numbers) < len(tensors):
+        matches = _matcher([tensors[number] for number in numbers])
+        pairs = [(number, first) for number, first in enumerate(firsts) if number != first]
+        return lambda *others: (
+            all(others[n] is others[first] for n, first in pairs) and matches(*[others[number] for number in numbers])
+        )
+    # TensorGuards ends the process if it is called without the two lists.
+    return _Guards(
+        *tensors,
+        # Of any size.
+        dynamic_dims_sizes=[[None] * tensor.dim() for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+
+
+def _recordable(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether launches with such tensors may be repeated."""
+    records_gradient = torch.is_grad_enabled()
+    with DisableTorchFunction():
+        return len(tensors) > 0 and all(
+            tensor.get_device() >= _FIRST_DEVICE
+            # The imaginary part of a conjugate view is stored negated.
+            and not tensor.is_neg()
+            and not (records_gradient and tensor.requires_grad)
+            for tensor in tensors
+        )
+
+
+def _store(key: tuple[Any, ...], entry: _Entry) -> None:
+    """Add an entry. If there are too many keys, or too many entries of the key, it replaces the oldest."""
     with _entries_lock:
-        _entries.pop(key, None)
-        if len(_entries) >= _MAX_ENTRIES:
+        others = _entries.pop(key, ())
+        if len(_entries) >= _MAX_KEYS:
             del _entries[next(iter(_entries))]
-        _entries[key] = entry
+        _entries[key] = (entry, *others[: _MAX_ENTRIES_OF_KEY - 1])
 
 
 def forget() -> None:
@@ -134,7 +184,27 @@ def forget() -> None:
         _entries.clear()
 
 
-class _Repeat:
+class _Entry:
+    """A recorded call, which is not repeated because it does more than launch kernels."""
+
+    # (tensor, another tensor, the distance between their addresses) that a call must have
+    distances: Sequence[tuple[int, int, int]] = ()
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.matches = _matcher(tensors)
+
+    def binds(self, addresses: Sequence[int]) -> bool:
+        """Whether tensors at ``addresses`` have the recorded distances."""
+        return all(addresses[number] - addresses[other] == distance for number, other, distance in self.distances)
+
+    def can_run(self) -> bool:
+        return False
+
+    def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> Any:
+        raise NotImplementedError("a call that is not repeated")
+
+
+class _Repeat(_Entry):
     """The launches of a recorded call, to repeat with other tensors.
 
     Each launch argument is bound to a tensor of the call: by identity, or, for a view or a TMA descriptor, to the
@@ -151,6 +221,7 @@ class _Repeat:
         recording: Recording,
     ) -> None:
         """Raises _NotRepeatable if the call did more than the recorded launches."""
+        super().__init__(tensors)
         self._is_single = isinstance(results, torch.Tensor)
         if isinstance(results, torch.Tensor):
             results = (results,)
@@ -201,13 +272,15 @@ class _Repeat:
             (tuple(tensor.shape), tensor.stride(), tensor.dtype, address in zeroed)
             for address, tensor in allocated.items()
         ]
-        self._results = [next(n for n, tensor in enumerate(every) if tensor is result) for result in results]
+        returned = [next(n for n, tensor in enumerate(every) if tensor is result) for result in results]
+        self._results_of = internals.items_at(returned)
         # Fresh allocations need no version increment.
         written = {tensor.untyped_storage().data_ptr() for tensor in recording.written}
-        self._written = [n for n, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() in written]
-        self._device = tensors[0].device
+        numbers = [n for n, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() in written]
+        self._written_of = internals.items_at(numbers) if numbers else None
+        self._device = tensors[0].device.index
         # (tensor, another tensor that extends over its address, bytes between their addresses)
-        self._distances = [
+        self.distances = [
             (number, other, tensors[number].data_ptr() - tensor.data_ptr())
             for number in of_views
             if number < len(tensors)
@@ -215,55 +288,43 @@ class _Repeat:
             if 0 < tensors[number].data_ptr() - tensor.data_ptr() < _extent(tensor)
         ]
 
-    def binds(self, addresses: Sequence[int]) -> bool:
-        """Whether every launch argument would be at the address of its tensor, for tensors at ``addresses``."""
-        return not self._distances or all(
-            addresses[number] - addresses[other] == distance for number, other, distance in self._distances
-        )
-
     def can_run(self) -> bool:
         """Whether the current device is the recorded one, and no launch hook (of a profiler) is installed."""
-        return _current_device() == self._device.index and not self._hooked()
+        return _current_device() == self._device and not self._hooked()
 
     def __call__(
         self, tensors: list[torch.Tensor], addresses: list[int]
     ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
         """Run with ``tensors`` at ``addresses``; allocated tensors are appended to both lists."""
-        device = self._device
         for shape, stride, dtype, zeroed in self._allocations:
-            tensor = (
-                torch.empty_strided(shape, stride, dtype=dtype, device=device)
-                if _allocate is None
-                else _allocate(shape, stride, dtype)
-            )
+            tensor = _allocate(shape, stride, dtype)
             if zeroed:
                 tensor.zero_()
             tensors.append(tensor)
             addresses.append(tensor.data_ptr())
-        stream = _current_stream(device.index)
+        stream = _current_stream(self._device)
         for launch in self._launches:
             launch(stream, addresses)
-        if self._written:
+        if self._written_of:
             # A backward pass that saved one of them checks its version.
-            increment_version([tensors[number] for number in self._written])
-        if self._is_single:
-            return tensors[self._results[0]]
-        return tuple([tensors[number] for number in self._results]) or None
+            increment_version(self._written_of(tensors))
+        results = self._results_of(tensors)
+        return results[0] if self._is_single else tuple(results) or None
 
 
 def _recorded(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
-) -> tuple[Any, _Repeat | Literal[False]]:
-    """The results of a call, and its cache entry: False if it cannot be repeated."""
+) -> tuple[Any, _Entry]:
+    """The results of a call, and its entry."""
     internals = _internals()
     if internals is None:
-        return function(*args, **kwargs), False
+        return function(*args, **kwargs), _Entry(tensors)
     results, recording = record(function, args, kwargs, internals.counting_launches)
-    try:
-        with DisableTorchFunction():
+    with DisableTorchFunction():
+        try:
             return results, _Repeat(internals, tensors, () if results is None else results, recording)
-    except _NotRepeatable:
-        return results, False
+        except _NotRepeatable:
+            return results, _Entry(tensors)
 
 
 @functools.cache
@@ -288,20 +349,14 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _eager() -> bool:
-    """Whether a call executes eagerly, and is not already inside a recording."""
+    """Whether a call executes eagerly: without a mode, a transform, tangents, or a trace.
+
+    torch.jit.trace treats results that PyTorch did not compute as constants.
+    """
     return (
-        torch._C._len_torch_dispatch_stack() == 0
+        _dispatch_modes() == 0
         and peek_interpreter_stack() is None
-        and not has_tangents()
-        and not is_recording()
-        # torch.jit.trace treats results that PyTorch did not compute as constants.
-        and torch._C._get_tracing_state() is None
+        and _tracing_state() is None
+        # ``gradients.has_tangents`` without a call
+        and forward_ad._current_level < 0
     )
-
-
-def _current_device() -> int:
-    return torch._C._cuda_getDevice()
-
-
-def _current_stream(device: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(device)

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -65,17 +66,19 @@ class RepeatableLaunch:
         self._launch = self._innermost or compiled.run
         # Since 3.7 the driver module takes a kernel's arguments as one list, the last argument.
         self._in_list = self._innermost is not None and hasattr(compiled.run, "kernel_signature")
-        self._described = [argument.number for argument in arguments if isinstance(argument, Descriptor)]
         self._passed = functools.lru_cache(_MAX_CACHED_ARGUMENTS)(self._passed_with)
 
-        passed = self._passed(*(item.like.base.data_ptr() for item in arguments if isinstance(item, Descriptor)))
+        described = {item.number: item.like.base.data_ptr() for item in arguments if isinstance(item, Descriptor)}
+        self._described = tuple(described)
+        self._addresses_described = items_at(self._described)
+        passed = self._passed(*described.values())
         passed = passed[-1] if self._in_list else passed
         self._pointers = [(index, item.number) for index, item in enumerate(passed) if isinstance(item, Pointer)]
         self._tuples = [(index, item) for index, item in enumerate(passed) if _has_pointers(item)]
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch with tensor ``number`` at ``addresses[number]``, which has the alignment of the recorded one."""
-        passed = self._passed(*[addresses[number] for number in self._described]).copy()
+        passed = self._passed(*self._addresses_described(addresses)).copy()
         passed[_STREAM] = stream
         arguments = passed
         if self._in_list:
@@ -87,11 +90,11 @@ class RepeatableLaunch:
         self._launch(*passed)
 
     def _passed_with(self, *described: int) -> list[Any]:
-        """The arguments of ``_launch``, with descriptors of memory at these addresses."""
-        addresses = iter(described)
+        """The arguments of ``_launch``, with descriptors of the tensors ``_described`` at these addresses."""
+        addresses = dict(zip(self._described, described, strict=True))
         compiled = self._compiled
         arguments = [
-            replace(item.like, base=replace(item.like.base, address=next(addresses)))
+            replace(item.like, base=replace(item.like.base, address=addresses[item.number]))
             if isinstance(item, Descriptor)
             else item
             for item in self._arguments
@@ -123,7 +126,8 @@ def without_memory(descriptor: Any) -> Any:
 
 def hooked() -> bool:
     """Whether a launch hook (of a profiler) is installed."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool((enter and getattr(enter, "calls", True)) or (leave and getattr(leave, "calls", True)))
 
 
@@ -158,6 +162,14 @@ def _innermost(run: Any) -> Any:
     if not inspect.isfunction(run.launch):
         return run.launch
     return inspect.getclosurevars(run.launch).nonlocals.get("launcher")
+
+
+def items_at(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that returns the items of a sequence at ``numbers``, as a sequence. It runs no Python code."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    first = numbers[0] if numbers else 0
+    return operator.itemgetter(slice(first, first + len(numbers)))
 
 
 def _has_pointers(item: Any) -> bool:

@@ -42,8 +42,9 @@ def test_writes_into_a_given_output(add: Add) -> None:
         {"number": 1.0},
         {"a": torch.randn(5, 4).t()},
         {"a": torch.randn(21)[1:].view(4, 5)},
+        {"a": torch.arange(20, dtype=torch.int32).view(4, 5)},
     ],
-    ids=["number", "strides", "alignment"],
+    ids=["number", "strides", "alignment", "dtype"],
 )
 def test_other_calls_run_anew(add: Add, change: dict[str, Any]) -> None:
     call, ran = operation(add)
@@ -195,11 +196,16 @@ def test_a_call_that_records_a_gradient_runs_anew(add: Add) -> None:
     a, b = numbers(add, 4), numbers(add, 4)
     for _ in range(2):
         call(a, b)
-    call(a, b.requires_grad_())
-    assert len(ran) == 2
-    with torch.no_grad():
+    b.requires_grad_()
+    for expected in (2, 3):
         call(a, b)
-    assert len(ran) == 2
+        assert len(ran) == expected
+    with torch.no_grad():
+        for _ in range(2):
+            call(a, b)
+    assert len(ran) == 4
+    call(a, b)
+    assert len(ran) == 5
 
 
 class Pair(NamedTuple):
@@ -257,7 +263,7 @@ def test_forgets(add: Add) -> None:
 
 
 def test_the_oldest_entry_of_all_operations_makes_room(monkeypatch: pytest.MonkeyPatch, add: Add) -> None:
-    monkeypatch.setattr(repeat, "_MAX_ENTRIES", 3)
+    monkeypatch.setattr(repeat, "_MAX_KEYS", 3)
     (first, ran_first), (second, ran_second) = operation(add), operation(add)
     sizes = {size: numbers(add, size) for size in (4, 5, 6)}
     for call, size in ((first, 4), (first, 5), (second, 4), (second, 6)):

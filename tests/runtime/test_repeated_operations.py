@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo import guards
 from torch.overrides import TorchFunctionMode
 
 from flashlatte.runtime import machine, repeat
@@ -55,7 +56,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Launches of calls with CPU tensors, which are repeated like those on a GPU."""
     monkeypatch.setattr(repeat, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(repeat, "_FIRST_DEVICE", -1)
-    monkeypatch.setattr(repeat, "_allocate", None)
+    monkeypatch.setattr(repeat, "_allocate", getattr(guards, "_empty_strided_cpu"))  # noqa: B009
     monkeypatch.setattr(repeat, "_current_device", lambda: None)
     monkeypatch.setattr(repeat, "_current_stream", lambda _: no_gpu.STREAM)
     repeat.forget()

@@ -201,6 +201,7 @@ def _parts(name: str, value: Sequence[torch.Tensor] | torch.Tensor) -> list[torc
         if value.dim() < 1:
             raise ValueError(f"{name} must be a sequence of tensors or one stacked tensor, got a scalar")
         return list(value.unbind(0))
-    if not isinstance(value, Sequence) or not all(isinstance(part, torch.Tensor) for part in value):
+    # A list first: isinstance with Sequence alone runs Python code.
+    if not isinstance(value, (list, tuple, Sequence)) or not all(isinstance(part, torch.Tensor) for part in value):
         raise TypeError(f"{name} must be a sequence of tensors or one stacked tensor, got {type(value).__name__}")
     return list(value)
