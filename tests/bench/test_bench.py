@@ -72,7 +72,7 @@ def test_recorded_figures_fit_the_case(case: cases.Case) -> None:
     microseconds = recorded.microseconds or recorded.cool_microseconds
     assert microseconds is not None
     tflops = 2 * problem.h_q * (problem.head_dim + 512) * attended / microseconds / 1e6
-    # The rates are recorded without decimals, and the varlen ones from other draws.
+    # Rates are recorded without decimals, and the varlen ones with other random lengths.
     assert tflops == pytest.approx(recorded.tflops, rel=0.07, abs=0.5)
 
 
