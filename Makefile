@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 # Neighbours run in one process, which compiles once what several of them look at.
 # Without bytecode on disk every worker, and every process that a test starts, would compile all modules again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --quiet --progress
+# A worker takes ten seconds of processor time to import and to collect what it runs.
+FEW := --maxprocesses 4
 VLLM := build/vllm
 # Tests of what Triton makes of the kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
@@ -17,9 +19,9 @@ demo: $(READY)
 
 # What a contributor needs.
 test: $(READY)
-	@echo "About 5 minutes of processor time (3 and a half on two idle cores): Triton's interpreter first, then all else."
-	@TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not full"
-	@$(PYTEST) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
+	@echo "About 4 minutes of processor time (2 and a half on two idle cores): Triton's interpreter first, then all else."
+	@TRITON_INTERPRET=1 $(PYTEST) $(FEW) -m "interpreter and not full"
+	@$(PYTEST) $(FEW) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 
 # The rest: every variant of every kernel, many more examples, and compilation with each Triton of TRITONS.
 test-all: $(READY)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import functools
+import gc
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -10,7 +12,7 @@ import pytest
 
 # PyTorch is imported only in processes that collect tests, not in the one that only distributes them to workers.
 
-pytest_plugins = ["support.progress", "support.emulator.fixture"]
+pytest_plugins = ["support.progress", "support.isolation", "support.emulator.fixture"]
 
 # ``make test`` is quick; ``make test-all`` uses the other profile with --hypothesis-profile full.
 COMMON = hypothesis.settings(deadline=None, derandomize=True, database=None)
@@ -24,6 +26,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     only_interpreted = config.option.markexpr.startswith("interpreter")
     is_test = collection_path.name.startswith("test_")
     return True if only_interpreted and is_test and "interpreter" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect garbage neither during imports nor, later, in what they created: that is a third of a collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,9 +54,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "interpreter": (machine.interpreting(), "needs TRITON_INTERPRET=1"),
     }
     for item in items:
+        item.runtest = functools.partial(_run_in_one_stack_chunk, item.runtest)
         for marker, (available, reason) in needs.items():
             if item.get_closest_marker(marker) and not available:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _run_in_one_stack_chunk(run: Callable[[], None]) -> None:
+    """Run a test on a stack of frames that does not grow.
+
+    CPython's stack of frames consists of chunks of 16 KiB. A call that does not fit in the current chunk maps a new
+    one, and its return unmaps it, so that a loop of such calls enters the kernel twice in each iteration: half of
+    the time of tests in Triton's interpreter. This function's frame takes 512 KiB, and so gets a chunk of 1 MiB.
+    """
+    run()
+
+
+_run_in_one_stack_chunk.__code__ = _run_in_one_stack_chunk.__code__.replace(co_stacksize=2**16)
 
 
 def _compiles(item: pytest.Item) -> bool:

@@ -9,51 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlatte.bench.problems import (
-    CacheCopy,
-    CacheGather,
-    CacheWrite,
-    Compress,
-    ConcatMlaQ,
-    DenseDecode,
-    DensePrefill,
-    DensePrefillBackward,
-    GatherRecords,
-    IndexConvert,
-    IndexerLoss,
-    IndexGather,
-    IndexLogits,
-    IndexQuantize,
-    IndexQuery,
-    IndexSelect,
-    IndexWeights,
-    IndexWorkspace,
-    InverseRopeQuantize,
-    LatentRows,
-    MergeStates,
-    MhcPost,
-    MhcPre,
-    PackSeq,
-    PagedAttention,
-    PagedIndexLogits,
-    PagedIndexSelect,
-    Problem,
-    QKVNorm,
-    ReshapeAndCache,
-    RopeCacheWrite,
-    RotateAndCache,
-    RotateHeads,
-    SparseAttentionBackward,
-    SparseDecode,
-    SparseIndexLogits,
-    SparsePrefill,
-    TopK,
-    TurboQuantDecode,
-    TurboQuantGather,
-    TurboQuantStore,
-    UnpackSeq,
-)
-from flashlatte.bench.problems.indexer import ROW_VALUES
+from flashlatte.bench import problems
 
 # The GPU of FlashMLA's times, as ``environment.gpu_slug`` names it.
 RECORDED_GPU = "h100"
@@ -96,7 +52,7 @@ class Case:
             calls in one CUDA graph; "host", host time of a call, without waiting for the device.
     """
 
-    problem: Problem
+    problem: problems.Problem
     method: str = "device"
     recorded: Recorded | None = None
 
@@ -121,7 +77,7 @@ def _dense(
     graph: float | None = None,
     **flags: bool | str,
 ) -> tuple[Case, ...]:
-    problem = DenseDecode(batch, s_q, h_q, keys, **flags)  # pyright: ignore[reportArgumentType]
+    problem = problems.DenseDecode(batch, s_q, h_q, keys, **flags)  # pyright: ignore[reportArgumentType]
     case = Case(problem, recorded=Recorded(microseconds, tflops, gbps))
     if graph is None:
         return (case,)
@@ -159,17 +115,17 @@ DENSE_DECODE = (
     *_dense(1, 1, 128, 131072, 90.8, 402, 1667),
     *_dense(1, 1, 16, 131072, 95.8, 48, 1576),
     *_dense(2, 1, 128, 131072, 144.6, 505, 2092),
-    Case(DenseDecode(1, 1, 128, 4096), "host"),
+    Case(problems.DenseDecode(1, 1, 128, 4096), "host"),
     *(
-        Case(DenseDecode(4, s_q, 16, 45118, causal=s_q > 1, uneven=(4641, 1730, 1696)), method)
+        Case(problems.DenseDecode(4, s_q, 16, 45118, causal=s_q > 1, uneven=(4641, 1730, 1696)), method)
         for s_q in (1, 4)
         for method in ("device", "graph")
     ),
     # FlashMLA takes pages of 64 tokens, in two bytes.
-    *(Case(DenseDecode(128, 1, 128, 4096, page_size=page_size)) for page_size in (16, 32)),
-    *(Case(DenseDecode(128, 1, h_q, 4096, cache_format="fp8")) for h_q in (16, 128)),
+    *(Case(problems.DenseDecode(128, 1, 128, 4096, page_size=page_size)) for page_size in (16, 32)),
+    *(Case(problems.DenseDecode(128, 1, h_q, 4096, cache_format="fp8")) for h_q in (16, 128)),
     *(
-        Case(DenseDecode(128, s_q, 128, keys, cache_format="fp8", precision="fp8"))
+        Case(problems.DenseDecode(128, s_q, 128, keys, cache_format="fp8", precision="fp8"))
         for s_q in (1, 2)
         for keys in (4096, 32768)
     ),
@@ -177,11 +133,11 @@ DENSE_DECODE = (
 
 
 def _v32(batch: int, s_q: int, h_q: int, topk: int, recorded: Recorded) -> Case:
-    return Case(SparseDecode("v32", batch, s_q, h_q, topk, tokens=32768, page_size=64), recorded=recorded)
+    return Case(problems.SparseDecode("v32", batch, s_q, h_q, topk, tokens=32768, page_size=64), recorded=recorded)
 
 
 def _model1(batch: int, h_q: int, extra_topk: int, recorded: Recorded, **extra: int | bool) -> Case:
-    problem = SparseDecode(
+    problem = problems.SparseDecode(
         "model1",
         batch,
         2,
@@ -210,77 +166,69 @@ SPARSE_DECODE = (
     _model1(128, 64, 512, Recorded(102.4, 209, 1245, cool_microseconds=99.4)),
     _model1(64, 128, 1024, Recorded(cool_microseconds=109.3, cool_tflops=354)),
     _model1(128, 128, 1024, Recorded(215.0, 360, 1092, cool_microseconds=212.1)),
-    _model1(
-        128,
-        128,
-        1024,
-        Recorded(163.6, 278, 1430, cool_microseconds=145.1),
-        extra_page_size=2,
-        extra_varlen=True,
-    ),
-    _model1(
-        128,
-        64,
-        1024,
-        Recorded(136.5, 168, 1485, cool_microseconds=133.5),
-        extra_page_size=2,
-        extra_varlen=True,
-    ),
+    _model1(128, 128, 1024, Recorded(163.6, 278, 1430, cool_microseconds=145.1), extra_page_size=2, extra_varlen=True),
+    _model1(128, 64, 1024, Recorded(136.5, 168, 1485, cool_microseconds=133.5), extra_page_size=2, extra_varlen=True),
     # DeepSeek-V4-Flash in decoding: one query token per request, with full lists or lists of varying length.
     *(
         Case(
-            SparseDecode("model1", 64, 1, 64, 128, 16384, 256, extra_topk=512, extra_tokens=16384, extra_varlen=varlen)
+            problems.SparseDecode(
+                "model1", 64, 1, 64, 128, 16384, 256, extra_topk=512, extra_tokens=16384, extra_varlen=varlen
+            )
         )
         for varlen in (False, True)
     ),
     # FlashMLA refuses fewer than 64 heads, and caches without scales.
-    Case(SparseDecode("v32", 128, 1, 16, topk=2048, tokens=32768, page_size=64)),
-    Case(SparseDecode("bf16", 128, 2, 128, topk=2048, tokens=32768, page_size=64)),
+    Case(problems.SparseDecode("v32", 128, 1, 16, topk=2048, tokens=32768, page_size=64)),
+    Case(problems.SparseDecode("bf16", 128, 2, 128, topk=2048, tokens=32768, page_size=64)),
     # Rows without RoPE, and the formats of DeepSeek-V4.1: of the same shapes, so that their times compare.
     *(
-        Case(SparseDecode(cache_format, *shape, 2048, 32768, 64))
+        Case(problems.SparseDecode(cache_format, *shape, 2048, 32768, 64))
         for cache_format in ("v32_no_rope", "v41", "v41_fp4")
         for shape in ((2, 2, 128), (128, 2, 128), (64, 2, 64), (128, 1, 16))
     ),
     # FlashMLA's peak case: one cache, 32,768 tokens a request, page 64.
     Case(
-        SparseDecode("model1", 148, 2, 128, topk=16384, tokens=32768, page_size=64),
+        problems.SparseDecode("model1", 148, 2, 128, topk=16384, tokens=32768, page_size=64),
         recorded=Recorded(cool_tflops=479),
     ),
 )
 
 SPARSE_PREFILL = (
-    Case(SparsePrefill(576, 128, 2048, 8192), recorded=Recorded(3830, 610, cool_tflops=675)),
-    Case(SparsePrefill(576, 128, 2048, 32768), recorded=Recorded(4057, 576, cool_tflops=626)),
-    Case(SparsePrefill(576, 128, 2048, 131072), recorded=Recorded(4556, 513, cool_tflops=547)),
-    Case(SparsePrefill(512, 64, 512, 8192), recorded=Recorded(557, 494, cool_tflops=513)),
-    Case(SparsePrefill(512, 64, 512, 65536), recorded=Recorded(692, 397, cool_tflops=393)),
-    Case(SparsePrefill(512, 128, 1024, 8192), recorded=Recorded(1980, 555, cool_tflops=617)),
-    Case(SparsePrefill(512, 128, 1024, 65536), recorded=Recorded(2073, 530, cool_tflops=545)),
+    Case(problems.SparsePrefill(576, 128, 2048, 8192), recorded=Recorded(3830, 610, cool_tflops=675)),
+    Case(problems.SparsePrefill(576, 128, 2048, 32768), recorded=Recorded(4057, 576, cool_tflops=626)),
+    Case(problems.SparsePrefill(576, 128, 2048, 131072), recorded=Recorded(4556, 513, cool_tflops=547)),
+    Case(problems.SparsePrefill(512, 64, 512, 8192), recorded=Recorded(557, 494, cool_tflops=513)),
+    Case(problems.SparsePrefill(512, 64, 512, 65536), recorded=Recorded(692, 397, cool_tflops=393)),
+    Case(problems.SparsePrefill(512, 128, 1024, 8192), recorded=Recorded(1980, 555, cool_tflops=617)),
+    Case(problems.SparsePrefill(512, 128, 1024, 65536), recorded=Recorded(2073, 530, cool_tflops=545)),
     # As for 576 above, without RoPE.
-    Case(SparsePrefill(512, 128, 2048, 32768)),
+    Case(problems.SparsePrefill(512, 128, 2048, 32768)),
     # FlashMLA refuses fewer than 64 heads.
-    *(Case(SparsePrefill(576, h_q, 2048, 32768, overlap=overlap)) for h_q in (16, 32) for overlap in (0.0, 0.5, 0.9)),
     *(
-        Case(SparsePrefill(head_dim, h_q, 2048, s_kv, precision="fp8"))
+        Case(problems.SparsePrefill(576, h_q, 2048, 32768, overlap=overlap))
+        for h_q in (16, 32)
+        for overlap in (0.0, 0.5, 0.9)
+    ),
+    *(
+        Case(problems.SparsePrefill(head_dim, h_q, 2048, s_kv, precision="fp8"))
         for head_dim, h_q, s_kv in ((576, 128, 32768), (576, 128, 131072), (576, 64, 32768), (512, 128, 32768))
     ),
 )
 
 # A training step of 4,096 tokens.
 SPARSE_ATTENTION = (
-    *(Case(SparseAttentionBackward(576, h_q, 2048, 4096)) for h_q in (128, 64, 16)),
-    Case(SparseAttentionBackward(576, 128, 2048, 4096, deterministic=True)),
-    Case(SparseAttentionBackward(512, 64, 512, 4096)),
+    *(Case(problems.SparseAttentionBackward(576, h_q, 2048, 4096)) for h_q in (128, 64, 16)),
+    Case(problems.SparseAttentionBackward(576, 128, 2048, 4096, deterministic=True)),
+    Case(problems.SparseAttentionBackward(512, 64, 512, 4096)),
 )
 
 # The same step of the indexer: sparse stage, and warm-up.
 INDEXER_LOSS = (
-    Case(IndexerLoss(128, 64, 2048, 4096)),
-    Case(IndexerLoss(128, 64, 2048, 4096, deterministic=True)),
-    Case(IndexerLoss(64, 32, 2048, 4096)),
-    Case(IndexerLoss(128, 64, 0, 4096)),
-    Case(IndexerLoss(128, 64, 0, 16384, s_q=16384)),
+    Case(problems.IndexerLoss(128, 64, 2048, 4096)),
+    Case(problems.IndexerLoss(128, 64, 2048, 4096, deterministic=True)),
+    Case(problems.IndexerLoss(64, 32, 2048, 4096)),
+    Case(problems.IndexerLoss(128, 64, 0, 4096)),
+    Case(problems.IndexerLoss(128, 64, 0, 16384, s_q=16384)),
 )
 
 _HEADS_AND_TOKENS = ((128, 8192), (16, 32768))
@@ -291,70 +239,86 @@ _DENSE_PREFILL = (
     *((d, 1, h_q, tokens, causal) for d in (192, 128) for causal in (True, False) for h_q, tokens in _HEADS_AND_TOKENS),
 )
 DENSE_PREFILL = (
-    *(Case(DensePrefill(*shape)) for shape in _DENSE_PREFILL),
-    Case(DensePrefill(192, 16, 128, 4096, causal=True, varlen=True)),
-    *(Case(DensePrefillBackward(*shape)) for shape in _DENSE_PREFILL),
-    Case(DensePrefillBackward(192, 16, 128, 4096, causal=True, varlen=True)),
-    Case(DensePrefillBackward(192, 1, 128, 8192, causal=True, deterministic=True)),
+    *(Case(problems.DensePrefill(*shape)) for shape in _DENSE_PREFILL),
+    Case(problems.DensePrefill(192, 16, 128, 4096, causal=True, varlen=True)),
+    *(Case(problems.DensePrefillBackward(*shape)) for shape in _DENSE_PREFILL),
+    Case(problems.DensePrefillBackward(192, 16, 128, 4096, causal=True, varlen=True)),
+    Case(problems.DensePrefillBackward(192, 1, 128, 8192, causal=True, deterministic=True)),
 )
 
 KV_CACHE = (
-    Case(CacheWrite("v32", 65536)),
-    Case(CacheGather("v32", 65536)),
-    Case(GatherRecords("v32", 65536)),
-    Case(CacheCopy(2048)),
-    *(Case(ReshapeAndCache(65536, dtype)) for dtype in ("bf16", "e4m3")),
+    Case(problems.CacheWrite("v32", 65536)),
+    Case(problems.CacheGather("v32", 65536)),
+    Case(problems.GatherRecords("v32", 65536)),
+    Case(problems.CacheCopy(2048)),
+    *(Case(problems.ReshapeAndCache(65536, dtype)) for dtype in ("bf16", "e4m3")),
 )
 
 # FlashMLA has none of these; docs/notes/indexer.md has times of DeepGEMM and others' top-k kernels.
 INDEXER = (
-    *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 64), (4096, 32768, 64), (4096, 131072, 64))),
-    *(Case(IndexLogits(*shape)) for shape in ((2048, 8192, 32), (4096, 32768, 32))),
-    *(Case(PagedIndexLogits(*shape)) for shape in ((128, 8192), (64, 32768), (4, 131072), (1, 131072))),
-    Case(PagedIndexLogits(64, 32768, next_n=2)),
-    *(Case(SparseIndexLogits(rows, 131072, 1024)) for rows in (64, 2048)),
-    *(Case(TopK(rows, width)) for rows in (1, 64, 4096) for width in (32768, 131072)),
-    Case(TopK(4096, 32768, 512)),
-    *(Case(TopK(rows, 32768, values=values)) for rows in (64, 4096) for values in ROW_VALUES[1:]),
-    *(Case(IndexSelect(IndexLogits(4096, 32768, 64), workspace_mib=mib)) for mib in (512, 64)),
-    Case(PagedIndexSelect(PagedIndexLogits(64, 32768)), "graph"),
-    Case(IndexQuantize(65536)),
-    Case(IndexGather(4, 16384)),
-    *(Case(IndexConvert(128, 32768, compact=compact), "graph") for compact in (False, True)),
-    *(Case(IndexQuery(8192, four_bits=four_bits), "graph") for four_bits in (False, True)),
-    Case(IndexWeights(128), "graph"),
+    *(Case(problems.IndexLogits(*shape)) for shape in ((2048, 8192, 64), (4096, 32768, 64), (4096, 131072, 64))),
+    *(Case(problems.IndexLogits(*shape)) for shape in ((2048, 8192, 32), (4096, 32768, 32))),
+    *(Case(problems.PagedIndexLogits(*shape)) for shape in ((128, 8192), (64, 32768), (4, 131072), (1, 131072))),
+    Case(problems.PagedIndexLogits(64, 32768, next_n=2)),
+    *(Case(problems.SparseIndexLogits(rows, 131072, 1024)) for rows in (64, 2048)),
+    *(Case(problems.TopK(rows, width)) for rows in (1, 64, 4096) for width in (32768, 131072)),
+    Case(problems.TopK(4096, 32768, 512)),
+    *(Case(problems.TopK(rows, 32768, values=values)) for rows in (64, 4096) for values in problems.ROW_VALUES[1:]),
+    *(Case(problems.IndexSelect(problems.IndexLogits(4096, 32768, 64), workspace_mib=mib)) for mib in (512, 64)),
+    Case(problems.PagedIndexSelect(problems.PagedIndexLogits(64, 32768)), "graph"),
+    Case(problems.IndexQuantize(65536)),
+    Case(problems.IndexGather(4, 16384)),
+    *(Case(problems.IndexConvert(128, 32768, compact=compact), "graph") for compact in (False, True)),
+    *(Case(problems.IndexQuery(8192, four_bits=four_bits), "graph") for four_bits in (False, True)),
+    Case(problems.IndexWeights(128), "graph"),
 )
 
 _PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 TURBOQUANT = (
-    *(Case(TurboQuantDecode(name, 64, 8192)) for name in _PRESETS),
-    Case(TurboQuantDecode("turboquant_4bit_nc", 1, 131072)),
-    *(Case(TurboQuantStore(name, 65536)) for name in _PRESETS),
-    *(Case(TurboQuantGather(name, 65536)) for name in _PRESETS),
+    *(Case(problems.TurboQuantDecode(name, 64, 8192)) for name in _PRESETS),
+    Case(problems.TurboQuantDecode("turboquant_4bit_nc", 1, 131072)),
+    *(Case(problems.TurboQuantStore(name, 65536)) for name in _PRESETS),
+    *(Case(problems.TurboQuantGather(name, 65536)) for name in _PRESETS),
 )
 
 # Decode, prefill, and a batch of both.
 PAGED_ATTENTION = (
-    *(Case(PagedAttention(128, 0, 4096, dtype)) for dtype in ("bf16", "e4m3", "e5m2", "int8")),
-    *(Case(PagedAttention(0, 8192, 8192, page_size=page_size)) for page_size in (64, 16)),
-    *(Case(PagedAttention(*shape, 8192, page_size=size)) for shape in ((64, 2048), (64, 0)) for size in (64, 16)),
+    *(Case(problems.PagedAttention(128, 0, 4096, dtype)) for dtype in ("bf16", "e4m3", "e5m2", "int8")),
+    *(Case(problems.PagedAttention(0, 8192, 8192, page_size=page_size)) for page_size in (64, 16)),
+    *(
+        Case(problems.PagedAttention(*shape, 8192, page_size=size))
+        for shape in ((64, 2048), (64, 0))
+        for size in (64, 16)
+    ),
 )
 
 # A decode step and a prefill.
 LAYER = (
-    *(Case(problem(tokens), "graph") for problem in (LatentRows, RotateHeads, RopeCacheWrite) for tokens in (64, 8192)),
-    Case(ConcatMlaQ(8192)),
-    Case(MergeStates(8192)),
-    *(Case(problem(64, 128), "graph") for problem in (PackSeq, UnpackSeq)),
+    *(
+        Case(problem(tokens), "graph")
+        for problem in (problems.LatentRows, problems.RotateHeads, problems.RopeCacheWrite)
+        for tokens in (64, 8192)
+    ),
+    Case(problems.ConcatMlaQ(8192)),
+    Case(problems.MergeStates(8192)),
+    *(Case(problem(64, 128), "graph") for problem in (problems.PackSeq, problems.UnpackSeq)),
 )
 
 DEEPSEEK_V4 = (
-    *(Case(Compress("model1", ratio, tokens=8192), "graph") for ratio in (4, 128)),
-    *(Case(Compress("model1", ratio, requests=128), "graph") for ratio in (4, 128)),
-    *(Case(Compress(name, 4, tokens=8192), "graph") for name in ("index_fp8", "index_mxfp4")),
-    Case(Compress("model1", 4, tokens=8192, dtype="bfloat16"), "graph"),
-    *(Case(problem(8192), "graph") for problem in (QKVNorm, RotateAndCache, InverseRopeQuantize, IndexWorkspace)),
-    *(Case(problem(tokens), "graph") for problem in (MhcPre, MhcPost) for tokens in (64, 8192)),
+    *(Case(problems.Compress("model1", ratio, tokens=8192), "graph") for ratio in (4, 128)),
+    *(Case(problems.Compress("model1", ratio, requests=128), "graph") for ratio in (4, 128)),
+    *(Case(problems.Compress(name, 4, tokens=8192), "graph") for name in ("index_fp8", "index_mxfp4")),
+    Case(problems.Compress("model1", 4, tokens=8192, dtype="bfloat16"), "graph"),
+    *(
+        Case(problem(8192), "graph")
+        for problem in (
+            problems.QKVNorm,
+            problems.RotateAndCache,
+            problems.InverseRopeQuantize,
+            problems.IndexWorkspace,
+        )
+    ),
+    *(Case(problem(tokens), "graph") for problem in (problems.MhcPre, problems.MhcPost) for tokens in (64, 8192)),
 )
 
 CASES = (

@@ -70,12 +70,8 @@ def _run(
     from flashlatte.bench import report
 
     environment = describe(device)
-    if device.type == "cuda":
-        ceilings = timing.measure_ceilings(device)
-        report.heading(environment, ceilings)
-    else:
-        ceilings = None
-        report.heading_without_gpu()
+    ceilings = timing.measure_ceilings(device) if device.type == "cuda" else None
+    report.heading(environment, ceilings)
 
     def keep(result: Result) -> None:
         report.progress(result)

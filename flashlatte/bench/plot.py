@@ -80,20 +80,18 @@ def figure(operation: str, rows: pd.DataFrame) -> Figure:
 def _bars(axes: Axes, rows: pd.DataFrame, cases: list[str], column: str) -> None:
     shares = rows.pivot_table(index="case", columns="series", values=column, sort=False, observed=True)
     shares = shares.reindex(cases)
-    shares.plot.barh(ax=axes, width=0.75, legend=False, color=[_colour(str(series)) for series in shares.columns])
-    gpus = sorted({str(series).partition(", ")[2] for series in shares.columns})
-    for bars, series in zip(axes.containers, shares.columns, strict=True):
+    series = [str(name).partition(", ") for name in shares.columns]
+    colours = [COLOURS.get(backend, OTHER_COLOUR) for backend, _, _ in series]
+    shares.plot.barh(ax=axes, width=0.75, legend=False, color=colours)
+    gpus = sorted({gpu for _, _, gpu in series})
+    for bars, (_, _, gpu) in zip(axes.containers, series, strict=True):
         for bar in bars:
-            bar.set_hatch(HATCHES[gpus.index(str(series).partition(", ")[2]) % len(HATCHES)])
+            bar.set_hatch(HATCHES[gpus.index(gpu) % len(HATCHES)])
     if not axes.yaxis_inverted():
         axes.invert_yaxis()
     axes.set_ylabel("")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-
-
-def _colour(series: str) -> str:
-    return COLOURS.get(series.partition(", ")[0], OTHER_COLOUR)
 
 
 def _largest(*shares: float | None) -> float | None:

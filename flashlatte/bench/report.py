@@ -26,16 +26,15 @@ NOTE = (
 )
 
 
-def heading(environment: Environment, ceilings: Ceilings) -> None:
+def heading(environment: Environment, ceilings: Ceilings | None) -> None:
+    if ceilings is None:
+        _stderr(WITHOUT_GPU)
+        return
     _stderr(
         f"{environment.device}, torch {environment.torch}, triton {environment.triton}, commit {environment.commit}\n"
         f"In this run an 8192³ bf16 matmul reaches {ceilings.matmul_tflops:,.0f} TFLOPS and a device-to-device copy "
         f"{ceilings.copy_gbps:,.0f} GB/s (read plus written)."
     )
-
-
-def heading_without_gpu() -> None:
-    _stderr(WITHOUT_GPU)
 
 
 def progress(result: Result) -> None:

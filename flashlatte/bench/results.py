@@ -13,6 +13,8 @@ from flashlatte.bench.environment import Environment, gpu_slug
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.timing import Ceilings
 
+RATES = ("tflops", "gbps", "share_of_matmul", "share_of_copy", "share_of_flashmla")
+
 
 @dataclass(frozen=True)
 class Result:
@@ -108,11 +110,7 @@ def json_line(result: Result, environment: Environment) -> str:
         "status": result.status,
         "message": result.message,
         "us": _rounded(result.microseconds),
-        "tflops": _rounded(result.tflops),
-        "gbps": _rounded(result.gbps),
-        "share_of_matmul": _rounded(result.share_of_matmul),
-        "share_of_copy": _rounded(result.share_of_copy),
-        "share_of_flashmla": _rounded(result.share_of_flashmla),
+        **{name: _rounded(getattr(result, name)) for name in RATES},
         "flashmla_protocol": result.flashmla_protocol,
         "flashmla": None if case.recorded is None else asdict(case.recorded),
         "matmul_tflops": _rounded(ceilings.matmul_tflops) if ceilings else None,

@@ -51,7 +51,7 @@ def run(
                     workload, drawn = prepare(problem, device), problem
                 outcome = _outcome(case, backend, workload)
             except Exception as error:  # a failing case must not end the run
-                outcome = {"status": "failed", "message": _first_line(error)}
+                outcome = {"status": "failed", "message": described(error)}
             if outcome["status"] == "refused" and backends is None:
                 continue
             served = True
@@ -73,12 +73,7 @@ def _outcome(case: Case, backend: str, workload: Workload) -> dict[str, Any]:
         microseconds = _microseconds(case, backend, workload)
     except WrongResult as error:
         return {"status": "wrong", "message": str(error)}
-    return {
-        "status": "ok",
-        "microseconds": microseconds,
-        "flops": workload.flops,
-        "bytes_moved": workload.bytes_moved,
-    }
+    return {"status": "ok", "microseconds": microseconds, "flops": workload.flops, "bytes_moved": workload.bytes_moved}
 
 
 def timer(
@@ -119,6 +114,6 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+def described(error: BaseException) -> str:
+    """Its type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

@@ -84,6 +84,31 @@ def cpu_microseconds(call: Call) -> float:
     return statistics.median(times) / 1e3
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """µs until the GPU has done what ``run`` launched."""
+    synchronize()
+    began = time.perf_counter()
+    run()
+    synchronize()
+    return (time.perf_counter() - began) * 1e6
+
+
+def kernel_times(run: Callable[[], object]) -> dict[str, float]:
+    """µs of each kernel in ``run``; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        synchronize()
+    spent = {event.key: event.self_device_time_total for event in profile.key_averages()}
+    return {name: us for name, us in spent.items() if us}
+
+
 def measure_ceilings(device: torch.device) -> Ceilings:
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
     product = torch.empty_like(a)

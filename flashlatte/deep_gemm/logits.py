@@ -119,15 +119,7 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """``fp8_fp4_paged_mqa_logits`` for float8_e4m3fn queries ``q`` [b, next_n, H, D], with float32 logits."""
     return fp8_fp4_paged_mqa_logits(
-        q,
-        kv_cache,
-        weights,
-        context_lens,
-        block_table,
-        schedule_meta,
-        max_context_len,
-        clean_logits,
-        indices=indices,
+        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, indices=indices
     )
 
 

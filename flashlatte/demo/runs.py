@@ -49,11 +49,7 @@ def generate_by_transformers(
             pass
 
     ids = torch.tensor([prompt], device=model.device)
-    options = {
-        "attention_mask": torch.ones_like(ids),
-        "do_sample": False,
-        "suppress_tokens": list(suppressed),
-    }
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "suppress_tokens": list(suppressed)}
     model.generate(ids, max_new_tokens=2, **options)
     _synchronize(ids.device)
     start = time.perf_counter()

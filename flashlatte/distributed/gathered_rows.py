@@ -10,7 +10,6 @@ import torch.distributed as dist
 from flashlatte.distributed import collectives
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.layers.cache import LatentCache
-from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.index_quantize import index_gather
 
 
@@ -35,30 +34,14 @@ class GatheredRows:
     order: torch.Tensor
 
     def latents(self, cache: LatentCache, dtype: torch.dtype) -> torch.Tensor:
-        mine = cache_gather(
-            cache.pages,
-            self.block_table,
-            self.cu_rows,
-            cache_format=cache.layout,
-            scale=cache.scale,
-            seq_starts=self.starts,
-            total_tokens=self.rows_per_rank,
-            dtype=dtype,
-        )
-        return self._gather(mine)
+        rows = self.rows_per_rank
+        return self._gather(cache.gather(self.block_table, self.cu_rows, rows, dtype, seq_starts=self.starts))
 
     def index_keys(
         self, pages: torch.Tensor, head_dim: int, backend: str | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        keys, scales = index_gather(
-            pages,
-            self.block_table,
-            self.cu_rows,
-            self.rows_per_rank,
-            head_dim=head_dim,
-            seq_starts=self.starts,
-            backend=backend,
-        )
+        options = {"head_dim": head_dim, "seq_starts": self.starts, "backend": backend}
+        keys, scales = index_gather(pages, self.block_table, self.cu_rows, self.rows_per_rank, **options)
         return self._gather(keys), None if scales is None else self._gather(scales)
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:

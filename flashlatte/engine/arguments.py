@@ -43,10 +43,7 @@ def create_engine(arguments: argparse.Namespace, **options: Any) -> Engine:
     from flashlatte.engine.engine import Engine
     from flashlatte.engine.model_factory import create_model
 
-    ranks = {
-        "tensor_parallel": int(os.environ.get("WORLD_SIZE", "1")),
-        "context_parallel": arguments.context_parallel,
-    }
+    ranks = {"tensor_parallel": int(os.environ.get("WORLD_SIZE", "1")), "context_parallel": arguments.context_parallel}
     model = create_model(
         arguments.model,
         options={"cache_format": arguments.cache_format},

@@ -28,7 +28,7 @@ MODEL_TYPES = (
 )
 
 REFUSED = {
-    "deepseek_v41": "transformers has no such model, and Engram, which adds embeddings of n-grams, has no module here",
+    "deepseek_v41": "transformers has no such model, and Engram, which adds embeddings of n-grams, has no module here"
 }
 
 

@@ -14,6 +14,9 @@ from typing import ClassVar, NamedTuple
 import torch
 
 ROPE_DIM = 64
+# The scale of a whole cache, and tensors [..., width], one for each plane.
+Scale = float | torch.Tensor
+PlaneRows = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -151,13 +154,11 @@ class CacheFormat(abc.ABC):
         return -(-used // self.page_alignment) * self.page_alignment
 
     @abc.abstractmethod
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         """Quantise [..., latent_dim] and [..., rope_dim] to one tensor [..., width] for each plane."""
 
     @abc.abstractmethod
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         """Inverse of ``encode``: float32 rows [..., head_dim]."""
 
     def page_views(self, cache: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from flashlatte.kv_cache import fp4
-from flashlatte.kv_cache.formats import CacheFormat, Plane
+from flashlatte.kv_cache.formats import CacheFormat, Plane, PlaneRows, Scale
 from flashlatte.kv_cache.fp8 import E4M3_MAX, as_bytes, divide, from_bytes, round_up_to_power_of_two, to_e4m3
 
 HEAD_DIMS = (32, 64, 128)
@@ -70,13 +70,11 @@ class IndexFp8Format(IndexFormat):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(self.head_dim, torch.uint8), Plane(4, torch.uint8))
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         values, scales = quantize_rows(latent, scale_rounding)
         return as_bytes(values), as_bytes(scales.unsqueeze(-1))
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         values, scales = planes
         return from_bytes(values, torch.float8_e4m3fn).float() * from_bytes(scales, torch.float32)
 
@@ -94,12 +92,10 @@ class IndexBf16Format(IndexFormat):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(self.head_dim, self.record_dtype),)
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         return (latent.to(self.record_dtype),)
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         return planes[0].float()
 
 
@@ -126,12 +122,10 @@ class IndexMxfp4Format(IndexFormat):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(self.head_dim // 2, torch.uint8), Plane(self.head_dim // fp4.TILE, torch.uint8))
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         return fp4.quantize_mxfp4(latent)
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         return fp4.dequantize_mxfp4(*planes)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import ByteFormat, Plane, Tiling
+from flashlatte.kv_cache.formats import ByteFormat, Plane, PlaneRows, Scale, Tiling
 from flashlatte.kv_cache.fp8 import as_bytes, dequantize_tiles, from_bytes, quantize_tiles
 
 TILE = 64
@@ -51,15 +51,13 @@ class Model1Format(ByteFormat):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(LATENT_BYTES + ROPE_BYTES, torch.uint8), Plane(SCALE_BYTES, torch.uint8))
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         values, scales = quantize_tiles(latent, TILE, "power_of_two")
         data = torch.cat((as_bytes(values), as_bytes(rope.to(torch.bfloat16))), dim=-1)
         exponents = as_bytes(scales.to(torch.float8_e8m0fnu))
         return data, torch.nn.functional.pad(exponents, (0, SCALE_BYTES - SCALES))
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         data, exponents = planes
         values, rope = data.split((LATENT_BYTES, ROPE_BYTES), dim=-1)
         scales = from_bytes(exponents[..., :SCALES], torch.float8_e8m0fnu).float()

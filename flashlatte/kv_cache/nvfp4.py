@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import BlockScaling, ByteFormat, Plane
+from flashlatte.kv_cache.formats import BlockScaling, ByteFormat, Plane, PlaneRows, Scale
 from flashlatte.kv_cache.fp4 import NVFP4_BLOCK, dequantize_nvfp4, quantize_nvfp4
 from flashlatte.kv_cache.fp8 import as_bytes, from_bytes, to_e4m3
 
@@ -47,14 +47,12 @@ class Nvfp4Format(ByteFormat):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(LATENT // 2 + ROPE_BYTES + SCALES, torch.uint8),)
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         values, scales = quantize_nvfp4(latent, rounds_up=True)
         in_lanes = scales.unflatten(-1, (SCALES // LANES, LANES)).transpose(-1, -2).flatten(-2)
         return (torch.cat((values, as_bytes(to_e4m3(rope.float())), in_lanes), dim=-1),)
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         values, rope, in_lanes = planes[0].split((LATENT // 2, ROPE_BYTES, SCALES), dim=-1)
         scales = in_lanes.unflatten(-1, (LANES, SCALES // LANES)).transpose(-1, -2).flatten(-2)
         latent = dequantize_nvfp4(values, scales)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import ROPE_DIM, CacheFormat, Plane
+from flashlatte.kv_cache.formats import ROPE_DIM, CacheFormat, Plane, PlaneRows, Scale
 from flashlatte.kv_cache.fp8 import divide, to_e4m3
 
 
@@ -28,12 +28,10 @@ class PlainFormat(CacheFormat):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(self.head_dim, self.record_dtype),)
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         return (torch.cat((latent, rope), dim=-1).to(self.record_dtype),)
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         # Copy in fp32 too: later writes to the cache must not change the result.
         return planes[0].to(torch.float32, copy=True)
 
@@ -68,10 +66,8 @@ class Fp8Format(PlainFormat):
     accepted_dtypes = (torch.float8_e4m3fn, torch.uint8, torch.int8)
     takes_scale = True
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         return (to_e4m3(divide(torch.cat((latent, rope), dim=-1).float(), scale)),)
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         return planes[0].float() * scale

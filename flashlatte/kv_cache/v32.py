@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import ROPE_DIM, ByteFormat, Plane, Tiling
+from flashlatte.kv_cache.formats import ROPE_DIM, ByteFormat, Plane, PlaneRows, Scale, Tiling
 from flashlatte.kv_cache.fp8 import as_bytes, dequantize_tiles, from_bytes, quantize_tiles
 
 TILE = 128
@@ -40,14 +40,12 @@ class V32Format(ByteFormat):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(LATENT_BYTES + SCALE_BYTES + 2 * self.rope_dim, torch.uint8),)
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         values, scales = quantize_tiles(latent, TILE, scale_rounding)
         parts = (as_bytes(values), as_bytes(scales), as_bytes(rope.to(torch.bfloat16)))
         return (torch.cat(parts, dim=-1),)
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         values, scales, rope = planes[0].split((LATENT_BYTES, SCALE_BYTES, 2 * self.rope_dim), dim=-1)
         latent = dequantize_tiles(from_bytes(values, torch.float8_e4m3fn), from_bytes(scales, torch.float32), TILE)
         return torch.cat((latent, from_bytes(rope, torch.bfloat16).float()), dim=-1)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashlatte.kv_cache.formats import BlockScaling, ByteFormat, CacheFormat, Plane
+from flashlatte.kv_cache.formats import BlockScaling, ByteFormat, CacheFormat, Plane, PlaneRows, Scale
 from flashlatte.kv_cache.fp4 import NVFP4_BLOCK, dequantize_nvfp4, quantize_nvfp4
 from flashlatte.kv_cache.fp8 import as_bytes, dequantize_tiles, from_bytes, quantize_tiles
 
@@ -64,13 +64,11 @@ class V41Format(V41Row):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(ROW + ROW // BLOCK, torch.uint8),)
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         values, scales = quantize_tiles(torch.cat((latent, rope), dim=-1), BLOCK, "power_of_two")
         return (torch.cat((as_bytes(values), as_bytes(scales.to(torch.float8_e8m0fnu))), dim=-1),)
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         values, exponents = planes[0].split((ROW, ROW // BLOCK), dim=-1)
         scales = from_bytes(exponents, torch.float8_e8m0fnu).float()
         return dequantize_tiles(from_bytes(values, torch.float8_e4m3fn), scales, BLOCK)
@@ -100,10 +98,8 @@ class V41Fp4Format(V41Row):
     def planes(self) -> tuple[Plane, ...]:
         return (Plane(ROW // 2 + ROW // NVFP4_BLOCK, torch.uint8),)
 
-    def encode(
-        self, latent: torch.Tensor, rope: torch.Tensor, scale: float | torch.Tensor, scale_rounding: str
-    ) -> tuple[torch.Tensor, ...]:
+    def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
         return (torch.cat(quantize_nvfp4(torch.cat((latent, rope), dim=-1), rounds_up=False), dim=-1),)
 
-    def decode(self, planes: tuple[torch.Tensor, ...], scale: float | torch.Tensor) -> torch.Tensor:
+    def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
         return dequantize_nvfp4(*planes[0].split((ROW // 2, ROW // NVFP4_BLOCK), dim=-1))

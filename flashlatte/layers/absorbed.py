@@ -17,7 +17,6 @@ from flashlatte.layers.config import MLAConfig
 from flashlatte.layers.fused_projections import bmm_into
 from flashlatte.layers.metadata import DecodePart
 from flashlatte.layers.selection import SelectionChunk
-from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.ops.sparse_prefill import sparse_prefill
@@ -186,16 +185,7 @@ def chunk_rows(cache: LatentCache, chunk: SelectionChunk, dtype: torch.dtype) ->
     if chunk.sharded is not None:
         return chunk.sharded.latents(cache, dtype).unsqueeze(1)
     if chunk.use_gathered_rows:
-        rows = cache_gather(
-            cache.pages,
-            chunk.block_table,
-            chunk.cu_keys,
-            cache_format=cache.layout,
-            scale=cache.scale,
-            total_tokens=chunk.num_keys,
-            dtype=dtype,
-        )
-        return rows.unsqueeze(1)
+        return cache.gather(chunk.block_table, chunk.cu_keys, chunk.num_keys, dtype).unsqueeze(1)
     if cache.layout.plain and cache.pages.dtype == dtype and cache.pages.is_contiguous():
         return cache.pages.flatten(0, 1)
     return None

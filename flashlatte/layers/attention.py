@@ -21,7 +21,7 @@ from flashlatte.layers.indexer import Indexer, StepIndexer, make_step_indexer
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.parts import hidden_projections
 from flashlatte.layers.rope import rotary_table, table_id
-from flashlatte.layers.training import TrainingOutput, attend, check_config
+from flashlatte.layers.training import TrainingOutput, attend
 from flashlatte.layers.training_batch import Rotation, TrainingBatch, check_sequences
 from flashlatte.layers.training_ranks import TrainingRanks
 from flashlatte.layers.weights import linear_weight
@@ -307,13 +307,9 @@ class MLAAttention(nn.Module):
             over the shard's heads.
 
         Raises:
-            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a config with parts that have
-                no gradient.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
         """
         config, weight = self.config, self.kv_a_layernorm.weight
-        check_config(config)
-        if config.indexer is not None:
-            check_config(config.indexer)
         dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)
         checks.tensor("hidden", hidden, ("tokens", config.hidden_size), dtypes, weight.device)
         tokens = hidden.shape[0]
@@ -327,9 +323,19 @@ class MLAAttention(nn.Module):
         rotation = Rotation.at(rotary_table(self._rope_table_id, weight.device), positions, config.rope.layout)
         scaling = config.query_scaling
         factors = None if scaling is None else scaling.factors(positions)
-        options = {"indexer": self.indexer, "config": config.indexer, "indices": indices, "window": config.window}
-        options |= {"query_factors": factors, "dense": checks.flag("dense", dense), "ranks": ranks}
-        return attend(self, hidden, batch, rotation, **options)
+        return attend(
+            self,
+            hidden,
+            batch,
+            rotation,
+            indexer=self.indexer,
+            config=config.indexer,
+            indices=indices,
+            window=config.window,
+            query_factors=factors,
+            dense=checks.flag("dense", dense),
+            ranks=ranks,
+        )
 
     def _step_indexer(
         self, index_cache: torch.Tensor | None, pages: torch.Tensor, rotary: Rotary

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.runtime import machine
 
@@ -42,6 +44,13 @@ class LatentCache:
 
     def write(self, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
         cache_write(self.pages, slot_mapping, rows, cache_format=self.layout, scale=self.scale)
+
+    def gather(
+        self, block_table: torch.Tensor, cu_keys: torch.Tensor, tokens: int, dtype: torch.dtype, **options: Any
+    ) -> torch.Tensor:
+        """``cache_gather`` with its ``options``: dequantised rows [tokens, head_dim], in the order of the requests."""
+        options |= {"cache_format": self.layout, "scale": self.scale, "total_tokens": tokens, "dtype": dtype}
+        return cache_gather(self.pages, block_table, cu_keys, **options)
 
     def query_dtype(self, dtype: torch.dtype, reference: bool = False) -> torch.dtype:
         """The dtype of queries over this cache, for hidden states of ``dtype``.

@@ -17,14 +17,7 @@ from flashlatte.runtime import checks
 # Sources of the output's factor: one for each head, one for each value dim, or the latter from the queries' projection.
 OUTPUT_GATES = ("head", "channel", "query")
 # Sizes that every config must define.
-_SIZES = (
-    "hidden_size",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
+_SIZES = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def check_indexer_sizes(num_heads: int, head_dim: int, topk: int) -> None:

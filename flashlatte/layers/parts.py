@@ -43,7 +43,8 @@ class Projections(Protocol):
     o_proj: Any
 
 
-_NAMES = frozenset(
+# Also the parts whose gradients ``layers.training`` computes.
+NAMES = frozenset(
     (
         *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
         *("o_proj", "indexer", "g_proj", "gate_proj", "q_gate_proj", "sinks", "k_rope_only_layernorm"),
@@ -114,7 +115,7 @@ def check_sources(modules: Iterable[Any]) -> None:
 def check_parts(module: Any) -> None:
     """Raise TypeError for a module with parts that ``forward`` does not compute."""
     found = dict(module.named_children()).keys() | {name for name, _ in module.named_parameters(recurse=False)}
-    if unknown := sorted(found - _NAMES):
+    if unknown := sorted(found - NAMES):
         raise TypeError(f"{type(module).__name__} must have no other parts than MLA's, got {', '.join(unknown)}")
 
 
@@ -168,10 +169,7 @@ def head_factors(scaling: Any, positions: torch.Tensor, dtype: torch.dtype) -> t
 
 
 def project_query(
-    module: Any,
-    hidden: torch.Tensor,
-    latent: QueryLatent | None,
-    factors: torch.Tensor | None = None,
+    module: Any, hidden: torch.Tensor, latent: QueryLatent | None, factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Unrotated queries [T, h, nope + rope] times ``factors`` [T] or [T, h]; and logits [T, h, 1 or v] of the gate.
 

@@ -10,7 +10,6 @@ import torch
 from flashlatte.layers.absorbed import apply_sink
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
-from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.merge_states import merge_states
 
@@ -63,18 +62,8 @@ def attend_heads(
         sink: float32 [h], a logit in the denominator of each head's softmax; None: none.
     """
     keys, values = expand.keys_and_values(rows)
-    _, lse = dense_prefill(
-        query,
-        keys,
-        values,
-        part.cu_seqlens,
-        part.cu_seqlens,
-        part.max_queries,
-        part.max_queries,
-        softmax_scale=softmax_scale,
-        causal=True,
-        out=out,
-    )
+    lengths = (part.cu_seqlens, part.cu_seqlens, part.max_queries, part.max_queries)
+    _, lse = dense_prefill(query, keys, values, *lengths, softmax_scale=softmax_scale, causal=True, out=out)
     del keys, values
     for chunk in part.chunks:
         if chunk.first == chunk.last:
@@ -95,16 +84,8 @@ def _attend_chunk(
     workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys, values = expand.keys_and_values(_cached_rows(cache, chunk, query.dtype, workspace))
-    return dense_prefill(
-        query,
-        keys,
-        values,
-        chunk.cu_queries,
-        chunk.cu_keys,
-        chunk.max_queries,
-        chunk.max_keys,
-        softmax_scale=softmax_scale,
-    )
+    lengths = (chunk.cu_queries, chunk.cu_keys, chunk.max_queries, chunk.max_keys)
+    return dense_prefill(query, keys, values, *lengths, softmax_scale=softmax_scale)
 
 
 def _cached_rows(
@@ -113,14 +94,5 @@ def _cached_rows(
     """Dequantised rows [tokens, latent + rope] of the chunk."""
     if chunk.sharded is not None:
         return chunk.sharded.latents(cache, dtype)
-    return cache_gather(
-        cache.pages,
-        chunk.block_table,
-        chunk.cu_keys,
-        cache_format=cache.layout,
-        scale=cache.scale,
-        seq_starts=chunk.starts,
-        total_tokens=chunk.tokens,
-        dtype=dtype,
-        out=workspace[: chunk.tokens] if workspace is not None and workspace.dtype == dtype else None,
-    )
+    out = workspace[: chunk.tokens] if workspace is not None and workspace.dtype == dtype else None
+    return cache.gather(chunk.block_table, chunk.cu_keys, chunk.tokens, dtype, seq_starts=chunk.starts, out=out)

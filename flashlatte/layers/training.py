@@ -6,7 +6,6 @@ alone, and the selection has no gradient.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
@@ -14,9 +13,10 @@ import torch
 
 from flashlatte.layers import models
 from flashlatte.layers.absorbed import up_projections
-from flashlatte.layers.config import IndexerConfig, MLAConfig
+from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.indexer import IndexProjections
 from flashlatte.layers.parts import (
+    NAMES,
     QueryLatent,
     has_query_latent,
     head_factors,
@@ -36,24 +36,6 @@ from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.index_select import index_select
 from flashlatte.ops.indexer_loss import indexer_loss
 from flashlatte.ops.sparse_attention import sparse_attention
-
-# The modules that training supports. ``check_names`` refuses others, whose gradients would silently be missing.
-_PARTS = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"}
-_PARTS |= {"o_proj", "indexer", "g_proj", "gate_proj", "q_gate_proj", "sinks", "k_rope_only_layernorm"}
-_PARTS |= {"softmax_scaling"}
-# The config fields that training supports. ``check_fields`` refuses other values than the defaults of the others.
-_FIELDS = {
-    MLAConfig: {
-        *("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
-        *("v_head_dim", "rope", "norm_eps", "attention_bias", "query_factor", "latent_factor", "indexer"),
-        *("output_gate", "attn_sink", "key_rope_norm", "query_scaling", "window"),
-    },
-    # Has no effect in training, where index keys are not quantised.
-    IndexerConfig: {
-        *("num_heads", "head_dim", "topk", "rope_layout", "rope_last", "norm_eps", "hadamard", "scale_rounding"),
-        "shared_layers",
-    },
-}
 
 
 class SelectableKeys(Protocol):
@@ -138,7 +120,7 @@ def attend(
     Raises:
         TypeError, ValueError: a module with other parts than these; a layer that shares a selection without one.
     """
-    check_names(module, _PARTS)
+    check_names(module, NAMES)
     dense = dense or config is None or batch.max_seqlen <= config.topk
     if not dense and indexer is None and indices is None:
         raise ValueError("indices must be those of the previous layer for a layer that shares a selection, got None")
@@ -367,20 +349,7 @@ def requires_gradient(indexer: Any) -> bool:
 
 
 def check_names(module: Any, parts: Collection[str]) -> None:
-    """Raise ValueError if a module has submodules or parameters other than ``parts``."""
+    """Raise ValueError if a module has submodules or parameters other than ``parts``: no gradient would reach them."""
     names = [name for name, _ in module.named_children()] + [name for name, _ in module.named_parameters(recurse=False)]
     if others := [name for name in names if name not in parts]:
         raise ValueError(f"module must have only parts that training supports, got {', '.join(others)}")
-
-
-def check_fields(config: Any, trained: Collection[str]) -> None:
-    """Raise ValueError if a config's field that is not among ``trained`` has another value than its default."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in trained and value != field.default:
-            raise ValueError(f"{field.name} must be {field.default!r} in training, got {value!r}")
-
-
-def check_config(config: MLAConfig | IndexerConfig) -> None:
-    """Raise ValueError for a config field that training does not support, unless it has its default value."""
-    check_fields(config, _FIELDS[type(config)])

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from flashlatte.runtime import repeat
+from flashlatte.runtime import machine, repeat
 
 BACKENDS = ("hopper", "portable", "reference")
 
@@ -206,7 +206,7 @@ def select_kernel(call: CallSpec, backend: str | None = None) -> str:
         ValueError: as ``select``; or no backend is given, and no kernel on the call's device accepts it.
     """
     chosen = select(call, backend)
-    if backend is None and chosen == "reference" and call.device.type not in ("cpu", "meta"):
+    if backend is None and chosen == "reference" and machine.device_type(call.device) not in ("cpu", "meta"):
         reasons = "; ".join(f"{choice.backend} {choice.refusal}" for choice in explain(call) if choice.refusal)
         raise ValueError(
             f"no kernel runs this call of {call.operation} with {call.optional_features}: {reasons}. "

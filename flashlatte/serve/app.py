@@ -70,11 +70,7 @@ def create_app(context: ServerContext, api_key: str | None = None) -> Starlette:
         return json_response({"object": "list", "data": [_model(context)]})
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != context.model_name:
-            raise ApiError(
-                404, f"model must be {context.model_name!r}, got {name!r:.200}", param="model", code="model_not_found"
-            )
+        context.check_name(request.path_params["name"])
         return json_response(_model(context))
 
     routes = [

@@ -66,14 +66,7 @@ def parse_completion(body: bytes, context: ServerContext) -> GenerationJob:
             texts.append(prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt))
     sampling = sampling_params(values, context.room_after(tokens, "prompt"), max_tokens, _MAX_TOKENS, "max_tokens")
     return GenerationJob(
-        tokens,
-        sampling,
-        CompletionForm(),
-        "prompt",
-        stream,
-        include_usage,
-        salt,
-        texts if echo else None,
+        tokens, sampling, CompletionForm(), "prompt", stream, include_usage, salt, texts if echo else None
     )
 
 

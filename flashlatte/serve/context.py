@@ -50,7 +50,9 @@ class ServerContext:
 
     def check_model(self, fields: Fields) -> None:
         """Read the field ``model``. Status 404 if it is not the server's model."""
-        name = fields.checked_text("model", fields.required("model"))
+        self.check_name(fields.checked_text("model", fields.required("model")))
+
+    def check_name(self, name: str) -> None:
         if name != self.model_name:
             raise ApiError(
                 404, f"model must be {self.model_name!r}, got {name!r:.200}", param="model", code="model_not_found"

@@ -11,14 +11,7 @@ from flashlatte.serve.fields import MAX_ENTRIES, Fields
 # OpenAI's limits of n, and vLLM's of log-probabilities.
 MAX_N, MAX_LOGPROBS = 128, 20
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens")
 # Fields that do not change the output.

@@ -153,14 +153,7 @@ def sparse_attention(
     Its gradients are autograd's, which ``flashlatte.sparse_attention`` writes out.
     """
     out, _, lse = sparse_prefill(
-        q,
-        kv,
-        indices,
-        softmax_scale,
-        d_v=d_v,
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        dtype=dtype,
+        q, kv, indices, softmax_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, dtype=dtype
     )
     return out, lse
 

@@ -18,8 +18,7 @@ from flashlatte import bench
 from flashlatte.bench import alternate
 from flashlatte.bench.pictures.command import PICTURES
 from flashlatte.bench.serving import vllm_throughput
-from flashlatte.bench.workloads.base import compare
-from flashlatte.bench.workloads.tokens import ROUNDED
+from flashlatte.bench.workloads.base import ROUNDED, compare
 
 ROOT = Path(__file__).parents[2]
 PEER_SECTIONS = {

@@ -55,6 +55,12 @@ def test_workload_runs_and_is_right(problem: Any) -> None:
     assert dispatch.explain(workload.call)[-1].refusal is None
 
 
+def test_call_of_a_turboquant_decode_has_its_heads() -> None:
+    problem = TurboQuantDecode("turboquant_4bit_nc", 2, 40)
+    call = prepare(problem, CPU).call
+    assert (call.h_q, call.h_kv, call.index_dim) == (problem.h_q, problem.h_kv, None)
+
+
 @pytest.mark.parametrize("problem", SMALL_PROBLEMS, ids=lambda problem: problem.name)
 def test_workload_notices_a_wrong_value(problem: Any) -> None:
     workload = prepare(problem, CPU)

@@ -42,7 +42,8 @@ FAMILIES = (
     "MiniCPM3",
     "MistralLarge4",
 )
-QUICK = ("DeepseekV3", "Glm4MoeLite", "GlmMoeDsa", "AXK2", "HYV4", "Dots3Note", *FAMILIES[-5:])
+# ``test_a_pool_so_small_that_requests_give_way`` generates from the same prompts of seven others.
+QUICK = ("DeepseekV3", "Glm4MoeLite", "AXK2", "MiniCPM3")
 
 
 @pytest.mark.parametrize("family", mostly_full(FAMILIES, *QUICK))
@@ -61,7 +62,7 @@ def test_every_chunk_size(max_num_batched_tokens):
     ("family", "swap_space"),
     [
         ("DeepseekV3", 0),
-        ("DeepseekV3", 12),
+        pytest.param("DeepseekV3", 12, marks=pytest.mark.full),
         pytest.param("GlmMoeDsa", 0, marks=pytest.mark.full),
         ("GlmMoeDsa", 12),
         ("HYV4", 0),
@@ -70,7 +71,7 @@ def test_every_chunk_size(max_num_batched_tokens):
         pytest.param("Glm5Next", 12, marks=pytest.mark.full),
         ("HYV4VL", 12),
         ("LongcatFlash", 0),
-        ("MistralLarge4", 0),
+        pytest.param("MistralLarge4", 0, marks=pytest.mark.full),
         ("MistralLarge4", 12),
         pytest.param("AXK2", 0, marks=pytest.mark.full),
     ],

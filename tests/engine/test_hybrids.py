@@ -90,7 +90,7 @@ def check_free(engine: Engine) -> None:
 PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [32, 5, 150])
+@pytest.mark.parametrize("max_num_batched_tokens", mostly_full((32, 5, 150), 5))
 @pytest.mark.parametrize("name", mostly_full(SIZES, *QUICK))
 def test_mixed_lengths_and_chunks(name, max_num_batched_tokens):
     check(engine(name, max_num_batched_tokens=max_num_batched_tokens), name, PROMPTS)

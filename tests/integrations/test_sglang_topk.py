@@ -57,6 +57,9 @@ def test_top_k_as_slots_of_pages():
     assert (out.tolist(), raw.tolist()) == (slots, columns)
     indexer.topk_transform_paged_v2(untouched, scores, seq_lens, None, out, 4, None, raw.fill_(7))
     assert out.tolist() == raw.tolist() == columns
+    # SGLang's kernels find pages by the stride of a row.
+    indexer.topk_transform_paged_v2(untouched, scores, seq_lens, table[:, :1], out, 4, None)
+    assert out.tolist() == slots
 
 
 def test_top_k_of_a_prefill_as_slots():
@@ -72,6 +75,7 @@ def test_top_k_of_a_prefill_as_slots():
     prefill = partial(indexer.fast_topk_transform_fused, untouched, scores, row_lengths, topk=8, row_starts=row_starts)
     slots = prefill(page_table_size_1=table, cu_seqlens_q=first_rows)
     assert (slots.dtype, slots.tolist()) == (torch.int32, expected)
+    assert prefill(page_table_size_1=table[:, :2], cu_seqlens_q=first_rows).tolist() == expected
     # A long prefill is split into chunks, with a page table for each row.
     assert prefill(page_table_size_1=table[requests], cu_seqlens_q=torch.arange(6)).tolist() == expected
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import mostly_full
 
 from flashlatte.integrations.transformers import disable, enable
 from flashlatte.integrations.transformers.calls import CACHE
@@ -193,7 +194,7 @@ def test_every_token_and_logit_is_that_of_stock_attention(stock, prompts, pads):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("hides", ["nothing", "left", "right", pytest.param("any", marks=pytest.mark.full)])
+@pytest.mark.parametrize("hides", mostly_full(("nothing", "left", "right", "any"), "nothing", "right"))
 def test_positions_with_offsets_and_gaps(stock, hides):
     """Logits of hidden columns too, from the first visible one on: ``generate`` reads the last column."""
     generator = torch.Generator().manual_seed(1)

@@ -145,6 +145,17 @@ LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
             "^dst_scale must begin at a multiple of 4 bytes, got offset 1$",
         ),
         (
+            lambda: ops.cp_gather_indexer_k_quant_cache(
+                FP8_CACHE[..., :132].contiguous(),
+                torch.zeros((), dtype=torch.uint8),
+                torch.zeros(2, 4, dtype=torch.uint8),
+                SLOT[None],
+                torch.tensor([0, 2]),
+            ),
+            ValueError,
+            r"^dst_k must be contiguous with an axis of rows, got strides \(\)$",
+        ),
+        (
             lambda: ops.indexer_k_quant_and_cache(LATENTS, FP8_CACHE, SLOT, 128, "ue8m0"),
             ValueError,
             "^quant_block_size must be k's head dim 512, one scale a token, got 128$",

@@ -48,7 +48,9 @@ def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
 
 # The number of SMs decides how the keys are split: with few splits, or in ranges that fp24_combine combines.
 DENSE_DECODE = {
-    "one request": (8, DenseDecodeCase(1, 1, 100, 16)),
+    # The variant that the tests of machine code compile, too.
+    "one request": (8, DenseDecodeCase(1, 1, 100, 64)),
+    "few heads": (8, DenseDecodeCase(1, 1, 100, 16)),
     "ranges": (24, DenseDecodeCase(2, 1, 700, 64, varlen=True)),
     "fp24 partial outputs": (40, DenseDecodeCase(2, 1, 1500, 128, varlen=True)),
     "e4m3": (16, DenseDecodeCase(3, 1, 600, 128, varlen=True, cache_dtype=E4M3)),

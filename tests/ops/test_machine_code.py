@@ -72,7 +72,6 @@ PORTABLE = [
     # Addresses of the rows that a thread copies, next to dq of 64 heads; an accumulator would be 128 and more.
     Variant("sparse_attention_backward", "portable", {"lengths": True}, spills=120),
     Variant("indexer_loss", "portable", {"lengths": True}),
-    Variant("indexer_loss", "portable", {"topk": None}),
     Variant("paged_attention", "portable", {"tokens": 2048}),
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
@@ -97,7 +96,6 @@ PORTABLE = [
     Variant("rotate_and_cache", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
     Variant("turboquant_decode", "portable", products="hmma"),
-    Variant("turboquant_decode", "portable", {"form": "turboquant_3bit_nc", "head_dim": 32}, products="hmma"),
     Variant("turboquant_gather", "portable", {"form": "turboquant_k8v4"}, products=None),
 ]
 MORE_HOPPER = [
@@ -172,6 +170,8 @@ MORE_HOPPER = [
     Variant("indexer_loss", "hopper", {"topk": None}),
 ]
 MORE_PORTABLE = [
+    Variant("indexer_loss", "portable", {"topk": None}),
+    Variant("turboquant_decode", "portable", {"form": "turboquant_3bit_nc", "head_dim": 32}, products="hmma"),
     Variant("dense_decode", "portable", {"heads": 16, "cache_dtype": FP8}, products="hmma"),
     *(Variant("dense_decode", "portable", {"heads": heads}, products="hmma") for heads in (16, 32)),
     *(Variant("dense_decode", "portable", {"heads": heads, "cache_dtype": FP8}) for heads in (32, 128)),

@@ -24,8 +24,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 REGISTERS = 65_536
 # The least shared memory and no conversion of e4m3; and the newest of these architectures. Others: ``make test-all``.
 QUICK = {
-    86: ("sparse_decode, v32, 16 heads", "sparse_decode, bf16, 16 heads", "sparse_prefill, 16 heads", "index_quantize"),
-    120: ("sparse_decode, v32, 16 heads", "paged_index_logits", "cache_write, v32"),
+    86: ("sparse_decode, v32, 16 heads", "sparse_prefill, 16 heads", "index_quantize"),
+    120: ("paged_index_logits", "cache_write, v32"),
 }
 
 

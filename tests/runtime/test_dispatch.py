@@ -54,6 +54,18 @@ def test_a_named_backend_is_obeyed(operation):
     assert dispatch.select(CallSpec("toy", CPU, BF16), "reference") == "reference"
 
 
+def test_a_gpu_needs_a_kernel_for_a_feature_or_a_named_reference(operation):
+    operation(Implementation("portable", nothing, takes(BF16)), Implementation("reference", nothing))
+    call = CallSpec("toy", CPU, F32, optional_features="speed")
+    assert dispatch.select_kernel(call) == "reference"
+    with machine.assuming(machine.GPU((8, 0), 108)):
+        message = "^no kernel runs this call of toy with speed: .*; portable takes bfloat16, not float32. backend='ref"
+        with pytest.raises(ValueError, match=message):
+            dispatch.select_kernel(call)
+        assert dispatch.select_kernel(call, "reference") == "reference"
+        assert dispatch.select_kernel(CallSpec("toy", CPU, BF16, optional_features="speed")) == "portable"
+
+
 @pytest.mark.parametrize(
     ("implementation", "reason"),
     [

@@ -12,7 +12,7 @@ from flashlatte import kv_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import format_class
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams
 from flashlatte.ops.indexer_loss.reference import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
@@ -400,14 +400,16 @@ def dense_prefill_backward(
             window_right=window[1],
             empty_lse=-math.inf,
         ),
-        tensor(heads, d_v),
-        torch.empty(heads, tokens).t(),
-        tensor(heads, d_v),
-        torch.empty(tokens, heads) if dlse else None,
-        deterministic,
-        tensor(heads, head_dim),
-        tensor(kv_heads, head_dim),
-        tensor(kv_heads, d_v),
+        DensePrefillGradients(
+            tensor(heads, d_v),
+            torch.empty(heads, tokens).t(),
+            tensor(heads, d_v),
+            torch.empty(tokens, heads) if dlse else None,
+            deterministic,
+            tensor(heads, head_dim),
+            tensor(kv_heads, head_dim),
+            tensor(kv_heads, d_v),
+        ),
         arch=arch,
     )
 

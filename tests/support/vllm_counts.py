@@ -11,7 +11,7 @@ PLACES = {
     "cache_write": DENSE,
     "dense_decode": DENSE,
     "dense_prefill": "flashlatte.layers.prefill",
-    "cache_gather": "flashlatte.layers.prefill",
+    "cache_gather": "flashlatte.layers.cache",
     "merge_states": "flashlatte.layers.prefill",
     "attend_selected_rows": SPARSE,
     "index_query": "flashlatte.integrations.vllm.backends.fused_rows",

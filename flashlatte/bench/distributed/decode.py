@@ -11,6 +11,7 @@ slowest rank's. "communication" is the gathering of queries, the exchange and th
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -60,8 +61,8 @@ def figures(case: str, batch: int, length: int) -> list[dict[str, object]]:
     calls: dict[str, Callable[[], object]] = {"one GPU": one_gpu}
     for form, context in contexts.items():
         plan = context.plan(shared_table, lengths, page_tokens=PAGE * size)
-        calls[form] = decode_call(context, mine, share, plan)
-        check(calls[form]()[0], one_gpu().chunk(size, 2)[rank], form)  # type: ignore[index]
+        calls[form] = functools.partial(context.decode, mine, share, plan)
+        check(context.decode(mine, share, plan)[0], one_gpu().chunk(size, 2)[rank], form)
         calls[f"{form}, communication"] = communication_call(context, mine)
     times = alternating_ms({name: captured(call) for name, call in calls.items()})
     one = times["one GPU"]
@@ -70,10 +71,6 @@ def figures(case: str, batch: int, length: int) -> list[dict[str, object]]:
         about | {"what": name, "us": round(time * 1e3 / REPLAYS, 1), "times one GPU": round(one / time, 2)}
         for name, time in times.items()
     ]
-
-
-def decode_call(context: ContextParallel, q: torch.Tensor, cache: torch.Tensor, plan: object) -> Callable[[], object]:
-    return lambda: context.decode(q, cache, plan)  # type: ignore[arg-type]
 
 
 def communication_call(context: ContextParallel, q: torch.Tensor) -> Callable[[], object]:

@@ -18,9 +18,9 @@ import torch
 from flashlatte import kv_cache
 from flashlatte.bench import timing
 from flashlatte.bench.alternate import add_json_option
-from flashlatte.bench.layers.mla import V3
-from flashlatte.bench.layers.steps import DEVICE, DTYPE, MATMUL, capture_step, parts_of_step, randomize, report
-from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig, MLAMetadataBuilder
+from flashlatte.bench.layers.mla import V3, random_layer
+from flashlatte.bench.layers.steps import DEVICE, DTYPE, MATMUL, capture_step, parts_of_step, report
+from flashlatte.layers import IndexerConfig, MLAAttention, MLAMetadataBuilder
 from flashlatte.ops.index_quantize import index_quantize
 
 PAGE_SIZE = 64
@@ -40,12 +40,6 @@ LENGTHS = {64: (1024, 2048, 3072, 4096, 8192, 16384, 32768), 8: (2048, 4096, 819
 PREFILL_TOKENS, PREFILL_STEP = 32768, 8192
 
 
-def random_layer(config: MLAConfig) -> MLAAttention:
-    layer = MLAAttention(config, dtype=DTYPE, device=DEVICE)
-    randomize(layer)
-    return layer
-
-
 def random_caches(layer: MLAAttention, pages: int, cache_format: str) -> dict[str, Any]:
     cache = kv_cache.allocate(cache_format, pages, PAGE_SIZE, device=DEVICE)
     caches: dict[str, Any] = {"cache": cache, "cache_format": cache_format}
@@ -62,16 +56,8 @@ def random_caches(layer: MLAAttention, pages: int, cache_format: str) -> dict[st
 
 
 def builder_of(layer: MLAAttention, requests: int, tokens: int, keys: int, cache_format: str) -> MLAMetadataBuilder:
-    indexer = layer.config.indexer
-    return MLAMetadataBuilder(
-        PAGE_SIZE,
-        requests,
-        tokens,
-        keys,
-        DEVICE,
-        cache_format=cache_format,
-        topk=None if indexer is None else indexer.topk,
-    )
+    topk = None if layer.config.indexer is None else layer.config.indexer.topk
+    return MLAMetadataBuilder(PAGE_SIZE, requests, tokens, keys, DEVICE, cache_format=cache_format, topk=topk)
 
 
 def measure_decode(layer: MLAAttention, batch: int, keys: int, cache_format: str, parts: bool = True) -> dict[str, Any]:

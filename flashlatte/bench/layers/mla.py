@@ -38,8 +38,8 @@ V3 = MLAConfig(
 PARTS = {"matmul": MATMUL, "attention": r"decode|combine|attention|schedule|plan|split"}
 
 
-def random_layer() -> MLAAttention:
-    layer = MLAAttention(V3, dtype=DTYPE, device=DEVICE)
+def random_layer(config: MLAConfig) -> MLAAttention:
+    layer = MLAAttention(config, dtype=DTYPE, device=DEVICE)
     randomize(layer)
     return layer
 
@@ -50,11 +50,9 @@ def decode_step(batch: int, keys: int, cache_format: str, queries: int = 1) -> t
     pages = batch * pages_each
     rows = torch.randn(pages, PAGE_SIZE, 1, 576, dtype=DTYPE, device=DEVICE)
     cache = rows if cache_format == "bf16" else kv_cache.pack(rows, cache_format)
-    builder = MLAMetadataBuilder(
-        PAGE_SIZE, batch, batch * queries, keys, DEVICE, cache_format=cache_format, num_pages=pages
-    )
-    table = torch.randperm(pages).view(batch, pages_each)
-    return cache, builder.build(range(0, batch * queries + 1, queries), [keys] * batch, table)
+    tokens, table = batch * queries, torch.randperm(pages).view(batch, pages_each)
+    builder = MLAMetadataBuilder(PAGE_SIZE, batch, tokens, keys, DEVICE, cache_format=cache_format, num_pages=pages)
+    return cache, builder.build(range(0, tokens + 1, queries), [keys] * batch, table)
 
 
 def measure_layer(layer: MLAAttention, batch: int, keys: int, cache_format: str, queries: int = 1) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def measure_stock(batch: int, keys: int) -> dict[str, Any]:
 
 
 def results(batch: int, keys: int, stock_batch: int) -> Iterator[dict[str, Any]]:
-    layer = random_layer()
+    layer = random_layer(V3)
     for cache_format in ("bf16", "v32"):
         yield measure_layer(layer, batch, keys, cache_format)
     yield measure_layer(layer, batch, keys, "bf16", queries=2)

@@ -37,19 +37,10 @@ def capture_step(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 def kernel_microseconds(graph: torch.cuda.CUDAGraph) -> dict[str, float]:
     """Time of each kernel in one replay, by name."""
-    from torch.profiler import ProfilerActivity, profile
-
     graph.replay()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(REPLAYS):
-            graph.replay()
-        torch.cuda.synchronize()
-    times: dict[str, float] = collections.defaultdict(float)
-    for event in profiler.events() or ():
-        if event.device_type.name == "CUDA":
-            times[event.name] += event.time_range.elapsed_us() / REPLAYS
-    return dict(times)
+    spent = timing.kernel_times(lambda: [graph.replay() for _ in range(REPLAYS)])
+    return {name: us / REPLAYS for name, us in spent.items()}
 
 
 def part_of(kernel: str, parts: dict[str, str]) -> str:

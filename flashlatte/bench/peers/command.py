@@ -88,11 +88,7 @@ def groups(
         workload = prepare(sized, device)
         calls = {"hopper": functools.partial(workload.run, backend)}
         if precision is not None:
-            calls[f"hopper_{precision}"] = functools.partial(
-                workload.run,
-                backend,
-                precision=precision,  # pyright: ignore[reportCallIssue]
-            )
+            calls[f"hopper_{precision}"] = functools.partial(workload.run, backend, {"precision": precision})
         if available:
             calls |= {name: peer(workload) for name, peer in peers.items()}
         yield [_timed(workload, sized.name, backend, run, method, exact) for backend, run in calls.items()]

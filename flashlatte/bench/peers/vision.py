@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlatte.bench.alternate import TimedCall
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Results, compare
-from flashlatte.bench.workloads.tokens import ROUNDED, nbytes
+from flashlatte.bench.workloads.base import ROUNDED, Results, compare, nbytes
 from flashlatte.ops.dense_prefill import dense_prefill
 
 HEADS = 16

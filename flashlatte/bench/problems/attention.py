@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashlatte import kv_cache
-from flashlatte.bench.problems.base import Problem
+from flashlatte.bench.problems.base import Problem, named
 
 
 @dataclass(frozen=True)
-class DenseDecode(Problem, operation="dense_decode"):
+class DenseDecode(Problem, operation="dense_decode", pattern="b{batch}-sq{s_q}-h{h_q}-k{keys}"):
     """Attributes:
     keys: keys of each request; their mean if ``varlen``; those of the first request if ``uneven``.
     uneven: keys of the other requests; empty: all requests have ``keys``.
@@ -21,24 +21,14 @@ class DenseDecode(Problem, operation="dense_decode"):
     s_q: int
     h_q: int
     keys: int
-    varlen: bool = False
-    causal: bool = False
-    dtype: str = "bf16"
-    page_size: int = 64
+    varlen: bool = named(False, "-varlen")
+    uneven: tuple[int, ...] = named((), "-uneven")
+    causal: bool = named(False, "-causal")
+    dtype: str = named("bf16", "-{}")
+    cache_format: str | None = named(None, "-{}")
+    page_size: int = named(64, "-p{}")
     head_dim: int = 576
-    cache_format: str | None = None
-    uneven: tuple[int, ...] = ()
-    precision: str | None = None
-
-    @property
-    def name(self) -> str:
-        flags = [flag for flag in ("varlen", "uneven", "causal") if getattr(self, flag)]
-        dtype = [self.dtype] if self.dtype != "bf16" else []
-        cache = [self.cache_format] if self.cache_format else []
-        pages = [f"p{self.page_size}"] if self.page_size != 64 else []
-        precision = [f"precision-{self.precision}"] if self.precision else []
-        shape = f"b{self.batch}-sq{self.s_q}-h{self.h_q}-k{self.keys}"
-        return "-".join([shape, *flags, *dtype, *cache, *pages, *precision])
+    precision: str | None = named(None, "-precision-{}")
 
     def scaled_down(self) -> DenseDecode:
         smaller = super().scaled_down()
@@ -46,7 +36,7 @@ class DenseDecode(Problem, operation="dense_decode"):
 
 
 @dataclass(frozen=True)
-class SparseDecode(Problem, operation="sparse_decode"):
+class SparseDecode(Problem, operation="sparse_decode", pattern="{cache_format}-b{batch}-sq{s_q}-h{h_q}-top{topk}"):
     """Attributes:
     tokens: tokens of each request in the cache.
     topk: number of these tokens that each query selects.
@@ -61,18 +51,10 @@ class SparseDecode(Problem, operation="sparse_decode"):
     topk: int
     tokens: int
     page_size: int
-    extra_topk: int = 0
+    extra_topk: int = named(0, "+{}")
     extra_tokens: int = 0
-    extra_page_size: int = 64
-    extra_varlen: bool = False
-
-    @property
-    def name(self) -> str:
-        extra = f"+{self.extra_topk}" if self.extra_topk else ""
-        page = [f"page{self.extra_page_size}"] if self.extra_topk and self.extra_page_size != 64 else []
-        varlen = ["varlen"] if self.extra_varlen else []
-        shape = f"{self.cache_format}-b{self.batch}-sq{self.s_q}-h{self.h_q}-top{self.topk}{extra}"
-        return "-".join([shape, *page, *varlen])
+    extra_page_size: int = named(64, "-page{}")
+    extra_varlen: bool = named(False, "-varlen")
 
     @property
     def head_dim(self) -> int:
@@ -140,7 +122,11 @@ class DensePrefillBackward(DensePrefill, operation="dense_prefill_backward"):
 
 
 @dataclass(frozen=True)
-class PagedAttention(Problem, operation="paged_attention"):
+class PagedAttention(
+    Problem,
+    operation="paged_attention",
+    pattern="paged-b{batch}-sq{queries}-k{keys}-h{h_q}-{h_kv}-{dtype}-p{page_size}",
+):
     """Grouped queries, causal, heads of dimension 128: ``batch`` requests of one query and one of ``queries`` queries
     (none if 0), all of ``keys`` keys.
 
@@ -154,8 +140,3 @@ class PagedAttention(Problem, operation="paged_attention"):
     page_size: int = 64
     h_q: int = 32
     h_kv: int = 8
-
-    @property
-    def name(self) -> str:
-        shape = f"paged-b{self.batch}-sq{self.queries}-k{self.keys}-h{self.h_q}-{self.h_kv}"
-        return f"{shape}-{self.dtype}-p{self.page_size}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlatte.bench.problems.base import Problem
+from flashlatte.bench.problems.base import Problem, named
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,14 @@ class IndexGather(Problem, operation="index_gather", pattern="index-gather-{cach
 
 
 @dataclass(frozen=True)
-class IndexConvert(Problem, operation="index_convert"):
+class IndexConvert(Problem, operation="index_convert", pattern="index-convert-b{batch}-k{keys}-top{topk}"):
     """``topk`` random positions of ``keys`` keys of each of ``batch`` requests to slots, with their counts."""
 
     batch: int
     keys: int
     topk: int = 2048
     page_size: int = 64
-    compact: bool = False
-
-    @property
-    def name(self) -> str:
-        compact = "-compact" if self.compact else ""
-        return f"index-convert-b{self.batch}-k{self.keys}-top{self.topk}{compact}"
+    compact: bool = named(False, "-compact")
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlatte.bench.problems.base import Problem
+from flashlatte.bench.problems.base import Problem, named
 
 ROW_VALUES = ("normal", "equal", "mostly-zero", "concentrated", "sorted", "subnormal", "few-distinct")
 
 
 @dataclass(frozen=True)
-class IndexLogits(Problem, operation="index_logits"):
+class IndexLogits(Problem, operation="index_logits", pattern="q{rows}-k{keys}-h{heads}"):
     """Index logits of e4m3 keys: the last ``rows`` queries of ``keys`` tokens, each over the keys up to its own.
 
     Attributes:
@@ -22,14 +22,10 @@ class IndexLogits(Problem, operation="index_logits"):
     rows: int
     keys: int
     heads: int
-    head_dim: int = 128
-    ranges: bool = False
-    clean: bool = False
-    dtype: str = "fp32"
-
-    @property
-    def name(self) -> str:
-        return "-".join([f"q{self.rows}-k{self.keys}-h{self.heads}", *_options(self, "ranges")])
+    head_dim: int = named(128, "-d{}")
+    ranges: bool = named(False, "-ranges")
+    clean: bool = named(False, "-clean")
+    dtype: str = named("fp32", "-{}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class IndexerLoss(Problem, operation="indexer_loss"):
 
 
 @dataclass(frozen=True)
-class PagedIndexLogits(Problem, operation="paged_index_logits"):
+class PagedIndexLogits(Problem, operation="paged_index_logits", pattern="b{batch}-n{next_n}-k{keys}-h{heads}"):
     """Index logits over a cache: ``next_n`` query tokens of each of ``batch`` requests of ``keys`` tokens.
 
     Attributes:
@@ -70,21 +66,17 @@ class PagedIndexLogits(Problem, operation="paged_index_logits"):
     keys: int
     next_n: int = 1
     heads: int = 64
-    page_size: int = 64
-    head_dim: int = 128
-    varlen: bool = False
-    clean: bool = False
-    dtype: str = "fp32"
-
-    @property
-    def name(self) -> str:
-        pages = [f"p{self.page_size}"] if self.page_size != 64 else []
-        shape = f"b{self.batch}-n{self.next_n}-k{self.keys}-h{self.heads}"
-        return "-".join([shape, *pages, *_options(self, "varlen")])
+    page_size: int = named(64, "-p{}")
+    head_dim: int = named(128, "-d{}")
+    varlen: bool = named(False, "-varlen")
+    clean: bool = named(False, "-clean")
+    dtype: str = named("fp32", "-{}")
 
 
 @dataclass(frozen=True)
-class SparseIndexLogits(Problem, operation="sparse_index_logits"):
+class SparseIndexLogits(
+    Problem, operation="sparse_index_logits", pattern="q{rows}-k{keys}-blocks{blocks}x{block_size}-h{heads}"
+):
     """Index logits of ``blocks`` random candidate blocks of ``block_size`` keys for each of ``rows`` queries, over a
     cache of ``keys`` tokens in mxfp4.
 
@@ -97,47 +89,30 @@ class SparseIndexLogits(Problem, operation="sparse_index_logits"):
     blocks: int
     block_size: int = 8
     heads: int = 64
-    page_size: int = 64
-    head_dim: int = 128
-    dtype: str = "bf16"
-
-    @property
-    def name(self) -> str:
-        pages = [f"p{self.page_size}"] if self.page_size != 64 else []
-        head_dim = [f"d{self.head_dim}"] if self.head_dim != 128 else []
-        dtype = [self.dtype] if self.dtype != "bf16" else []
-        shape = f"q{self.rows}-k{self.keys}-blocks{self.blocks}x{self.block_size}-h{self.heads}"
-        return "-".join([shape, *pages, *head_dim, *dtype])
+    page_size: int = named(64, "-p{}")
+    head_dim: int = named(128, "-d{}")
+    dtype: str = named("bf16", "-{}")
 
 
 @dataclass(frozen=True)
-class IndexSelect(Problem, operation="index_select"):
+class IndexSelect(Problem, operation="index_select", pattern="{logits.name}-top{k}"):
     """The ``k`` keys with the largest of these logits, with a workspace of ``workspace_mib`` MiB for logits."""
 
     logits: IndexLogits
     k: int = 2048
-    workspace_mib: int = 512
-
-    @property
-    def name(self) -> str:
-        workspace = [f"workspace{self.workspace_mib}"] if self.workspace_mib != 512 else []
-        return "-".join([f"{self.logits.name}-top{self.k}", *workspace])
+    workspace_mib: int = named(512, "-workspace{}")
 
 
 @dataclass(frozen=True)
-class PagedIndexSelect(Problem, operation="paged_index_select"):
+class PagedIndexSelect(Problem, operation="paged_index_select", pattern="{logits.name}-top{k}-slots"):
     """``IndexSelect`` over a cache, with the result as slots of the cache."""
 
     logits: PagedIndexLogits
     k: int = 2048
 
-    @property
-    def name(self) -> str:
-        return f"{self.logits.name}-top{self.k}-slots"
-
 
 @dataclass(frozen=True)
-class TopK(Problem, operation="topk"):
+class TopK(Problem, operation="topk", pattern="r{rows}-w{width}-top{k}"):
     """The ``k`` largest values of each of ``rows`` rows of ``width``.
 
     Attributes:
@@ -147,15 +122,4 @@ class TopK(Problem, operation="topk"):
     rows: int
     width: int
     k: int = 2048
-    values: str = "normal"
-
-    @property
-    def name(self) -> str:
-        values = "" if self.values == "normal" else f"-{self.values}"
-        return f"r{self.rows}-w{self.width}-top{self.k}{values}"
-
-
-def _options(problem: IndexLogits | PagedIndexLogits, lengths: str) -> list[str]:
-    head_dim = [f"d{problem.head_dim}"] if problem.head_dim != 128 else []
-    dtype = [problem.dtype] if problem.dtype != "fp32" else []
-    return [*head_dim, *(flag for flag in (lengths, "clean") if getattr(problem, flag)), *dtype]
+    values: str = named("normal", "-{}")

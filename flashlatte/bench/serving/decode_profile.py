@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.bench.timing import microseconds
 from flashlatte.engine import Engine, SamplingParams
 
 # Substrings of kernel names. A kernel that matches none is "other": the model's own layers, and sampling.
@@ -93,10 +93,4 @@ def _kind(name: str) -> str:
 
 
 def _run(served: Engine, steps: int) -> float:
-    """Microseconds of ``steps`` steps."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        served.step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e6
+    return microseconds(lambda: [served.step() for _ in range(steps)])

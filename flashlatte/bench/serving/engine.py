@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from flashlatte.bench.alternate import add_json_option
 from flashlatte.bench.environment import describe
 from flashlatte.bench.results import append_line
 from flashlatte.bench.serving import decode_profile, transformers_generate
+from flashlatte.bench.timing import microseconds
 from flashlatte.engine import Engine, SamplingParams
 
 PROMPT, NEW, SHARED, SHARING = 512, 128, 8192, 64
@@ -141,8 +141,4 @@ def serve(served: Engine, prompts: list[list[int]], *, warm: bool = True) -> flo
     """Seconds of the engine; ``warm`` compiles and captures beforehand with other prompts."""
     if warm:
         served.generate(random_prompts(len(prompts), seed=10**6), SamplingParams(temperature=0, max_tokens=16))
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    served.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return microseconds(lambda: served.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))) / 1e6

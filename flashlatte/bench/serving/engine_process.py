@@ -8,12 +8,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
+from flashlatte.bench.timing import kernel_times
 
 MARK = "FLASHLATTE "  # marks answers among an engine's output
 
@@ -78,26 +77,10 @@ def answer_requests(make_engine: Callable[[argparse.Namespace], Any]) -> None:
         print(MARK + json.dumps(getattr(engine, name)(*values)), flush=True)
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+class SteppedEngine:
+    """The object in an engine's process; ``time`` makes some steps, ``prefill`` one of some tokens."""
 
-
-def microseconds(run: Callable[[], object]) -> float:
-    """µs until the GPU has done what ``run`` launched."""
-    synchronize()
-    began = time.perf_counter()
-    run()
-    synchronize()
-    return (time.perf_counter() - began) * 1e6
-
-
-def kernel_times(run: Callable[[], object]) -> dict[str, float]:
-    """µs of each kernel in ``run``; empty without a GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        synchronize()
-    spent = {event.key: event.self_device_time_total for event in profile.key_averages()}
-    return {name: us for name, us in spent.items() if us}
+    def kernels(self, what: str, number: int) -> dict[str, float]:
+        """µs of each kernel in a step (``what`` "time", of ``number`` steps), or in a prefill of ``number`` tokens."""
+        spent = kernel_times(lambda: getattr(self, what)(number))
+        return {name: us / (number if what == "time" else 1) for name, us in spent.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -70,6 +72,21 @@ def write_config(folder: Path, model: str, layers: int) -> None:
     """
     config = CONFIGS[model] | {"num_hidden_layers": layers, "first_k_dense_replace": layers}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def folder_of(model: str, layers: int) -> Iterator[str]:
+    """The directory of the model: a temporary one for a key of ``CONFIGS``, or ``model`` itself."""
+    if model not in CONFIGS:
+        yield model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), model, layers)
+        yield folder
+
+
+def vocabulary(folder: str) -> int:
+    return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
 
 def fill_weights(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -6,21 +6,21 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashlatte.bench.serving.engine_process import answer_requests, kernel_times, microseconds
-from flashlatte.bench.serving.random_model import fill_weights, prompt
+from flashlatte.bench.serving.engine_process import SteppedEngine, answer_requests
+from flashlatte.bench.serving.random_model import fill_weights, prompt, vocabulary
 from flashlatte.bench.serving.sglang_contexts import random_batch
 from flashlatte.bench.serving.step_cases import COMPARED_TOKENS, WARM_STEPS, generated_tokens, lengths_of, parsed
+from flashlatte.bench.timing import microseconds
 
 # The largest page of the backends.
 PAGE = 64
 
 
-class RunnerSteps:
+class RunnerSteps(SteppedEngine):
     """SGLang's model runner, and the requests that run in it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -35,8 +35,7 @@ class RunnerSteps:
         # sgl-kernel replaces its RMSNorm by FlashInfer's, which FlashInfer compiles at run time.
         elementwise._has_flashinfer = False
         load_plugins()
-        config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
-        self.vocabulary = config["vocab_size"]
+        self.vocabulary = vocabulary(arguments.model)
         self.chunk = arguments.chunk
         self.args: Any = ServerArgs(**server_options(arguments))
         one_batch._set_envs_and_config(self.args)
@@ -139,11 +138,6 @@ class RunnerSteps:
     def time(self, steps: int) -> float:
         """µs of a step: SGLang's preparation of the batch, the model's CUDA graph and sampling."""
         return microseconds(lambda: [self.step() for _ in range(steps)]) / steps
-
-    def kernels(self, what: str, number: int) -> dict[str, float]:
-        """µs of each kernel in a step (``what`` "time", of ``number`` steps), or in a prefill of ``number`` tokens."""
-        spent = kernel_times(lambda: getattr(self, what)(number))
-        return {name: us / (number if what == "time" else 1) for name, us in spent.items()}
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:

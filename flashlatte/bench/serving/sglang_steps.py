@@ -30,12 +30,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from flashlatte.bench.serving.engine_process import EngineProcess
-from flashlatte.bench.serving.random_model import CONFIGS, write_config
+from flashlatte.bench.serving.random_model import CONFIGS, folder_of
 from flashlatte.bench.serving.step_cases import StepCase, add_case_arguments, parsed
 from flashlatte.bench.serving.step_times import BackendTimes, Host, compare
 
@@ -108,10 +107,7 @@ def backends_of(model: str, given: str | None) -> list[str]:
 def run_model(model: str, backends: list[str], options: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "forwarded", "models")}
     with contextlib.ExitStack() as stack:
-        settings["model"] = model
-        if model in CONFIGS:
-            settings["model"] = stack.enter_context(tempfile.TemporaryDirectory())
-            write_config(Path(settings["model"]), model, options.layers)
+        settings["model"] = stack.enter_context(folder_of(model, options.layers))
         engines = []
         for backend in backends:
             server = BACKENDS[backend.removesuffix(PLUGIN)]
@@ -121,9 +117,8 @@ def run_model(model: str, backends: list[str], options: argparse.Namespace) -> i
             stack.callback(engine.end)
             engines.append(engine)
         facts = {"model": Path(model).name, "layers": options.layers}
-        return compare(
-            backends, engines, Host("sglang_step", facts, reference, kernels_fault, options.tolerance), options
-        )
+        host = Host("sglang_step", facts, reference, kernels_fault, options.tolerance)
+        return compare(backends, engines, host, options)
 
 
 def reference(backend: str) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from flashlatte.bench.timing import microseconds
 
 
 def generate(model: Any, prompts: list[list[int]], new: int) -> float:
@@ -15,11 +16,7 @@ def generate(model: Any, prompts: list[list[int]], new: int) -> float:
     ids = torch.tensor(prompts, device=model.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
     model.generate(ids, max_new_tokens=2, **options)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    model.generate(ids, max_new_tokens=new, **options)
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return microseconds(lambda: model.generate(ids, max_new_tokens=new, **options)) / 1e6
 
 
 def generate_batch(model: Any, prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashlatte.bench.serving.engine_process import answer_requests, kernel_times, microseconds
-from flashlatte.bench.serving.random_model import prompt
+from flashlatte.bench.serving.engine_process import SteppedEngine, answer_requests
+from flashlatte.bench.serving.random_model import prompt, vocabulary
 from flashlatte.bench.serving.step_cases import (
     COMPARED_TOKENS,
     PREFILLED,
@@ -21,6 +20,7 @@ from flashlatte.bench.serving.step_cases import (
     parsed,
     request_names,
 )
+from flashlatte.bench.timing import microseconds
 
 CONTEXTS = "flashlatte.bench.serving.vllm_contexts"
 RANDOM_CONTEXTS = {"kv_connector": "RandomContexts", "kv_role": "kv_both", "kv_connector_module_path": CONTEXTS}
@@ -28,7 +28,7 @@ RANDOM_CONTEXTS = {"kv_connector": "RandomContexts", "kv_role": "kv_both", "kv_c
 MIN_BATCHED_TOKENS = 2048
 
 
-class EngineSteps:
+class EngineSteps(SteppedEngine):
     """vLLM's engine, and the requests that run in it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -56,8 +56,7 @@ class EngineSteps:
             **options,
         )
         self.engine: Any = llm.llm_engine
-        config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
-        self.vocabulary = config["vocab_size"]
+        self.vocabulary = vocabulary(arguments.model)
         self.running: list[str] = []
         self.generated = 0
 
@@ -128,11 +127,6 @@ class EngineSteps:
         outputs = self.engine.step()
         self.generated += len(outputs)
         return outputs
-
-    def kernels(self, what: str, number: int) -> dict[str, float]:
-        """µs of each kernel in a step (``what`` "time", of ``number`` steps), or in a prefill of ``number`` tokens."""
-        spent = kernel_times(lambda: getattr(self, what)(number))
-        return {name: us / (number if what == "time" else 1) for name, us in spent.items()}
 
 
 def longest(cases: list[tuple[int, int]], arguments: argparse.Namespace, options: dict[str, Any]) -> int:

@@ -19,12 +19,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from flashlatte.bench.serving.engine_process import EngineProcess
-from flashlatte.bench.serving.random_model import CONFIGS, write_config
+from flashlatte.bench.serving.random_model import folder_of
 from flashlatte.bench.serving.step_cases import add_case_arguments
 from flashlatte.bench.serving.step_times import Host, compare
 
@@ -52,9 +51,7 @@ def run(options: argparse.Namespace) -> int:
     settings["memory"] = options.memory / len(backends)
     facts = {"dtype": options.dtype, "cache": options.kv_cache_dtype, "model": Path(options.model).name}
     with contextlib.ExitStack() as stack:
-        if options.model in CONFIGS:
-            settings["model"] = stack.enter_context(tempfile.TemporaryDirectory())
-            write_config(Path(settings["model"]), options.model, options.layers)
+        settings["model"] = stack.enter_context(folder_of(options.model, options.layers))
 
         def started(backend: str) -> EngineProcess:
             precision = "fp8" if backend.endswith(FP8) else ""

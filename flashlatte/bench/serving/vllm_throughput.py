@@ -28,14 +28,8 @@ def seconds(length: int, arguments: argparse.Namespace, backend: str) -> float:
         result = Path(folder) / "result.json"
         command = [arguments.vllm, "bench", "throughput", "--model", arguments.model, "--dataset-name", "random"]
         command += ["--random-input-len", str(length), "--random-output-len", str(arguments.output)]
-        command += [
-            "--num-prompts",
-            str(arguments.prompts),
-            "--output-json",
-            str(result),
-            *OPTIONS[backend],
-            *arguments.forwarded,
-        ]
+        command += ["--num-prompts", str(arguments.prompts), "--output-json", str(result)]
+        command += [*OPTIONS[backend], *arguments.forwarded]
         # The variable would replace vLLM's own backend in both.
         environment = {name: value for name, value in os.environ.items() if name != "FLASHLATTE_VLLM"}
         done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
@@ -67,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
         before, after = (statistics.median(times[backend]) for backend in (WITHOUT, WITH))
         generated = arguments.prompts * arguments.output
         rates = f"{generated / before:>14.0f}{generated / after:>13.0f}"
-        print(
-            f"{length:>8}{arguments.prompts:>9}{rates}{before:>11.2f}{after:>10.2f}{before / after:>15.2f}", flush=True
-        )
+        rates += f"{before:>11.2f}{after:>10.2f}{before / after:>15.2f}"
+        print(f"{length:>8}{arguments.prompts:>9}{rates}", flush=True)
     return 0

@@ -34,23 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--each", type=float, help=f"for one case (default {known.each:g}, random {SECONDS_OF_A_RANDOM_CASE:g})")
     add("--random", action="store_true", help="draw problems of random sizes instead of the cases of the bench list")
     add("--seed", type=int, default=known.seed, help="of random problems (default 0)")
-    add("--operation", action="append", help="only this operation; may be repeated")
-    add("--case", action="append", help="only this case of the bench list; may be repeated")
-    add(
-        "--problem",
-        action="append",
-        help="only this, as a fault prints it: 'TopK(rows=1, width=32768)'; may be repeated",
-    )
+    add("--operation", dest="operations", metavar="NAME", action="append", help="only this operation; may be repeated")
+    add("--case", dest="cases", metavar="NAME", action="append", help="only this case of the list; may be repeated")
+    printed = "only this, as a fault prints it: 'TopK(rows=1, width=32768)'; may be repeated"
+    add("--problem", dest="problem_reprs", metavar="PROBLEM", action="append", help=printed)
     add("--backend", help="default: the best that serves a case; cases that it refuses are skipped")
     add("--streams", type=int, default=known.streams, help="for concurrent calls (default 2)")
-    add("--way", action="append", choices=WAYS, help="how calls follow each other (default: all, alternately)")
-    add(
-        "--load",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of further processes that multiply matrices (default 0)",
-    )
+    following = "how calls follow each other (default: all, alternately)"
+    add("--way", dest="ways", action="append", choices=WAYS, help=following)
+    add("--load", type=int, default=0, metavar="N", help="further processes that multiply matrices (default 0)")
     add("--record", type=Path, metavar="FILE", help="append a JSON line for each line of the result")
 
 
@@ -73,22 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def options_of(found: argparse.Namespace) -> SharedGpuOptions:
     """Raise ValueError for inconsistent options, or an unknown name or problem."""
-    if found.random + bool(found.case) + bool(found.problem) > 1:
+    if found.random + bool(found.cases) + bool(found.problem_reprs) > 1:
         raise ValueError("--random, --case and --problem exclude each other")
-    options = SharedGpuOptions(
-        processes=found.processes,
-        seconds=found.seconds,
-        each=found.each or (SECONDS_OF_A_RANDOM_CASE if found.random else SharedGpuOptions.each),
-        random=found.random,
-        seed=found.seed,
-        operations=tuple(found.operation) if found.operation else None,
-        cases=tuple(found.case) if found.case else None,
-        problem_reprs=tuple(found.problem) if found.problem else None,
-        backend=found.backend,
-        streams=found.streams,
-        ways=tuple(found.way or WAYS),
-        load=found.load,
-    )
+    each = found.each or (SECONDS_OF_A_RANDOM_CASE if found.random else SharedGpuOptions.each)
+    options = SharedGpuOptions.of(vars(found) | {"each": each, "ways": found.ways or WAYS})
     options.labels()
     return options
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from random import Random
+from typing import Any
 
-from flashlatte.bench import cases, problems
+from flashlatte.bench import cases
 from flashlatte.bench.problems import Problem
 from flashlatte.bench.shared.calls import WAYS
 from flashlatte.bench.shared.random_problems import DRAWS
@@ -44,6 +45,13 @@ class SharedGpuOptions:
     streams: int = 2
     ways: tuple[str, ...] = WAYS
     load: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SharedGpuOptions:
+        """The options among values of argparse or JSON, whose lists become tuples."""
+        named: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
+        lists: dict[str, Any] = {name: tuple(value) for name, value in named.items() if isinstance(value, list)}
+        return cls(**named | lists)
 
     def labels(self) -> list[str]:
         """The operations of random problems, or the names of the cases.
@@ -106,7 +114,7 @@ def _value(node: ast.expr) -> object:
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
     kind = node.func.id if isinstance(node.func, ast.Name) else ""
-    if kind not in problems.__all__ or kind == "Problem":
+    if kind not in Problem.kinds:
         raise ValueError(f"no kind of problem is named {kind!r}")
     named = {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg}
-    return getattr(problems, kind)(*(_value(argument) for argument in node.args), **named)
+    return Problem.kinds[kind](*(_value(argument) for argument in node.args), **named)

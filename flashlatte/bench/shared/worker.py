@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashlatte.bench.problems import Problem
+from flashlatte.bench.runner import described
 from flashlatte.bench.shared.calls import Caller
 from flashlatte.bench.shared.options import SharedGpuOptions
 from flashlatte.bench.workloads import Workload, prepare
@@ -73,7 +74,7 @@ class Worker:
             if is_of_memory(error):
                 say(**line | {"faults": [], "no_memory": True})
             else:
-                say(**line | {"faults": [f"{type(error).__name__}: {first_line(error)}"]})
+                say(**line | {"faults": [described(error)]})
             if spoils_the_process(error):
                 raise
         caller = workload = prepared = None
@@ -108,10 +109,6 @@ def is_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
-
-
 def release() -> None:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT_BYTES:
@@ -120,10 +117,8 @@ def release() -> None:
 
 def main() -> None:
     options, process = json.loads(sys.argv[1])
-    for name, value in options.items():
-        options[name] = tuple(value) if isinstance(value, list) else value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    Worker(SharedGpuOptions(**options), process, device).run()
+    Worker(SharedGpuOptions.of(options), process, device).run()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ import torch
 
 import flashlatte
 from flashlatte import kv_cache
-from flashlatte.bench.problems import CacheCopy, CacheGather, CacheWrite, GatherRecords, ReshapeAndCache
+from flashlatte.bench import problems
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload
-from flashlatte.bench.workloads.tokens import EQUAL, POISON_BYTE, nbytes
+from flashlatte.bench.workloads.base import EQUAL, POISON_BYTE, Outputs, Results, Rows, Workload, nbytes
 from flashlatte.ops.cache_gather import cache_gather
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.runtime import dispatch
@@ -21,8 +20,8 @@ BF16, HEAD_DIM = torch.bfloat16, 128
 DTYPES = {"bf16": BF16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-class CacheWriteWorkload(Workload):
-    def __init__(self, problem: CacheWrite, device: torch.device) -> None:
+class CacheWriteWorkload(Workload, problem=problems.CacheWrite):
+    def __init__(self, problem: problems.CacheWrite, device: torch.device) -> None:
         rng = draw.generator(device)
         layout = kv_cache.get_format(problem.cache_format)
         pages = -(-2 * problem.tokens // problem.page_size)
@@ -38,22 +37,21 @@ class CacheWriteWorkload(Workload):
             problem.operation, device, self.rows.dtype, layout.name, problem.page_size, layout.head_dim
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        cache_write(self.cache, self.slot_mapping, self.rows, cache_format=self.cache_format, backend=backend)
-        return {"cache": self.cache}
+    def compute(self, rows: Rows, backend: str, cache: torch.Tensor | None = None) -> Results:
+        cache = self.cache if cache is None else cache
+        cache_write(cache, self.slot_mapping, self.rows, cache_format=self.cache_format, backend=backend)
+        return {"cache": cache}
 
     def poisoned_outputs(self) -> Outputs:
         self.cache.fill_(POISON_BYTE)
         return {}
 
     def reference(self) -> Results:
-        cache = torch.full_like(self.cache, POISON_BYTE)
-        cache_write(cache, self.slot_mapping, self.rows, cache_format=self.cache_format, backend="reference")
-        return {"cache": cache}
+        return self.compute(self.chosen, "reference", torch.full_like(self.cache, POISON_BYTE))
 
 
-class CacheGatherWorkload(Workload):
-    def __init__(self, problem: CacheGather, device: torch.device) -> None:
+class CacheGatherWorkload(Workload, problem=problems.CacheGather):
+    def __init__(self, problem: problems.CacheGather, device: torch.device) -> None:
         rng = draw.generator(device)
         layout = kv_cache.get_format(problem.cache_format)
         tokens_each = problem.tokens // problem.requests
@@ -71,28 +69,20 @@ class CacheGatherWorkload(Workload):
             problem.operation, device, torch.bfloat16, layout.name, problem.page_size, layout.head_dim
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str, out: torch.Tensor | None = None) -> Results:
         # Without ``out`` the call would also zero its result, which is no part of the gather.
-        out = outputs["out"] if outputs else self._new_rows()
-        return {"out": self._gather(out, backend)}
+        options = {"out": self._new_rows() if out is None else out, "cache_format": self.cache_format}
+        return {"out": cache_gather(self.cache, self.block_table, self.cu_seqlens, **options, backend=backend)}
 
     def poisoned_outputs(self) -> Outputs:
         return {"out": self._new_rows().fill_(torch.nan)}
 
-    def reference(self) -> Results:
-        return {"out": self._gather(self._new_rows(), "reference")}
-
     def _new_rows(self) -> torch.Tensor:
         return torch.empty(self.total_tokens, self.head_dim, dtype=torch.bfloat16, device=self.cache.device)
 
-    def _gather(self, out: torch.Tensor, backend: str) -> torch.Tensor:
-        return cache_gather(
-            self.cache, self.block_table, self.cu_seqlens, cache_format=self.cache_format, out=out, backend=backend
-        )
 
-
-class CacheCopyWorkload(Workload):
-    def __init__(self, problem: CacheCopy, device: torch.device) -> None:
+class CacheCopyWorkload(Workload, problem=problems.CacheCopy):
+    def __init__(self, problem: problems.CacheCopy, device: torch.device) -> None:
         rng, pages = draw.generator(device), problem.pages
         layout = kv_cache.get_format(problem.cache_format)
         self.cache = draw.quantised_cache(layout.name, 2 * pages, problem.page_size, rng)
@@ -102,7 +92,7 @@ class CacheCopyWorkload(Workload):
         self.tolerances = {"copied": EQUAL}
         self.call = dispatch.CallSpec(problem.operation, device, self.cache.dtype, page_size=problem.page_size)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str) -> Results:
         kv_cache.copy_blocks(self.cache, self.source, self.target, backend=backend)
         return {"copies": self.cache[len(self.source) :].view(torch.uint8)}
 
@@ -117,30 +107,27 @@ class CacheCopyWorkload(Workload):
         return {"copied": self.cache.view(torch.uint8)[self.source]}
 
 
-class GatherRecordsWorkload(CacheGatherWorkload):
-    def __init__(self, problem: GatherRecords, device: torch.device) -> None:
+class GatherRecordsWorkload(CacheGatherWorkload, problem=problems.GatherRecords):
+    def __init__(self, problem: problems.GatherRecords, device: torch.device) -> None:
         super().__init__(problem, device)
         self.record_shape = (self.total_tokens, self._records(0, "reference").shape[1])
         self.bytes_moved = 2 * self.total_tokens * kv_cache.get_format(problem.cache_format).bytes_per_token
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        return {"out": self._records(self.total_tokens, backend, **(outputs or {}))}
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        return {"out": self._records(self.total_tokens, backend, **outputs)}
 
     def poisoned_outputs(self) -> Outputs:
         size = self.record_shape[1] * self.cache.dtype.itemsize
         poison = torch.full((self.total_tokens, size), POISON_BYTE, dtype=torch.uint8, device=self.cache.device)
         return {"out": poison.view(self.cache.dtype)}
 
-    def reference(self) -> Results:
-        return self.run("reference")
-
     def _records(self, tokens: int, backend: str, **options: Any) -> torch.Tensor:
         options |= {"cache_format": self.cache_format, "backend": backend}
         return kv_cache.gather_records(self.cache, self.block_table, self.cu_seqlens, tokens, **options)
 
 
-class ReshapeAndCacheWorkload(Workload):
-    def __init__(self, problem: ReshapeAndCache, device: torch.device) -> None:
+class ReshapeAndCacheWorkload(Workload, problem=problems.ReshapeAndCache):
+    def __init__(self, problem: problems.ReshapeAndCache, device: torch.device) -> None:
         rng, tokens, heads, page_size = draw.generator(device), problem.tokens, problem.heads, problem.page_size
         self.key, self.value = (draw.normal((tokens, heads, HEAD_DIM), BF16, rng) * 10 for _ in range(2))
         self.shape = (-(-tokens // page_size), page_size, heads, HEAD_DIM)
@@ -153,28 +140,26 @@ class ReshapeAndCacheWorkload(Workload):
             problem.operation, device, BF16, None, page_size, HEAD_DIM, HEAD_DIM, h_kv=problem.heads
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        return self._write(self.written, backend)
+    def compute(self, rows: Rows, backend: str, into: Results | None = None) -> Results:
+        into = self.written if into is None else into
+        scales = {name: into[name] for name in ("k_scale", "v_scale") if self.scaled}
+        arguments = (self.key, self.value, into["k"], into["v"], self.slots)
+        flashlatte.reshape_and_cache(*arguments, **scales, backend=backend)
+        return into
 
     def poisoned_outputs(self) -> Outputs:
         for tensor in self.written.values():
             tensor.zero_()
         return {}
 
-    def compared(self, results: Results) -> Results:
+    def read(self, results: Results) -> Results:
         return {name: result.float() for name, result in results.items()}
 
     def reference(self) -> Results:
-        return self.compared(self._write(self._empty(), "reference"))
+        return self.read(self.compute(self.chosen, "reference", self._empty()))
 
     def _empty(self) -> Results:
         caches = {name: torch.zeros(self.shape, device=self.key.device).to(self.dtype) for name in ("k", "v")}
         if self.scaled:
             caches |= {name: torch.zeros(self.shape[:3], device=self.key.device) for name in ("k_scale", "v_scale")}
         return caches
-
-    def _write(self, into: Results, backend: str) -> Results:
-        scales = {name: into[name] for name in ("k_scale", "v_scale") if self.scaled}
-        arguments = (self.key, self.value, into["k"], into["v"], self.slots)
-        flashlatte.reshape_and_cache(*arguments, **scales, backend=backend)
-        return into

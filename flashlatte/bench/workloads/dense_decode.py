@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlatte.bench.problems import DenseDecode
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.bench.workloads.base import ALL, Outputs, Results, Rows, Workload, nan_like, spread
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
@@ -17,7 +19,7 @@ FP8_SCALE = 0.002
 KEYS_COMPARED = 2**20
 
 
-class DenseDecodeWorkload(Workload):
+class DenseDecodeWorkload(Workload, problem=DenseDecode):
     def __init__(self, problem: DenseDecode, device: torch.device) -> None:
         rng = draw.generator(device)
         batch, s_q, h_q, head_dim = problem.batch, problem.s_q, problem.h_q, problem.head_dim
@@ -46,54 +48,25 @@ class DenseDecodeWorkload(Workload):
         rows = batch * s_q * h_q
         cache_bytes = self.k_cache.dtype.itemsize * sum(lengths) * head_dim
         self.bytes_moved = dtype.itemsize * rows * (head_dim + HEAD_DIM_V) + cache_bytes
-        self.requests_compared = spread(batch, KEYS_COMPARED // problem.keys, device)
+        self.chosen = spread(batch, KEYS_COMPARED // problem.keys, device)
         out = compare.DENSE_DECODE_FP8_OUT if problem.precision else compare.DENSE_DECODE_OUT
         self.tolerances = {"out": out, "lse": compare.DECODE_LSE}
+        cache_format = problem.cache_format or problem.dtype
+        layout = (cache_format, problem.page_size, head_dim, HEAD_DIM_V)
+        features = f"precision={problem.precision!r}" if problem.precision else None
         self.call = dispatch.CallSpec(
-            problem.operation,
-            device,
-            dtype,
-            cache_format=problem.cache_format or problem.dtype,
-            page_size=problem.page_size,
-            head_dim=head_dim,
-            head_dim_v=HEAD_DIM_V,
-            h_q=h_q,
-            h_kv=1,
-            optional_features=f"precision={problem.precision!r}" if problem.precision else None,
+            problem.operation, device, dtype, *layout, h_q=h_q, h_kv=1, optional_features=features
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None, *, precision: str | None = None) -> Results:
-        out, lse = dense_decode(
-            self.q,
-            self.k_cache,
-            self.block_table,
-            self.cache_seqlens,
-            causal=self.causal,
-            k_scale=self.k_scale,
-            precision=precision or self.precision,
-            backend=backend,
-            **(outputs or {}),
-        )
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        q, table, lengths = self.q, self.block_table, self.cache_seqlens
+        if rows is not ALL:  # host time counts
+            q, table, lengths = q[rows], table[rows], lengths[rows]
+        options = {"causal": self.causal, "k_scale": self.k_scale, "precision": self.precision, **outputs}
+        out, lse = dense_decode(q, self.k_cache, table, lengths, backend=backend, **options)
         return {"out": out, "lse": lse}
 
     def poisoned_outputs(self) -> Outputs:
         batch, s_q, h_q, _ = self.q.shape
         lse = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=self.q.device).transpose(1, 2)
         return {"out": nan_like(self.q[..., :HEAD_DIM_V]).contiguous(), "lse": lse.fill_(torch.nan)}
-
-    def compared(self, results: Results) -> Results:
-        return {name: result[self.requests_compared] for name, result in results.items()}
-
-    def reference(self) -> Results:
-        chosen = self.requests_compared
-        out, lse = dense_decode(
-            self.q[chosen],
-            self.k_cache,
-            self.block_table[chosen],
-            self.cache_seqlens[chosen],
-            causal=self.causal,
-            k_scale=self.k_scale,
-            precision=self.precision,
-            backend="reference",
-        )
-        return {"out": out, "lse": lse}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from flashlatte.bench.problems import DensePrefill, DensePrefillBackward
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.bench.workloads.base import Outputs, Results, Rows, Workload, nan_like, spread
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
@@ -17,7 +18,7 @@ HEAD_DIM_V = 128
 HEADS_COMPARED = 2
 
 
-class DensePrefillWorkload(Workload):
+class DensePrefillWorkload(Workload, problem=DensePrefill):
     def __init__(self, problem: DensePrefill, device: torch.device) -> None:
         rng = draw.generator(device)
         lengths = torch.full((problem.batch,), problem.tokens, dtype=torch.int32, device=device)
@@ -36,13 +37,7 @@ class DensePrefillWorkload(Workload):
         self.heads_compared = spread(h_q, HEADS_COMPARED, device)
         self.tolerances = {"out": compare.DENSE_PREFILL_OUT, "lse": compare.DENSE_PREFILL_LSE}
         self.call = dispatch.CallSpec(
-            problem.operation,
-            device,
-            self.q.dtype,
-            head_dim=head_dim,
-            head_dim_v=HEAD_DIM_V,
-            h_q=h_q,
-            h_kv=h_q,
+            problem.operation, device, self.q.dtype, head_dim=head_dim, head_dim_v=HEAD_DIM_V, h_q=h_q, h_kv=h_q
         )
 
     # Times that q, k, v and out, or as much, are read or written.
@@ -54,8 +49,8 @@ class DensePrefillWorkload(Workload):
         """For each query and key of a head."""
         return 2 * (head_dim + HEAD_DIM_V)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        return self._prefill((self.q, self.k, self.v), backend, outputs)
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        return self._prefill((self.q, self.k, self.v), backend, **outputs)
 
     def poisoned_outputs(self) -> Outputs:
         return {"out": nan_like(self.v)}
@@ -67,25 +62,15 @@ class DensePrefillWorkload(Workload):
         q, k, v = (x[:, self.heads_compared] for x in (self.q, self.k, self.v))
         return self._prefill((q, k, v), "reference")
 
-    def _prefill(self, rows: tuple[torch.Tensor, ...], backend: str, outputs: Outputs | None = None) -> Results:
+    def _prefill(self, rows: tuple[torch.Tensor, ...], backend: str, **outputs: Any) -> Results:
         q, k, v = rows
-        out, lse = dense_prefill(
-            q,
-            k,
-            v,
-            self.cu_seqlens,
-            self.cu_seqlens,
-            self.longest,
-            self.longest,
-            causal=self.causal,
-            deterministic=self._deterministic,
-            backend=backend,
-            **(outputs or {}),
-        )
+        lengths = (self.cu_seqlens, self.cu_seqlens, self.longest, self.longest)
+        options = {"causal": self.causal, "deterministic": self._deterministic, "backend": backend, **outputs}
+        out, lse = dense_prefill(q, k, v, *lengths, **options)
         return {"out": out, "lse": lse}
 
 
-class DensePrefillBackwardWorkload(DensePrefillWorkload):
+class DensePrefillBackwardWorkload(DensePrefillWorkload, problem=DensePrefillBackward):
     """The gradients of q, k and v from that of out; the forward pass is run once and not timed."""
 
     _passes = 2
@@ -102,9 +87,9 @@ class DensePrefillBackwardWorkload(DensePrefillWorkload):
     def _flops(head_dim: int) -> int:
         return 2 * (3 * head_dim + 2 * HEAD_DIM_V)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        rows, out = self._recorded(backend)
-        return _gradients(out, rows, self.dout)
+    def compute(self, rows: Rows, backend: str) -> Results:
+        leaves, out = self._recorded(backend)
+        return _gradients(out, leaves, self.dout)
 
     def poisoned_outputs(self) -> Outputs:
         return {}

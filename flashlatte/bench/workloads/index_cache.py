@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import flashlatte
 from flashlatte import kv_cache
 from flashlatte.bench.problems import IndexConvert, IndexGather, IndexQuantize, IndexWorkspace
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload
-from flashlatte.bench.workloads.tokens import EQUAL, POISON_BYTE, nbytes
+from flashlatte.bench.workloads.base import EQUAL, POISON_BYTE, CacheWriter, Outputs, Results, Rows, Workload, nbytes
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import Tolerance
@@ -19,7 +20,7 @@ BF16, HEAD_DIM = torch.bfloat16, 128
 KEYS = Tolerance(1e-6, 0.13, 1e-5)
 
 
-class IndexQuantizeWorkload(Workload):
+class IndexQuantizeWorkload(CacheWriter, problem=IndexQuantize):
     def __init__(self, problem: IndexQuantize, device: torch.device) -> None:
         rng, tokens, page_size = draw.generator(device), problem.tokens, problem.page_size
         pages = -(-2 * tokens // page_size)
@@ -31,26 +32,13 @@ class IndexQuantizeWorkload(Workload):
         self.tolerances = {"keys": KEYS}
         self.call = dispatch.CallSpec(problem.operation, device, BF16, self.layout.name, page_size, HEAD_DIM)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        return self._quantize(self.cache, backend)
-
-    def poisoned_outputs(self) -> Outputs:
-        self.cache.view(torch.uint8).fill_(POISON_BYTE)
-        return {}
-
-    def compared(self, results: Results) -> Results:
-        keys = self.layout.decode(self.layout.page_views(results["cache"]), 1.0)
-        return {"keys": keys.flatten(0, 1)[self.slots]}
-
-    def reference(self) -> Results:
-        return self.compared(self._quantize(torch.zeros_like(self.cache), "reference"))
-
-    def _quantize(self, cache: torch.Tensor, backend: str) -> Results:
+    def compute(self, rows: Rows, backend: str, cache: torch.Tensor | None = None) -> Results:
+        cache = self.cache if cache is None else cache
         flashlatte.index_quantize(cache, self.slots, self.k, backend=backend)
         return {"cache": cache}
 
 
-class IndexGatherWorkload(Workload):
+class IndexGatherWorkload(Workload, problem=IndexGather):
     def __init__(self, problem: IndexGather, device: torch.device) -> None:
         rng, requests, page_size = draw.generator(device), problem.requests, problem.page_size
         pages_each = -(-problem.tokens // page_size)
@@ -68,8 +56,8 @@ class IndexGatherWorkload(Workload):
             problem.operation, device, self.cache.dtype, problem.cache_format, page_size, HEAD_DIM
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        options = {"head_dim": HEAD_DIM, "backend": backend, **(outputs or {})}
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        options = {"head_dim": HEAD_DIM, "backend": backend, **outputs}
         values, scales = flashlatte.index_gather(self.cache, self.table, self.cu_seqlens, self.total, **options)
         assert scales is not None
         return {"values": values, "scales": scales}
@@ -80,11 +68,11 @@ class IndexGatherWorkload(Workload):
         scales = torch.full((self.total,), torch.nan, device=device)
         return {"values": values.view(torch.float8_e4m3fn), "scales": scales}
 
-    def compared(self, results: Results) -> Results:
+    def read(self, results: Results) -> Results:
         return {name: result.float() for name, result in results.items()}
 
 
-class IndexConvertWorkload(Workload):
+class IndexConvertWorkload(Workload, problem=IndexConvert):
     def __init__(self, problem: IndexConvert, device: torch.device) -> None:
         rng, batch, shape = draw.generator(device), problem.batch, (problem.batch, problem.topk)
         self.page_size, self.compact = problem.page_size, problem.compact
@@ -96,8 +84,8 @@ class IndexConvertWorkload(Workload):
         self.tolerances = {"slots": EQUAL, "counts": EQUAL}
         self.call = dispatch.CallSpec(problem.operation, device, torch.int32)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        options = {"compact": self.compact, "return_counts": True, "backend": backend, **(outputs or {})}
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        options = {"compact": self.compact, "return_counts": True, "backend": backend, **outputs}
         slots, counts = flashlatte.index_convert(self.indices, self.table, self.page_size, **options)
         return {"slots": slots, "counts": counts}
 
@@ -105,7 +93,7 @@ class IndexConvertWorkload(Workload):
         return {"slots": torch.full_like(self.indices, -7)}
 
 
-class IndexWorkspaceWorkload(Workload):
+class IndexWorkspaceWorkload(Workload, problem=IndexWorkspace):
     def __init__(self, problem: IndexWorkspace, device: torch.device) -> None:
         rng, tokens = draw.generator(device), problem.tokens
         groups = max(tokens // problem.ratio, 1)
@@ -118,11 +106,8 @@ class IndexWorkspaceWorkload(Workload):
         self.tolerances = {"rows": EQUAL, "counts": EQUAL}
         self.call = dispatch.CallSpec(problem.operation, device, torch.int32)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str) -> Results:
         options = {**self.sizes, "backend": backend}
         arguments = (self.indices, self.cu_seqlens, self.lengths, len(self.indices))
-        rows, counts = flashlatte.index_workspace(*arguments, **options)
-        return {"rows": rows, "counts": counts}
-
-    def poisoned_outputs(self) -> Outputs:
-        return {}
+        found, counts = flashlatte.index_workspace(*arguments, **options)
+        return {"rows": found, "counts": counts}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlatte.bench.problems import IndexSelect, PagedIndexSelect
-from flashlatte.bench.workloads.base import Outputs, Results, Workload
+from flashlatte.bench.workloads.base import Outputs, Results, Rows, Workload
 from flashlatte.bench.workloads.indexer import LOGITS, IndexLogitsWorkload, PagedIndexLogitsWorkload
-from flashlatte.ops.index_logits import index_logits, paged_index_logits
 from flashlatte.ops.index_select import index_select, paged_index_select
 
 POISON = -7
 
 
-class IndexSelectWorkload(Workload):
+class IndexSelectWorkload(Workload, problem=IndexSelect):
     def __init__(self, problem: IndexSelect, device: torch.device) -> None:
         self.data = IndexLogitsWorkload(problem.logits, device)
         self.k, self.workspace_bytes = problem.k, problem.workspace_mib * 2**20
@@ -21,31 +22,27 @@ class IndexSelectWorkload(Workload):
         self.bytes_moved = self.data.bytes_moved + 4 * problem.logits.rows * problem.k
         self.tolerances = {"logits": LOGITS}
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
         data = self.data
         ranges = data.key_start, data.key_end
         options = {"k_scale": data.k_scale, "workspace_bytes": self.workspace_bytes, "backend": backend}
-        indices = index_select(data.q, data.k, data.weights, *ranges, self.k, **options, **(outputs or {}))
-        return {"indices": indices}
+        return {"indices": index_select(data.q, data.k, data.weights, *ranges, self.k, **options, **outputs)}
 
     def poisoned_outputs(self) -> Outputs:
         return {"indices": poisoned_indices(self.data, self.k)}
 
     def compared(self, results: Results) -> Results:
-        indices = results["indices"][self.data.rows].long()
-        begin = self.data.key_start[self.data.rows].clamp_min(0).unsqueeze(1)
-        return {"logits": chosen_logits(self.logits(), torch.where(indices >= 0, indices + begin, indices))}
+        data = self.data
+        indices = results["indices"][data.chosen].long()
+        begin = data.key_start[data.chosen].clamp_min(0).unsqueeze(1)
+        positions = torch.where(indices >= 0, indices + begin, indices)
+        return {"logits": chosen_logits(data.reference_logits(), positions)}
 
     def reference(self) -> Results:
-        return {"logits": largest(self.logits(), self.k)}
-
-    def logits(self) -> torch.Tensor:
-        data = self.data
-        rows = (x[data.rows] for x in (data.weights, data.key_start, data.key_end))
-        return index_logits(data.q[data.rows], data.k, *rows, k_scale=data.k_scale, backend="reference")
+        return {"logits": largest(self.data.reference_logits(), self.k)}
 
 
-class PagedIndexSelectWorkload(Workload):
+class PagedIndexSelectWorkload(Workload, problem=PagedIndexSelect):
     def __init__(self, problem: PagedIndexSelect, device: torch.device) -> None:
         self.data = PagedIndexLogitsWorkload(problem.logits, device)
         self.k, self.page_size = problem.k, problem.logits.page_size
@@ -57,29 +54,23 @@ class PagedIndexSelectWorkload(Workload):
         self.page_index = torch.empty(table.numel(), dtype=torch.int64, device=device)
         self.page_index[table.flatten().long()] = torch.arange(table.shape[1], device=device).repeat(table.shape[0])
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
         data = self.data
         arguments = (data.q, data.cache, data.weights, data.lengths, data.table)
-        return {"slots": paged_index_select(*arguments, self.k, slots=True, backend=backend, **(outputs or {}))}
+        return {"slots": paged_index_select(*arguments, self.k, slots=True, backend=backend, **outputs)}
 
     def poisoned_outputs(self) -> Outputs:
         return {"indices": poisoned_indices(self.data, self.k)}
 
     def compared(self, results: Results) -> Results:
-        slots = results["slots"].unflatten(0, self.data.q.shape[:2])[self.data.requests].flatten(0, 1).long()
+        slots = self.data.tokens_of_chosen(results["slots"]).long()
         exists = (slots >= 0) & (slots < len(self.page_index) * self.page_size)
         page = torch.where(exists, slots, 0) // self.page_size
         positions = torch.where(exists, self.page_index[page] * self.page_size + slots % self.page_size, slots)
-        return {"logits": chosen_logits(self.logits(), positions)}
+        return {"logits": chosen_logits(self.data.reference_logits(), positions)}
 
     def reference(self) -> Results:
-        return {"logits": largest(self.logits(), self.k)}
-
-    def logits(self) -> torch.Tensor:
-        data, chosen = self.data, self.data.requests
-        weights = data.weights.unflatten(0, data.q.shape[:2])[chosen].flatten(0, 1)
-        arguments = (data.q[chosen], data.cache, weights, data.lengths[chosen], data.table[chosen])
-        return paged_index_logits(*arguments, max_keys=data.width, backend="reference")
+        return {"logits": largest(self.data.reference_logits(), self.k)}
 
 
 def poisoned_indices(data: IndexLogitsWorkload | PagedIndexLogitsWorkload, k: int) -> torch.Tensor:

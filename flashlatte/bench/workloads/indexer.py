@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlatte import kv_cache
 from flashlatte.bench.problems import IndexLogits, PagedIndexLogits, SparseIndexLogits, TopK
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload, spread
+from flashlatte.bench.workloads.base import EQUAL, Outputs, Results, Rows, Workload, spread
 from flashlatte.ops.index_logits import index_logits, paged_index_logits, sparse_index_logits
 from flashlatte.ops.index_quantize import index_quantize
 from flashlatte.ops.topk import topk
@@ -20,12 +22,11 @@ COMPARED_ROWS = 32
 # DeepGEMM's bound of the cosine difference; logits are about 0.05.
 LOGITS = Tolerance(5e-4, 1e-3, 5e-6)
 TOLERANCES = {"fp32": LOGITS, "bf16": Tolerance(5e-4, 2.01 / 128, 1e-5)}
-EQUAL = Tolerance(0.0, 0.0)
 # DeepSeek-V4.1's index keys.
 BLOCKS_FORMAT = "index_mxfp4"
 
 
-class IndexLogitsWorkload(Workload):
+class IndexLogitsWorkload(Workload, problem=IndexLogits):
     def __init__(self, problem: IndexLogits, device: torch.device) -> None:
         rng = draw.generator(device)
         rows, keys, heads, head_dim = problem.rows, problem.keys, problem.heads, problem.head_dim
@@ -38,7 +39,7 @@ class IndexLogitsWorkload(Workload):
         if problem.ranges:
             self.key_start, self.key_end = (draw.integers(-keys // 4, keys, rows, rng) for _ in range(2))
             self.key_end += keys // 4
-        self.rows = spread(rows, COMPARED_ROWS, device)
+        self.chosen = spread(rows, COMPARED_ROWS, device)
         self.clean, self.dtype = problem.clean, LOGIT_DTYPES[problem.dtype]
 
         pairs = int((self.key_end.clamp(0, keys) - self.key_start.clamp(0, keys)).clamp_min(0).sum())
@@ -49,10 +50,10 @@ class IndexLogitsWorkload(Workload):
             problem.operation, device, self.q.dtype, CACHE_FORMAT, head_dim=head_dim, h_q=problem.heads
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        arguments = (self.q, self.k, self.weights, self.key_start, self.key_end)
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        arguments = (self.q[rows], self.k, self.weights[rows], self.key_start[rows], self.key_end[rows])
         options = {"k_scale": self.k_scale, "clean": self.clean, "dtype": self.dtype, "backend": backend}
-        return {"logits": index_logits(*arguments, **options, **(outputs or {}))}
+        return {"logits": index_logits(*arguments, **options, **outputs)}
 
     def poisoned_outputs(self) -> Outputs:
         shape = (self.q.shape[0], self.k.shape[0])
@@ -61,16 +62,17 @@ class IndexLogitsWorkload(Workload):
     def defined(self, results: Results) -> Results:
         return {"logits": defined_logits(results["logits"], self.key_start, self.key_end, self.clean)}
 
-    def compared(self, results: Results) -> Results:
-        return {"logits": results["logits"][self.rows]}
-
     def reference(self) -> Results:
-        arguments = (self.q[self.rows], self.k, self.weights[self.rows], self.key_start[self.rows])
-        logits = index_logits(*arguments, self.key_end[self.rows], k_scale=self.k_scale, backend="reference")
+        logits = self.reference_logits()
         return {"logits": logits.masked_fill(logits.isneginf(), 0.0)}
 
+    def reference_logits(self) -> torch.Tensor:
+        """Of the chosen rows, -inf where a query has no key."""
+        rows = (x[self.chosen] for x in (self.weights, self.key_start, self.key_end))
+        return index_logits(self.q[self.chosen], self.k, *rows, k_scale=self.k_scale, backend="reference")
 
-class PagedIndexLogitsWorkload(Workload):
+
+class PagedIndexLogitsWorkload(Workload, problem=PagedIndexLogits):
     def __init__(self, problem: PagedIndexLogits, device: torch.device) -> None:
         rng = draw.generator(device)
         batch, keys, next_n = problem.batch, problem.keys, problem.next_n
@@ -87,7 +89,7 @@ class PagedIndexLogitsWorkload(Workload):
         if problem.varlen:
             self.lengths = draw.integers(0, keys + 1, batch * next_n, rng).view(batch, next_n)
         self.width = keys
-        self.requests = spread(batch, COMPARED_ROWS // next_n, device)
+        self.chosen = spread(batch, COMPARED_ROWS // next_n, device)  # requests
         self.clean, self.dtype = problem.clean, LOGIT_DTYPES[problem.dtype]
 
         pairs = int(self.lengths.sum())
@@ -99,10 +101,10 @@ class PagedIndexLogitsWorkload(Workload):
             problem.operation, device, self.q.dtype, CACHE_FORMAT, problem.page_size, head_dim, h_q=heads
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
         arguments = (self.q, self.cache, self.weights, self.lengths, self.table)
         options = {"max_keys": self.width, "clean": self.clean, "dtype": self.dtype, "backend": backend}
-        return {"logits": paged_index_logits(*arguments, **options, **(outputs or {}))}
+        return {"logits": paged_index_logits(*arguments, **options, **outputs)}
 
     def poisoned_outputs(self) -> Outputs:
         shape = (self.weights.shape[0], self.width)
@@ -113,15 +115,21 @@ class PagedIndexLogitsWorkload(Workload):
         return {"logits": defined_logits(results["logits"], torch.zeros_like(end), end, self.clean)}
 
     def compared(self, results: Results) -> Results:
-        logits = results["logits"].unflatten(0, self.q.shape[:2])
-        return {"logits": logits[self.requests].flatten(0, 1)}
+        return {"logits": self.tokens_of_chosen(results["logits"])}
 
     def reference(self) -> Results:
-        chosen = self.requests
-        weights = self.weights.unflatten(0, self.q.shape[:2])[chosen].flatten(0, 1)
-        arguments = (self.q[chosen], self.cache, weights, self.lengths[chosen], self.table[chosen])
-        logits = paged_index_logits(*arguments, max_keys=self.width, backend="reference")
+        logits = self.reference_logits()
         return {"logits": logits.masked_fill(logits.isneginf(), 0.0)}
+
+    def reference_logits(self) -> torch.Tensor:
+        """Of the chosen requests, -inf where a query has no key."""
+        q, lengths, table = (x[self.chosen] for x in (self.q, self.lengths, self.table))
+        arguments = (q, self.cache, self.tokens_of_chosen(self.weights), lengths, table)
+        return paged_index_logits(*arguments, max_keys=self.width, backend="reference")
+
+    def tokens_of_chosen(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of ``rows``, one for each token of each request, that belong to the chosen requests."""
+        return rows.unflatten(0, self.q.shape[:2])[self.chosen].flatten(0, 1)
 
 
 def defined_logits(logits: torch.Tensor, start: torch.Tensor, end: torch.Tensor, clean: bool) -> torch.Tensor:
@@ -134,12 +142,12 @@ def defined_logits(logits: torch.Tensor, start: torch.Tensor, end: torch.Tensor,
     return logits.masked_fill(unseen, 0.0)
 
 
-class TopKWorkload(Workload):
+class TopKWorkload(Workload, problem=TopK):
     def __init__(self, problem: TopK, device: torch.device) -> None:
         rng = draw.generator(device)
         self.logits = row_values(draw.normal((problem.rows, problem.width), torch.float32, rng), problem.values)
         self.k = problem.k
-        self.rows = spread(problem.rows, COMPARED_ROWS, device)
+        self.chosen = spread(problem.rows, COMPARED_ROWS, device)
 
         self.bytes_moved = 4 * problem.rows * (problem.width + problem.k)
         self.tolerances = {"indices": EQUAL}
@@ -147,22 +155,14 @@ class TopKWorkload(Workload):
             problem.operation, device, self.logits.dtype, rows=problem.rows, columns=problem.width, k=problem.k
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        indices = topk(self.logits, self.k, indices=outputs["indices"] if outputs else None, backend=backend)
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        indices = topk(self.logits[rows], self.k, **outputs, backend=backend)
         assert isinstance(indices, torch.Tensor)
         return {"indices": indices}
 
     def poisoned_outputs(self) -> Outputs:
         shape = (self.logits.shape[0], self.k)
         return {"indices": torch.full(shape, -7, dtype=torch.int32, device=self.logits.device)}
-
-    def compared(self, results: Results) -> Results:
-        return {"indices": results["indices"][self.rows]}
-
-    def reference(self) -> Results:
-        indices = topk(self.logits[self.rows], self.k, backend="reference")
-        assert isinstance(indices, torch.Tensor)
-        return {"indices": indices}
 
 
 def row_values(normal: torch.Tensor, values: str) -> torch.Tensor:
@@ -180,7 +180,7 @@ def row_values(normal: torch.Tensor, values: str) -> torch.Tensor:
     return (normal * 3000).round() / 300 if values == "few-distinct" else normal
 
 
-class SparseIndexLogitsWorkload(Workload):
+class SparseIndexLogitsWorkload(Workload, problem=SparseIndexLogits):
     def __init__(self, problem: SparseIndexLogits, device: torch.device) -> None:
         rng = draw.generator(device)
         rows, blocks, self.block_size = problem.rows, problem.blocks, problem.block_size
@@ -195,7 +195,7 @@ class SparseIndexLogitsWorkload(Workload):
         self.first_key = (first * self.block_size).int()
         self.num_keys = torch.full_like(self.first_key, self.block_size)
         self.dtype = LOGIT_DTYPES[problem.dtype]
-        self.rows = spread(rows, COMPARED_ROWS, device)
+        self.chosen = spread(rows, COMPARED_ROWS, device)
 
         columns = blocks * self.block_size
         bytes_per_key = kv_cache.get_format(BLOCKS_FORMAT, head_dim).bytes_per_token
@@ -207,10 +207,10 @@ class SparseIndexLogitsWorkload(Workload):
             problem.operation, device, self.q.dtype, BLOCKS_FORMAT, page_size, head_dim=head_dim, h_q=heads
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        arguments = (self.q, self.cache, self.weights, self.first_key, self.num_keys)
-        options = {"block_size": self.block_size, "dtype": self.dtype, "backend": backend}
-        return {"logits": sparse_index_logits(*arguments, **options, **(outputs or {}))}
+    def compute(self, rows: Rows, backend: str, **options: Any) -> Results:
+        blocks = (self.first_key[rows], self.num_keys[rows])
+        options = {"block_size": self.block_size, "dtype": self.dtype, "backend": backend, **options}
+        return {"logits": sparse_index_logits(self.q[rows], self.cache, self.weights[rows], *blocks, **options)}
 
     def poisoned_outputs(self) -> Outputs:
         shape = (self.q.shape[0], self.first_key.shape[1] * self.block_size)
@@ -221,10 +221,5 @@ class SparseIndexLogitsWorkload(Workload):
         start = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
         return {"logits": defined_logits(logits, start, start + logits.shape[1], clean=True)}
 
-    def compared(self, results: Results) -> Results:
-        return {"logits": results["logits"][self.rows]}
-
     def reference(self) -> Results:
-        blocks = (self.first_key[self.rows], self.num_keys[self.rows])
-        arguments = (self.q[self.rows], self.cache, self.weights[self.rows], *blocks)
-        return {"logits": sparse_index_logits(*arguments, block_size=self.block_size, backend="reference")}
+        return self.compute(self.chosen, "reference", dtype=torch.float32)

@@ -8,14 +8,14 @@ import torch
 
 from flashlatte.bench.problems import IndexerLoss
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload
+from flashlatte.bench.workloads.base import Results, Rows, Workload
 from flashlatte.ops.indexer_loss import indexer_loss
 from flashlatte.ops.sparse_prefill import sparse_prefill
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
 
 
-class IndexerLossWorkload(Workload):
+class IndexerLossWorkload(Workload, problem=IndexerLoss):
     """The loss and the gradients of index_q, index_k and index_weights. lse is given for selections only.
 
     ``flops`` are 2 · (h_q · d + 3 · h_i · d_i) for each query token and key, and 2 · h_q · d more without lse;
@@ -65,10 +65,7 @@ class IndexerLossWorkload(Workload):
             problem.operation, device, q.dtype, head_dim=head_dim, index_dim=index_dim, h_q=h_q, h_kv=1
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str) -> Results:
         loss, num_rows = indexer_loss(**self._arguments, backend=backend)
         loss = loss / num_rows
         return dict(zip(self.tolerances, (loss.detach(), *torch.autograd.grad(loss, self._leaves)), strict=True))
-
-    def poisoned_outputs(self) -> Outputs:
-        return {}

@@ -8,8 +8,7 @@ import torch
 
 from flashlatte.bench.problems import PagedAttention
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like
-from flashlatte.bench.workloads.tokens import ROUNDED, nbytes
+from flashlatte.bench.workloads.base import ROUNDED, Outputs, Results, Rows, Workload, nan_like, nbytes
 from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.runtime import dispatch
 
@@ -18,7 +17,7 @@ DTYPES = {"bf16": BF16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, 
 SCALE = 1 / 64
 
 
-class PagedAttentionWorkload(Workload):
+class PagedAttentionWorkload(Workload, problem=PagedAttention):
     """Requests' pages are in random order."""
 
     def __init__(self, problem: PagedAttention, device: torch.device) -> None:
@@ -46,20 +45,12 @@ class PagedAttentionWorkload(Workload):
         self.flops = 4 * problem.h_q * HEAD_DIM * pairs if problem.queries else None
         self.bytes_moved = 2 * nbytes(self.q) + 2 * requests * keys * problem.h_kv * HEAD_DIM * k_cache.element_size()
         self.tolerances = {"out": ROUNDED, "lse": ROUNDED}
-        self.call = dispatch.CallSpec(
-            problem.operation,
-            device,
-            BF16,
-            page_size=page_size,
-            head_dim=HEAD_DIM,
-            head_dim_v=HEAD_DIM,
-            h_q=problem.h_q,
-            h_kv=problem.h_kv,
-            rows=(len(self.q) - requests + 1) * problem.h_q,
-        )
+        rows = (len(self.q) - requests + 1) * problem.h_q
+        sizes: dict[str, Any] = {"h_q": problem.h_q, "h_kv": problem.h_kv, "rows": rows}
+        self.call = dispatch.CallSpec(problem.operation, device, BF16, None, page_size, HEAD_DIM, HEAD_DIM, **sizes)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        out, lse = paged_attention(**self.arguments, **(outputs or {}), backend=backend)
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        out, lse = paged_attention(**self.arguments, **outputs, backend=backend)
         return {"out": out, "lse": lse}
 
     def poisoned_outputs(self) -> Outputs:

@@ -8,7 +8,7 @@ import torch
 
 from flashlatte.bench.problems import SparseAttentionBackward
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload
+from flashlatte.bench.workloads.base import Results, Rows, Workload
 from flashlatte.ops.sparse_attention import sparse_attention
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
@@ -16,7 +16,7 @@ from flashlatte.testing import compare
 HEAD_DIM_V = 512
 
 
-class SparseAttentionBackwardWorkload(Workload):
+class SparseAttentionBackwardWorkload(Workload, problem=SparseAttentionBackward):
     """The gradients of q, kv and attn_sink from that of out; the forward pass is run once and not timed.
 
     ``flops`` are 2 · h_q · (3 · d_qk + 2 · d_v) for each query token and key; ``bytes_moved`` q, out, each distinct key
@@ -45,23 +45,15 @@ class SparseAttentionBackwardWorkload(Workload):
             problem.operation, device, self.q.dtype, head_dim=head_dim, head_dim_v=HEAD_DIM_V, h_q=h_q, h_kv=1
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str) -> Results:
         leaves, out = self._recorded(backend)
         gradients = torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
         return dict(zip(("dq", "dkv", "d_sink"), gradients, strict=True))
-
-    def poisoned_outputs(self) -> Outputs:
-        return {}
 
     def _record(self, backend: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         leaves = tuple(x.detach().requires_grad_() for x in (self.q, self.kv, self.attn_sink))
         q, kv, attn_sink = leaves
         out, _ = sparse_attention(
-            q,
-            kv,
-            self.indices,
-            attn_sink=attn_sink,
-            deterministic=self._deterministic,
-            backend=backend,
+            q, kv, self.indices, attn_sink=attn_sink, deterministic=self._deterministic, backend=backend
         )
         return leaves, out

@@ -10,7 +10,7 @@ import torch
 from flashlatte import kv_cache
 from flashlatte.bench.problems import SparseDecode
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
+from flashlatte.bench.workloads.base import Outputs, Results, Rows, Workload, nan_like, spread
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import dispatch
@@ -46,7 +46,7 @@ class SelectedTokens:
         return self.indices[counted.expand_as(self.indices)].unique().numel()
 
 
-class SparseDecodeWorkload(Workload):
+class SparseDecodeWorkload(Workload, problem=SparseDecode):
     def __init__(self, problem: SparseDecode, device: torch.device) -> None:
         rng = draw.generator(device)
         batch, s_q, h_q, head_dim = problem.batch, problem.s_q, problem.h_q, problem.head_dim
@@ -68,53 +68,33 @@ class SparseDecodeWorkload(Workload):
         self.bytes_moved = 2 * batch * s_q * h_q * (head_dim + HEAD_DIM_V)
         self.bytes_moved += layout.bytes_per_token * sum(scope.distinct_tokens() for scope in scopes)
         keys_each = s_q * (problem.topk + problem.extra_topk)
-        self.requests_compared = spread(batch, KEYS_COMPARED // keys_each, device)
+        self.chosen = spread(batch, KEYS_COMPARED // keys_each, device)
         self.tolerances = {"out": compare.SPARSE_DECODE_OUT, "lse": compare.DECODE_LSE}
-        self.call = dispatch.CallSpec(
-            problem.operation,
-            device,
-            self.q.dtype,
-            cache_format=problem.cache_format,
-            page_size=problem.page_size,
-            head_dim=head_dim,
-            head_dim_v=HEAD_DIM_V,
-            h_q=h_q,
-            h_kv=1,
-        )
-
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        return self._decode(slice(None), backend, outputs)
+        cache = (problem.cache_format, problem.page_size, head_dim, HEAD_DIM_V)
+        self.call = dispatch.CallSpec(problem.operation, device, self.q.dtype, *cache, h_q=h_q, h_kv=1)
 
     def poisoned_outputs(self) -> Outputs:
         batch, s_q, h_q, _ = self.q.shape
         lse = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=self.q.device).transpose(1, 2)
         return {"out": nan_like(self.q[..., :HEAD_DIM_V]).contiguous(), "lse": lse.fill_(torch.nan)}
 
-    def compared(self, results: Results) -> Results:
-        return {name: result[self.requests_compared] for name, result in results.items()}
-
-    def reference(self) -> Results:
-        return self._decode(self.requests_compared, "reference")
-
-    def _decode(self, requests: slice | torch.Tensor, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
         extra: dict[str, Any] = {}
         if self.extra is not None:
             lengths = self.extra.lengths
             extra = {
                 "extra_k_cache": self.extra.cache,
-                "extra_indices": self.extra.indices[requests],
-                "extra_topk_length": None if lengths is None else lengths[requests],
+                "extra_indices": self.extra.indices[rows],
+                "extra_topk_length": None if lengths is None else lengths[rows],
             }
-        out, lse = sparse_decode(
-            self.q[requests],
-            self.main.cache,
-            self.main.indices[requests],
-            cache_format=self.cache_format,
-            attn_sink=self.attn_sink,
-            backend=backend,
+        options = {
+            "cache_format": self.cache_format,
+            "attn_sink": self.attn_sink,
+            "backend": backend,
             **extra,
-            **(outputs or {}),
-        )
+            **outputs,
+        }
+        out, lse = sparse_decode(self.q[rows], self.main.cache, self.main.indices[rows], **options)
         return {"out": out, "lse": lse}
 
 

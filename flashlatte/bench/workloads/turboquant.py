@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlatte.bench.problems import TurboQuantDecode, TurboQuantGather, TurboQuantStore
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload, nan_like, spread
-from flashlatte.bench.workloads.tokens import ROUNDED, nbytes
+from flashlatte.bench.workloads.base import ROUNDED, Outputs, Results, Rows, Workload, nan_like, nbytes, spread
 from flashlatte.kv_cache import turboquant
 from flashlatte.ops.turboquant_decode import turboquant_decode
 from flashlatte.ops.turboquant_gather import turboquant_gather
@@ -26,7 +27,7 @@ DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 8.01 / 128, 5e-5), Tolerance(1e-3, 1e-4
 STORED = Tolerance(0.1, 0.0, 1e-6)
 
 
-class TurboQuantDecodeWorkload(Workload):
+class TurboQuantDecodeWorkload(Workload, problem=TurboQuantDecode):
     def __init__(self, problem: TurboQuantDecode, device: torch.device) -> None:
         rng = draw.generator(device)
         layout = turboquant.turboquant_format(problem.cache_format, HEAD_DIM)
@@ -46,34 +47,22 @@ class TurboQuantDecodeWorkload(Workload):
         self.flops = 4 * h_q * HEAD_DIM * batch * problem.keys
         records = batch * problem.keys * h_kv * layout.record_bytes
         self.bytes_moved = 2 * NUMBER_BYTES * batch * h_q * HEAD_DIM + records
-        self.requests_compared = spread(batch, KEYS_COMPARED // problem.keys, device)
+        self.chosen = spread(batch, KEYS_COMPARED // problem.keys, device)
         self.tolerances = {"out": DECODE_OUT, "lse": DECODE_LSE}
-        self.call = dispatch.CallSpec(
-            problem.operation, device, self.q.dtype, layout.name, problem.page_size, HEAD_DIM, HEAD_DIM, h_q, h_kv
-        )
+        cache = (layout.name, problem.page_size, HEAD_DIM, HEAD_DIM)
+        self.call = dispatch.CallSpec(problem.operation, device, self.q.dtype, *cache, h_q=h_q, h_kv=h_kv)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        out, lse = turboquant_decode(
-            self.q, self.cache, self.block_table, self.cache_seqlens, backend=backend, **(outputs or {})
-        )
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
+        arguments = (self.q[rows], self.cache, self.block_table[rows], self.cache_seqlens[rows])
+        out, lse = turboquant_decode(*arguments, backend=backend, **outputs)
         return {"out": out, "lse": lse}
 
     def poisoned_outputs(self) -> Outputs:
         lse = self.q.new_full(self.q.shape[:3], torch.nan, dtype=torch.float32)
         return {"out": nan_like(self.q), "lse": lse.transpose(1, 2)}
 
-    def compared(self, results: Results) -> Results:
-        return {name: result[self.requests_compared] for name, result in results.items()}
 
-    def reference(self) -> Results:
-        chosen = self.requests_compared
-        out, lse = turboquant_decode(
-            self.q[chosen], self.cache, self.block_table[chosen], self.cache_seqlens[chosen], backend="reference"
-        )
-        return {"out": out, "lse": lse}
-
-
-class TurboQuantStoreWorkload(Workload):
+class TurboQuantStoreWorkload(Workload, problem=TurboQuantStore):
     def __init__(self, problem: TurboQuantStore, device: torch.device) -> None:
         rng = draw.generator(device)
         self.layout = turboquant.turboquant_format(problem.cache_format, HEAD_DIM)
@@ -92,32 +81,25 @@ class TurboQuantStoreWorkload(Workload):
             problem.operation, device, self.key.dtype, self.layout.name, problem.page_size, HEAD_DIM, HEAD_DIM
         )
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        self._store(self.cache, backend)
-        return {"records": self.cache}
+    def compute(self, rows: Rows, backend: str, cache: torch.Tensor | None = None) -> Results:
+        cache = self.cache if cache is None else cache
+        turboquant_store(self.key, self.value, cache, self.slot_mapping, backend=backend)
+        return {"records": cache}
 
     def poisoned_outputs(self) -> Outputs:
         self.cache.fill_(0xFF)
         return {}
 
-    def compared(self, results: Results) -> Results:
-        return self._read(results["records"])
-
     def reference(self) -> Results:
-        cache = torch.zeros_like(self.cache)
-        self._store(cache, "reference")
-        return self._read(cache)
+        return self.read(self.compute(self.chosen, "reference", torch.zeros_like(self.cache)))
 
-    def _store(self, cache: torch.Tensor, backend: str) -> None:
-        turboquant_store(self.key, self.value, cache, self.slot_mapping, backend=backend)
-
-    def _read(self, cache: torch.Tensor) -> Results:
-        slots = self.slot_mapping[self.tokens_compared]
+    def read(self, results: Results) -> Results:
+        cache, slots = results["records"], self.slot_mapping[self.tokens_compared]
         sides = self.layout.decode(cache[slots // cache.shape[1], slots % cache.shape[1]])
         return {"records": torch.stack(sides)}
 
 
-class TurboQuantGatherWorkload(TurboQuantStoreWorkload):
+class TurboQuantGatherWorkload(TurboQuantStoreWorkload, problem=TurboQuantGather):
     """The tokens are in one request's pages, in random order."""
 
     def __init__(self, problem: TurboQuantGather, device: torch.device) -> None:
@@ -131,16 +113,16 @@ class TurboQuantGatherWorkload(TurboQuantStoreWorkload):
         self.bytes_moved = nbytes(self.key, self.value) + problem.tokens * problem.h_kv * self.layout.record_bytes
         self.tolerances = {"key": ROUNDED, "value": ROUNDED}
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
+    def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
         arguments = (self.cache, self.table, self.boundaries, len(self.key), HEAD_DIM)
-        key, value = turboquant_gather(*arguments, **(outputs or {}), backend=backend)
+        key, value = turboquant_gather(*arguments, **outputs, backend=backend)
         return {"key": key, "value": value}
 
     def poisoned_outputs(self) -> Outputs:
         return {"key": nan_like(self.key), "value": nan_like(self.value)}
 
-    def compared(self, results: Results) -> Results:
-        return results
-
     def reference(self) -> Results:
-        return self.run("reference")
+        return self.compute(self.chosen, "reference")
+
+    def read(self, results: Results) -> Results:
+        return results

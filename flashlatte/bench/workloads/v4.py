@@ -8,29 +8,10 @@ import torch
 
 import flashlatte
 from flashlatte import kv_cache
-from flashlatte.bench.problems import (
-    Compress,
-    IndexQuery,
-    InverseRopeQuantize,
-    MhcPost,
-    MhcPre,
-    QKVNorm,
-    RotateAndCache,
-)
+from flashlatte.bench import problems
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Workload
-from flashlatte.bench.workloads.tokens import (
-    ALL,
-    FOUR_BITS,
-    ONE_BYTE,
-    POISON_BYTE,
-    ROUNDED,
-    Tokens,
-    TokensWorkload,
-    nbytes,
-    positions,
-    rotations,
-)
+from flashlatte.bench.workloads.base import ALL, FOUR_BITS, ONE_BYTE, ROUNDED, CacheWriter, Results, Rows, nbytes
+from flashlatte.bench.workloads.tokens import TokensWorkload, positions, rotations
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.ops.mhc import mhc_post, mhc_pre
 from flashlatte.runtime import dispatch
@@ -41,8 +22,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCES: dict[str, Tolerance] = {"model1": ONE_BYTE, "index_fp8": ONE_BYTE, "index_mxfp4": FOUR_BITS}
 
 
-class QKVNormWorkload(TokensWorkload):
-    def __init__(self, problem: QKVNorm, device: torch.device) -> None:
+class QKVNormWorkload(TokensWorkload, problem=problems.QKVNorm):
+    def __init__(self, problem: problems.QKVNorm, device: torch.device) -> None:
         rng, widths = draw.generator(device), (problem.rank, problem.head_dim)
         super().__init__(problem, device, BF16, problem.tokens, head_dim=max(widths))
         self.q, self.kv = (draw.normal((problem.tokens, sum(widths)), BF16, rng) * 10).split(widths, dim=1)
@@ -50,14 +31,13 @@ class QKVNormWorkload(TokensWorkload):
         self.bytes_moved = 2 * nbytes(self.q, self.kv)
         self.tolerances = {"q": ROUNDED, "kv": ROUNDED}
 
-    def compute(self, tokens: Tokens, backend: str) -> Results:
-        rows = self.q[tokens], self.kv[tokens]
-        q, kv = flashlatte.q_kv_norm(*rows, self.q_weight, self.kv_weight, backend=backend)
+    def compute(self, rows: Rows, backend: str) -> Results:
+        q, kv = flashlatte.q_kv_norm(self.q[rows], self.kv[rows], self.q_weight, self.kv_weight, backend=backend)
         return {"q": q, "kv": kv}
 
 
-class RotateAndCacheWorkload(TokensWorkload):
-    def __init__(self, problem: RotateAndCache, device: torch.device) -> None:
+class RotateAndCacheWorkload(CacheWriter, TokensWorkload, problem=problems.RotateAndCache):
+    def __init__(self, problem: problems.RotateAndCache, device: torch.device) -> None:
         rng, tokens = draw.generator(device), problem.tokens
         super().__init__(problem, device, BF16, tokens, head_dim=HEAD_DIM, h_q=problem.heads)
         self.q, self.kv = (
@@ -70,29 +50,15 @@ class RotateAndCacheWorkload(TokensWorkload):
         self.bytes_moved = 2 * nbytes(self.q) + nbytes(self.kv) + tokens * self.layout.bytes_per_token
         self.tolerances = {"q": ROUNDED, "keys": ONE_BYTE}
 
-    def compute(self, tokens: Tokens, backend: str, cache: torch.Tensor | None = None) -> Results:
-        rows = (self.q[tokens], self.kv[tokens], self.rotations, self.positions[tokens])
+    def compute(self, rows: Rows, backend: str, cache: torch.Tensor | None = None) -> Results:
         cache = self.cache if cache is None else cache
-        q = flashlatte.rotate_and_cache(*rows, cache, self.slots[tokens], cache_format=self.layout, backend=backend)
+        arguments = (self.q[rows], self.kv[rows], self.rotations, self.positions[rows], cache, self.slots[rows])
+        q = flashlatte.rotate_and_cache(*arguments, cache_format=self.layout, backend=backend)
         return {"q": q, "cache": cache}
 
-    def poisoned_outputs(self) -> Outputs:
-        self.cache.view(torch.uint8).fill_(POISON_BYTE)
-        return super().poisoned_outputs()
 
-    def compared(self, results: Results) -> Results:
-        return {"q": results["q"][self.chosen], "keys": self._keys(results["cache"])}
-
-    def reference(self) -> Results:
-        results = self.compute(self.chosen, "reference", torch.zeros_like(self.cache))
-        return {"q": results["q"], "keys": self._keys(results["cache"])}
-
-    def _keys(self, cache: torch.Tensor) -> torch.Tensor:
-        return self.layout.decode(self.layout.page_views(cache), 1.0).flatten(0, 1)[self.slots[self.chosen]]
-
-
-class InverseRopeQuantizeWorkload(TokensWorkload):
-    def __init__(self, problem: InverseRopeQuantize, device: torch.device) -> None:
+class InverseRopeQuantizeWorkload(TokensWorkload, problem=problems.InverseRopeQuantize):
+    def __init__(self, problem: problems.InverseRopeQuantize, device: torch.device) -> None:
         rng, tokens, self.groups = draw.generator(device), problem.tokens, problem.heads // 8
         super().__init__(problem, device, BF16, tokens, head_dim=HEAD_DIM, h_q=problem.heads)
         self.o = draw.normal((tokens, problem.heads, HEAD_DIM), BF16, rng) * 10
@@ -100,9 +66,9 @@ class InverseRopeQuantizeWorkload(TokensWorkload):
         self.bytes_moved = nbytes(self.o) * 3 // 2 + self.o.numel() // 128 * 4
         self.tolerances = {"outputs": ONE_BYTE}
 
-    def compute(self, tokens: Tokens, backend: str) -> Results:
+    def compute(self, rows: Rows, backend: str) -> Results:
         values, scales = flashlatte.inverse_rope_quantize(
-            self.o[tokens], self.rotations, self.positions[tokens], self.groups, backend=backend
+            self.o[rows], self.rotations, self.positions[rows], self.groups, backend=backend
         )
         return {"values": values, "scales": scales}
 
@@ -111,8 +77,8 @@ class InverseRopeQuantizeWorkload(TokensWorkload):
         return {"outputs": blocks * results["scales"].unsqueeze(-1)}
 
 
-class IndexQueryWorkload(TokensWorkload):
-    def __init__(self, problem: IndexQuery, device: torch.device) -> None:
+class IndexQueryWorkload(TokensWorkload, problem=problems.IndexQuery):
+    def __init__(self, problem: problems.IndexQuery, device: torch.device) -> None:
         rng, shape = draw.generator(device), (problem.tokens, problem.heads)
         super().__init__(problem, device, BF16, problem.tokens, head_dim=INDEX_DIM, h_q=problem.heads)
         self.q = draw.normal((*shape, INDEX_DIM), BF16, rng) * 10
@@ -122,8 +88,8 @@ class IndexQueryWorkload(TokensWorkload):
         self.bytes_moved = shape[0] * shape[1] * (INDEX_DIM * 2 + 8 + (68 if self.four_bits else 128))
         self.tolerances = {"queries": FOUR_BITS if self.four_bits else ONE_BYTE, "weights": ROUNDED}
 
-    def compute(self, tokens: Tokens, backend: str) -> Results:
-        arguments = (self.q[tokens], self.weights[tokens], self.rotations, self.positions[tokens])
+    def compute(self, rows: Rows, backend: str) -> Results:
+        arguments = (self.q[rows], self.weights[rows], self.rotations, self.positions[rows])
         if self.four_bits:
             values, scales, weights = flashlatte.index_query_mxfp4(*arguments, backend=backend)
             return {"values": values, "scales": scales, "weights": weights}
@@ -144,8 +110,8 @@ class IndexQueryWorkload(TokensWorkload):
         return {"queries": queries, "weights": results["weights"]}
 
 
-class MhcPreWorkload(TokensWorkload):
-    def __init__(self, problem: MhcPre, device: torch.device) -> None:
+class MhcPreWorkload(TokensWorkload, problem=problems.MhcPre):
+    def __init__(self, problem: problems.MhcPre, device: torch.device) -> None:
         rng, tokens = draw.generator(device), problem.tokens
         super().__init__(problem, device, BF16, tokens, head_dim=STREAMS)
         self.streams = draw.normal((tokens, STREAMS, problem.hidden), BF16, rng) * 10
@@ -155,29 +121,29 @@ class MhcPreWorkload(TokensWorkload):
         self.bytes_moved = nbytes(self.streams) * 5 // 4 + nbytes(self.projected) + tokens * 20 * 4
         self.tolerances = dict.fromkeys(("shares", "mixture", "seen"), ROUNDED)
 
-    def compute(self, tokens: Tokens, backend: str) -> Results:
-        found = mhc_pre(self.streams[tokens], self.projected[tokens], self.base, self.scale, backend=backend)
+    def compute(self, rows: Rows, backend: str) -> Results:
+        found = mhc_pre(self.streams[rows], self.projected[rows], self.base, self.scale, backend=backend)
         return dict(zip(("shares", "mixture", "seen"), found, strict=True))
 
 
-class MhcPostWorkload(MhcPreWorkload):
-    def __init__(self, problem: MhcPost, device: torch.device) -> None:
+class MhcPostWorkload(MhcPreWorkload, problem=problems.MhcPost):
+    def __init__(self, problem: problems.MhcPost, device: torch.device) -> None:
         super().__init__(problem, device)
         made = super().compute(ALL, "reference")
         self.shares, self.mixture, self.result = made["shares"], made["mixture"], made["seen"]
         self.bytes_moved = 2 * nbytes(self.streams) + nbytes(*made.values())
         self.tolerances = {"streams": ROUNDED}
 
-    def compute(self, tokens: Tokens, backend: str) -> Results:
-        rows = (x[tokens] for x in (self.result, self.streams, self.shares, self.mixture))
-        return {"streams": mhc_post(*rows, backend=backend)}
+    def compute(self, rows: Rows, backend: str) -> Results:
+        arguments = (x[rows] for x in (self.result, self.streams, self.shares, self.mixture))
+        return {"streams": mhc_post(*arguments, backend=backend)}
 
 
-class CompressWorkload(Workload):
+class CompressWorkload(CacheWriter, problem=problems.Compress):
     # A call writes states, which others would read at the same time.
     overlaps = False
 
-    def __init__(self, problem: Compress, device: torch.device) -> None:
+    def __init__(self, problem: problems.Compress, device: torch.device) -> None:
         rng, ratio, dtype = draw.generator(device), problem.ratio, DTYPES[problem.dtype]
         # First token and number of tokens of each request in the step. As many groups end in this step as on average.
         spans = [(0, problem.tokens)]
@@ -189,7 +155,7 @@ class CompressWorkload(Workload):
         ids = torch.cat([torch.full((count,), i) for i, (_, count) in enumerate(spans)]).to(device)
         positions = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(device)
         pages_each = max(first + count for first, count in spans) // ratio // PAGE_SIZE + 1
-        self.slots = ids * pages_each * PAGE_SIZE + positions // ratio
+        self.row_slots = ids * pages_each * PAGE_SIZE + positions // ratio
         # A ring buffer of states, with the tokens of one row.
         state_page, columns = (PAGE_SIZE, ratio // PAGE_SIZE) if ratio > PAGE_SIZE else (4, 2 * ratio // 4)
         self.states = draw.normal((len(spans) * columns, state_page, 2 * width), torch.float32, rng) * 10
@@ -206,31 +172,18 @@ class CompressWorkload(Workload):
         self.table = torch.arange(len(self.states), device=device).view(len(spans), columns)
         self.layout = as_format(problem.cache_format, head_dim)
         self.cache = kv_cache.allocate(self.layout, len(spans) * pages_each, PAGE_SIZE, device=device)
-        self.written = self.slots[positions % ratio == ratio - 1]
+        self.slots = self.row_slots[positions % ratio == ratio - 1]  # those that are written
 
         members = ratio * (1 + overlaps) if problem.requests else 0  # read from the states, for each row
         record = self.layout.record_width * self.layout.record_dtype.itemsize
-        self.bytes_moved = nbytes(kv, score) + len(self.written) * (members * 2 * head_dim * 4 + record)
+        self.bytes_moved = nbytes(kv, score) + len(self.slots) * (members * 2 * head_dim * 4 + record)
         if problem.requests:
             self.bytes_moved += len(ids) * 2 * width * 4
-        self.tolerances = {"rows": TOLERANCES[problem.cache_format]}
+        self.tolerances = {"keys": TOLERANCES[problem.cache_format]}
         self.call = dispatch.CallSpec(problem.operation, device, dtype, self.layout.name, PAGE_SIZE, head_dim)
 
-    def run(self, backend: str, outputs: Outputs | None = None) -> Results:
-        return self._compress(self.cache, self.states, backend)
-
-    def poisoned_outputs(self) -> Outputs:
-        self.cache.view(torch.uint8).fill_(POISON_BYTE)
-        return {}
-
-    def compared(self, results: Results) -> Results:
-        rows = self.layout.decode(self.layout.page_views(results["cache"]), 1.0)
-        return {"rows": rows.flatten(0, 1)[self.written]}
-
-    def reference(self) -> Results:
-        return self.compared(self._compress(torch.zeros_like(self.cache), self.states.clone(), "reference"))
-
-    def _compress(self, cache: torch.Tensor, states: torch.Tensor, backend: str) -> Results:
+    def compute(self, rows: Rows, backend: str, cache: torch.Tensor | None = None) -> Results:
+        cache, states = (self.cache, self.states) if cache is None else (cache, self.states.clone())
         options = {"state_cache": states, "state_table": self.table, "cache_format": self.layout}
-        flashlatte.compress(*self.arguments, cache, self.slots, **options, backend=backend)
+        flashlatte.compress(*self.arguments, cache, self.row_slots, **options, backend=backend)
         return {"cache": cache}

@@ -12,6 +12,7 @@ from flashlatte.integrations.sglang.flash_mla_module import NOT_IMPORTABLE
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.topk import topk as select_topk
 from flashlatte.runtime import checks, machine
+from flashlatte.runtime.block_tables import whole_rows
 
 _MAX_TOPK = 4096
 
@@ -82,7 +83,8 @@ def fast_topk_transform_fused(
     Args:
         score: float32 or bf16 [rows, width].
         lengths: int32 or int64 [rows], number of columns of each row.
-        page_table_size_1: int32 or int64 [b, max_tokens], the slot of each token.
+        page_table_size_1: int32 or int64 [b, max_tokens], the slot of each token; a slice as in
+            ``topk_transform_paged_v2``.
         cu_seqlens_q: int32 or int64 [b + 1], row boundaries of the requests.
         topk: number of slots to select.
         row_starts: int32 or int64 [rows], the first column of each row's request; 0 if None.
@@ -96,7 +98,7 @@ def fast_topk_transform_fused(
     rows = torch.arange(score.shape[0], dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
     requests = torch.searchsorted(cu_seqlens_q[1:], rows, right=True)
     with checks.naming(block_table="page_table_size_1"):
-        return index_convert(selected, page_table_size_1, 1, request_ids=requests)
+        return index_convert(selected, whole_rows(page_table_size_1), 1, request_ids=requests)
 
 
 def fast_topk_transform_ragged_fused(
@@ -137,7 +139,8 @@ def topk_transform_paged_v2(
     Args:
         scores: float32 or bf16 [rows, width].
         seq_lens: int32 or int64 [rows].
-        page_tables: int32 or int64 [rows, max_pages]; None returns the selected columns themselves.
+        page_tables: int32 or int64 [rows, max_pages]; None returns the selected columns themselves. A slice of a wider
+            buffer's columns stands for the buffer's whole rows, as in SGLang's kernels.
         out_page_indices: int32 [rows, k], written, padded with -1.
         page_size: tokens in a page.
         metadata: unused.
@@ -151,7 +154,7 @@ def topk_transform_paged_v2(
     with checks.naming(logits="scores", end="seq_lens", block_table="page_tables"):
         selected = select_topk(scores, k, end=seq_lens, indices=raw)
         if page_tables is not None:
-            index_convert(selected, page_tables, page_size, slots=out_page_indices)
+            index_convert(selected, whole_rows(page_tables), page_size, slots=out_page_indices)
         elif out_raw_indices is not None:
             out_raw_indices.copy_(selected)
 

@@ -183,12 +183,7 @@ def _enable_mla(model: nn.Module, settings: Settings, loss: LossHooks) -> None:
     fuse_weights_on_gpu(map(hidden_projections, modules))
     for module in modules:
         change_class(module, attention.paged(family))
-    registered = [
-        decoder.register_forward_pre_hook(hooks.BeginForward(family, settings), with_kwargs=True),
-        decoder.register_forward_hook(hooks.end_forward, with_kwargs=True),
-        decoder.register_forward_hook(loss.end_decoder, with_kwargs=True),
-    ]
-    _keep_hooks(model, decoder, registered, loss)
+    _keep_hooks(model, decoder, hooks.register(decoder, hooks.BeginForward(family, settings), loss), loss)
 
 
 def _enable_v4(model: nn.Module, decoder: Any, settings: Settings, loss: LossHooks) -> None:

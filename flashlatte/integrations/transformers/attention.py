@@ -213,11 +213,7 @@ def _rotary(
 
 
 def multi_head_attention(
-    module: Any,
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, rows: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
 ) -> torch.Tensor:
     """Attention in multi-head form, by the model's attention implementation (PyTorch's SDPA unless set otherwise).
 
@@ -235,13 +231,6 @@ def multi_head_attention(
         module.config._attn_implementation, module.family.host.eager_attention_forward
     )
     out, _ = implementation(
-        module,
-        query.transpose(1, 2),
-        key,
-        value,
-        attention_mask,
-        dropout=0.0,
-        scaling=softmax_scale(module),
-        **kwargs,
+        module, query.transpose(1, 2), key, value, attention_mask, dropout=0.0, scaling=softmax_scale(module), **kwargs
     )
     return out

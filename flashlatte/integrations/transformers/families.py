@@ -110,10 +110,7 @@ FAMILIES = (
     Family("kimi_linear", "KimiLinear", linear="DeltaAttention"),
     Family("longcat_flash", "LongcatFlash", "MLA"),
     Family("minicpm3", "MiniCPM3"),
-    Family(
-        *("mistral_large4", "MistralLarge4", "TextAttention", "TextModel"),
-        returns_selection=True,
-    ),
+    Family(*("mistral_large4", "MistralLarge4", "TextAttention", "TextModel"), returns_selection=True),
     Family("mistral4", "Mistral4"),
     Family("youtu", "Youtu"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ from flashlatte.integrations.transformers import training
 from flashlatte.integrations.transformers.cache import PagedLatentCache
 from flashlatte.integrations.transformers.calls import CACHE, arguments, check_tokens, tokens_of
 from flashlatte.integrations.transformers.families import Family, attentions, linear_layers
+from flashlatte.integrations.transformers.indexer_losses import LossHooks
 from flashlatte.integrations.transformers.padded import PagedLatents
+from flashlatte.integrations.transformers.paged_cache import PagedCache
 from flashlatte.kv_cache import CacheFormat
 from flashlatte.kv_cache.registry import format_of_rows
 from flashlatte.layers import IndexerConfig, models
@@ -94,10 +97,19 @@ class BeginForward:
         return paged
 
 
-def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Hook after the decoder's forward: commits the tokens of a successful pass."""
+def register(decoder: Any, begin: Callable[..., Any], loss: LossHooks) -> list[Any]:
+    """Register the hooks around a decoder's forward: ``begin``, the commit of its tokens, and the indexers' losses."""
+    return [
+        decoder.register_forward_pre_hook(begin, with_kwargs=True),
+        decoder.register_forward_hook(_commit, with_kwargs=True),
+        decoder.register_forward_hook(loss.end_decoder, with_kwargs=True),
+    ]
+
+
+def _commit(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Commit the tokens of a successful pass."""
     cache = kwargs.get(CACHE)
-    if isinstance(cache, PagedLatentCache):
+    if isinstance(cache, PagedCache):
         cache.store.commit()
 
 

@@ -43,10 +43,7 @@ def step_indexer(
     """The module's indexer bound to the planned step; None if the module reuses a selection, or has no indexer."""
     if latents.indexer is None or module.indexer is None:
         return None
-    pages, index_pages = (
-        latents.pages(source_layer(module), device),
-        latents.index_pages(module.layer_idx, device),
-    )
+    pages, index_pages = (latents.pages(source_layer(module), device), latents.index_pages(module.layer_idx, device))
     return make_step_indexer(module.indexer, latents.indexer, index_pages, pages, rotary, latents.backend, positions)
 
 

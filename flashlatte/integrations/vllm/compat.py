@@ -58,10 +58,7 @@ def cpu_refusal() -> str | None:
     Before 0.32, vLLM on a CPU keeps no weights that MLA could absorb and selects no prefill backend, and its generic
     model lacks the classes that ``backends.sparse`` and ``backends.indexer`` replace.
     """
-    found = version()
-    if found is not None and MIN_VERSION <= _numbers(found) < MIN_CPU_VERSION:
-        return f"its CPU platform supports vLLM {_dotted(MIN_CPU_VERSION)} and later, and {found} is installed"
-    return version_refusal()
+    return _refusal_below(MIN_CPU_VERSION, "its CPU platform supports vLLM {} and later, and {} is installed")
 
 
 def indexer_refusal() -> str | None:
@@ -70,17 +67,19 @@ def indexer_refusal() -> str | None:
     Before 0.32, vLLM runs these models on a GPU with its generic model, whose indexer is one operation of a compiled
     graph, and it lacks the base classes of ``backends.sparse``.
     """
-    found = version()
-    if found is not None and MIN_VERSION <= _numbers(found) < MIN_INDEXER_VERSION:
-        return f"models with an indexer are supported in vLLM {_dotted(MIN_INDEXER_VERSION)} and later, not in {found}"
-    return version_refusal()
+    return _refusal_below(MIN_INDEXER_VERSION, "models with an indexer are supported in vLLM {} and later, not in {}")
 
 
 def v4_refusal() -> str | None:
     """Why FlashLatte does not support DeepSeek-V4 in the installed vLLM, or None. Versions before 0.32 are untested."""
+    return _refusal_below(MIN_INDEXER_VERSION, "DeepSeek-V4 is supported in vLLM {} and later, not in {}")
+
+
+def _refusal_below(needed: tuple[int, ...], message: str) -> str | None:
+    """``message`` about the needed and the installed version if the latter is supported and older."""
     found = version()
-    if found is not None and MIN_VERSION <= _numbers(found) < MIN_INDEXER_VERSION:
-        return f"DeepSeek-V4 is supported in vLLM {_dotted(MIN_INDEXER_VERSION)} and later, not in {found}"
+    if found is not None and MIN_VERSION <= _numbers(found) < needed:
+        return message.format(_dotted(needed), found)
     return version_refusal()
 
 

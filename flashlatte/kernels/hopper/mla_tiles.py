@@ -90,6 +90,17 @@ class HalfFullBarriers(NamedTuple):
     right: Any
 
 
+class QuarterFullBarriers(NamedTuple):
+    """mbarriers on which the copies of a block's quarters of the latent complete, and of the mask of its keys. RoPE
+    columns complete on that of quarter 3."""
+
+    quarter0: Any
+    quarter1: Any
+    quarter2: Any
+    quarter3: Any
+    mask: Any
+
+
 class FullBarriers(NamedTuple):
     """mbarriers on which the copies of the queries and of the blocks complete."""
 
@@ -120,6 +131,15 @@ def allocate_square(DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def allocate_rows(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
+    """Tiles for 64 rows."""
+    left = allocate_half(DTYPE)
+    right = allocate_half(DTYPE)
+    rope = allocate_square(DTYPE) if HAS_ROPE else left
+    return LatentTile(left, right, rope)
+
+
+@gluon.jit
 def allocate_vector(DTYPE: gl.constexpr):
     """One element per row, [64]."""
     return gl.allocate_shared_memory(DTYPE, [ROWS], _VECTOR)
@@ -138,6 +158,18 @@ def allocate_tiles(q, k0, k1, p0, p1):
         allocate_vector(gl.float32),
         allocate_vector(gl.float32),
         allocate_vector(gl.float32),
+    )
+
+
+@gluon.jit
+def allocate_quarter_barriers():
+    """``QuarterFullBarriers`` for copies by four warps."""
+    return QuarterFullBarriers(
+        allocate_mbarrier(128),
+        allocate_mbarrier(128),
+        allocate_mbarrier(128),
+        allocate_mbarrier(128),
+        allocate_mbarrier(),
     )
 
 

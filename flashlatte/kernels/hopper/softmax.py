@@ -25,7 +25,7 @@ NO_SCORE = gl.constexpr(-1e30)
 class ConsumerState(NamedTuple):
     """A consumer's unnormalized output, and the statistics of its rows."""
 
-    out: Any  # float32 [rows, columns]
+    out: Any  # float32 [rows, columns], or a tuple of such tiles
     row_max: Any  # [rows], the maximum that P is relative to
     row_sum: Any  # [rows], of P
 

@@ -181,6 +181,16 @@ def read_scalar(smem, index):
 
 
 @gluon.jit
+def read_scalars(smem):
+    """Read all scalars of ``smem`` [n, 1], as a tuple."""
+    COUNT: gl.constexpr = smem.shape[0]
+    values = ()
+    for index in gl.static_range(COUNT):
+        values += (read_scalar(smem, index),)
+    return values
+
+
+@gluon.jit
 def make_mask(work_tile, window, FIRST_ROW: gl.constexpr, PACK: gl.constexpr):
     """The mask of a consumer's rows, from FIRST_ROW of the tile on; PACK consecutive rows have the same position."""
     position = work_tile.position + FIRST_ROW // PACK

@@ -69,34 +69,22 @@ class StepConfig(NamedTuple):
     interpreted: bool
 
 
-# By GPU class: the first configuration that fits all query rows is used, or the last one.
+# By GPU class: the first configuration that fits all query rows is used, or the last one. Numbers are block_h, block_n,
+# num_warps and num_stages.
 Table = dict[str, tuple[AttentionConfig, ...]]
-INTERPRETED = (AttentionConfig(16, 16, num_warps=1), AttentionConfig(32, 32, num_warps=1))
+INTERPRETED = (AttentionConfig(16, 16, 1), AttentionConfig(32, 32, 1))
 
 # For rows in q's dtype, found by indices.
 SELECTED_ROWS: Table = {
     "hopper": (
-        AttentionConfig(16, 64, num_warps=4, num_stages=3, programs=2),
-        AttentionConfig(32, 64, num_warps=8, num_stages=5),
-        AttentionConfig(64, 64, num_warps=8, num_stages=5, warpgroups=True),
+        AttentionConfig(16, 64, 4, 3, programs=2),
+        AttentionConfig(32, 64, 8, 5),
+        AttentionConfig(64, 64, 8, 5, warpgroups=True),
     ),
-    "blackwell": (
-        AttentionConfig(16, 64, num_warps=4, num_stages=3, programs=2),
-        AttentionConfig(32, 64, num_warps=8, num_stages=5),
-    ),
-    "ampere": (
-        AttentionConfig(16, 32, num_warps=4, num_stages=3, programs=2),
-        AttentionConfig(32, 32, num_warps=8, num_stages=5),
-        AttentionConfig(64, 32, num_warps=8, num_stages=5),
-    ),
-    "small": (
-        AttentionConfig(16, 32, num_warps=4, num_stages=5),
-        AttentionConfig(32, 32, num_warps=8, num_stages=3),
-    ),
-    "other": (
-        AttentionConfig(16, 32, num_warps=4),
-        AttentionConfig(32, 32, num_warps=4),
-    ),
+    "blackwell": (AttentionConfig(16, 64, 4, 3, programs=2), AttentionConfig(32, 64, 8, 5)),
+    "ampere": (AttentionConfig(16, 32, 4, 3, programs=2), AttentionConfig(32, 32, 8, 5), AttentionConfig(64, 32, 8, 5)),
+    "small": (AttentionConfig(16, 32, 4, 5), AttentionConfig(32, 32, 8, 3)),
+    "other": (AttentionConfig(16, 32, 4), AttentionConfig(32, 32, 4)),
     "interpreter": INTERPRETED,
 }
 

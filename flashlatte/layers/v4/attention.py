@@ -17,13 +17,7 @@ from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.cache_attention import attend_cache
 from flashlatte.layers.v4.config import V4Config
 from flashlatte.layers.v4.group_step import GroupStep
-from flashlatte.layers.v4.modules import (
-    LayerCompressor,
-    NormWeight,
-    hidden_projections,
-    output_matrix,
-    project_hidden,
-)
+from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, hidden_projections, output_matrix, project_hidden
 from flashlatte.layers.v4.step import V4Step
 from flashlatte.layers.weights import norm_weight
 from flashlatte.ops.norm_rope import rotate_heads
@@ -153,11 +147,9 @@ class V4Attention(nn.Module):
             the batch's groups, which are ordered by sequence.
 
         Raises:
-            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a config with parts that have
-                no gradient.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
         """
         config, weight = self.config, self.kv_proj.weight
-        training.check_config(config)
         dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)
         checks.tensor("hidden", hidden, ("tokens", config.hidden_size), dtypes, weight.device)
         checks.tensor("cu_seqlens", cu_seqlens, ("n + 1",), checks.INDEX_DTYPES, weight.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -114,11 +115,8 @@ class V4Builder:
             table,
             self._groups(table, to_device(state_pages, self._device)),
             shared_tokens=to_device(shared, self._device) if has_repeated_tokens else None,
-            window=self._layers[0].window,
-            page_size=self._page_size,
-            group_page_sizes=self._group_page_sizes,
             limits=self._limits,
-            backend=self._backend,
+            **self._options,
         )
         return V4Metadata(step.num_tokens, lambda: step, self._states)
 
@@ -148,25 +146,19 @@ class V4Builder:
         """The step in the buffers. The host uses only its size."""
         request_ids, positions, state_pages, shared = self._columns[:, :size]
         table = self._table[:size]
-        return V4Step.build(
-            request_ids,
-            positions,
-            table,
-            self._groups(table, state_pages),
-            shared_tokens=shared,
-            window=self._layers[0].window,
-            page_size=self._page_size,
-            group_page_sizes=self._group_page_sizes,
-            backend=self._backend,
-        )
+        groups = self._groups(table, state_pages)
+        return V4Step.build(request_ids, positions, table, groups, shared_tokens=shared, **self._options)
 
     def _groups(self, table: torch.Tensor, state_pages: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The tables of groups and of states by ratio."""
         return dict.fromkeys(self._ring_sizes, (table, state_pages[:, None].to(torch.int32)))
 
     @property
-    def _group_page_sizes(self) -> dict[int, int]:
-        return {ratio: self._page_size // ratio for ratio in self._ring_sizes}
+    def _options(self) -> dict[str, Any]:
+        """Arguments of every step."""
+        group_page_sizes = {ratio: self._page_size // ratio for ratio in self._ring_sizes}
+        sizes = {"window": self._layers[0].window, "page_size": self._page_size, "group_page_sizes": group_page_sizes}
+        return {**sizes, "backend": self._backend}
 
     def _grow(self, requests: int) -> None:
         if requests <= self._capacity:

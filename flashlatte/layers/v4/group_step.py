@@ -125,13 +125,7 @@ class GroupStep:
     ) -> SelectedGroups:
         groups = self._step.groups[self._config.ratio]
         indices = paged_index_select(
-            q.unsqueeze(1),
-            index_keys,
-            weights,
-            groups.num_visible,
-            groups.token_table,
-            topk,
-            backend=self._backend,
+            q.unsqueeze(1), index_keys, weights, groups.num_visible, groups.token_table, topk, backend=self._backend
         )
         return SelectedGroups(indices, groups.num_visible.clamp_max(topk), groups, self._backend)
 

@@ -24,11 +24,7 @@ class V4Compressor(nn.Module):
     """Projections that compress groups to rows of ``head_dim``; twice as wide for each token if groups overlap."""
 
     def __init__(
-        self,
-        config: V4Config,
-        head_dim: int,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        self, config: V4Config, head_dim: int, dtype: torch.dtype | None, device: torch.device | str | None
     ) -> None:
         super().__init__()
         width = (1 + config.overlap) * head_dim

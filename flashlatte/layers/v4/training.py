@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from flashlatte.layers.training import (
     IndexOperands,
     TrainingOutput,
-    check_fields,
     check_names,
     product_dtype,
     requires_gradient,
@@ -31,10 +30,6 @@ from flashlatte.ops.sparse_attention import sparse_attention
 _PARTS = {"q_a_proj", "q_a_norm", "q_b_proj", "q_b_norm", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj", "sinks"}
 _PARTS |= {"compressor"}
 _COMPRESSOR_PARTS = {"kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary_emb", "indexer", "q_b_proj", "scorer"}
-# The config fields that training supports.
-_FIELDS = {"hidden_size", "q_lora_rank", "num_attention_heads", "head_dim", "rope_dim", "o_groups", "o_lora_rank"}
-_FIELDS |= {"window", "ratio", "indexer", "rope", "rms_norm_eps"}
-_INDEXER_FIELDS = {"num_heads", "head_dim", "topk"}
 
 
 class TrainingGroups(NamedTuple):
@@ -251,10 +246,3 @@ def _rotate_tail(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) ->
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def check_config(config: V4Config) -> None:
-    """Raise ValueError for a config field that training does not support, unless it has its default value."""
-    check_fields(config, _FIELDS)
-    if config.indexer is not None:
-        check_fields(config.indexer, _INDEXER_FIELDS)

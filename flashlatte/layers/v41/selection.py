@@ -97,13 +97,7 @@ class IndexQueries:
             num_keys = (groups.num_visible[rows].unsqueeze(1) - first).clamp(0, size).masked_fill(first < 0, 0)
             slots = index_convert(first, groups.token_table[rows], groups.page_size, backend=self.backend)
             logits = sparse_index_logits(
-                self.q[rows],
-                self.keys,
-                self.weights[rows],
-                slots,
-                num_keys,
-                block_size=size,
-                backend=self.backend,
+                self.q[rows], self.keys, self.weights[rows], slots, num_keys, block_size=size, backend=self.backend
             )
             # Blocks ascend, so that visible keys are the first columns and columns ascend with positions.
             columns_in_use = num_keys.sum(dim=1, dtype=torch.int32)

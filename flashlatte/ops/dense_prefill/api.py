@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams
 from flashlatte.runtime import checks, dispatch, ragged, refusals
 from flashlatte.runtime.gradients import refuse_tangents
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
@@ -205,7 +205,7 @@ def _dense_prefill_backward(
     gradients = _fake_backward(*params)
     if params.q.shape[0] == 0:
         return gradients[0], gradients[1].zero_(), gradients[2].zero_()
-    _run_backward(params, out, lse, dout, dlse, deterministic, *gradients, backend)
+    _run_backward(params, DensePrefillGradients(out, lse, dout, dlse, deterministic, *gradients), backend)
     return gradients
 
 
@@ -229,9 +229,9 @@ def _dense_prefill_out(params: DensePrefillParams, backend: str, out: torch.Tens
 @dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
 def _run_forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.dense_prefill.hopper.forward import forward
+        from flashlatte.ops.dense_prefill.hopper.forward.launch import forward
     elif backend == "portable":
-        from flashlatte.ops.dense_prefill.portable import forward
+        from flashlatte.ops.dense_prefill.portable.launch import forward
     else:
         from flashlatte.ops.dense_prefill.reference import forward
 
@@ -239,26 +239,15 @@ def _run_forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tenso
 
 
 @dispatch.implemented(BACKWARD, hopper=_refuses_hopper_backward, portable=_refuses_portable)
-def _run_backward(
-    params: DensePrefillParams,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    deterministic: bool,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    backend: str,
-) -> None:
+def _run_backward(params: DensePrefillParams, gradients: DensePrefillGradients, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.dense_prefill.hopper.backward import backward
+        from flashlatte.ops.dense_prefill.hopper.backward.launch import backward
     elif backend == "portable":
-        from flashlatte.ops.dense_prefill.portable import backward
+        from flashlatte.ops.dense_prefill.portable.launch import backward
     else:
         from flashlatte.ops.dense_prefill.reference import backward
 
-    backward(params, out, lse, dout, dlse, deterministic, dq, dk, dv)
+    backward(params, gradients)
 
 
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:

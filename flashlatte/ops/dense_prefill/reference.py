@@ -1,16 +1,75 @@
-"""Dense prefill in plain PyTorch, request by request, a few query rows at a time: the specification."""
+"""Dense prefill: the arguments, and the specification in plain PyTorch, a few query rows of a request at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from flashlatte.kernels.softmax import attend
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.runtime.kernel_records import ElementPointer, Int32
 from flashlatte.runtime.ragged import boundaries_of
 
 SCORE_BYTES = 256 * 2**20
+
+
+class DensePrefillParams(NamedTuple):
+    """The checked arguments of ``api.dense_prefill``, except its outputs.
+
+    ``window_left`` and ``window_right`` are ``ragged.UNLIMITED`` for unbounded; causal attention has right 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    empty_lse: float
+
+
+class DensePrefillGradients(NamedTuple):
+    """The arguments of the backward pass in addition to those of the forward pass.
+
+    Attributes:
+        out, lse: results of the forward pass.
+        dout, dlse: their gradients.
+        deterministic: dq is bitwise the same from run to run.
+        dq, dk, dv: written to.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    deterministic: bool
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+class DensePrefillRequests(NamedTuple):
+    """The queries and keys of each request: its first token, and the end of the last request, [count + 1].
+
+    ``total_q`` and ``total_k``: rows of q and of k.
+    """
+
+    cu_seqlens_q: ElementPointer
+    cu_seqlens_k: ElementPointer
+    count: Int32
+    total_q: Int32
+    total_k: Int32
+
+
+def requests_of(params: DensePrefillParams) -> DensePrefillRequests:
+    """Make ``DensePrefillRequests`` from the arguments of a call."""
+    count = params.cu_seqlens_q.shape[0] - 1
+    return DensePrefillRequests(params.cu_seqlens_q, params.cu_seqlens_k, count, params.q.shape[0], params.k.shape[0])
 
 
 @torch.no_grad()
@@ -28,21 +87,12 @@ def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) ->
 
 
 @torch.no_grad()
-def backward(
-    params: DensePrefillParams,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    deterministic: bool,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
+def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> None:
     """With P the probabilities: dV = Pᵀ dO, dP = dO Vᵀ, dS = P (dP - (Σ out · dO - dlse)), dQ = scale dS K,
     dK = scale dSᵀ Q (arXiv:2307.08691, §2.3.2; the derivative of lse by a score is its probability).
     """
     q, k, v = params.q, params.k, params.v
+    out, lse, dout, dlse, _, dq, dk, dv = gradients
     dq.zero_()
     dk_sum, dv_sum = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (k, v))
     for rows, keys, visible in _blocks(params):

@@ -261,9 +261,9 @@ def _indexer_loss(
 @dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
 def _run(params: IndexerLossParams, results: IndexerLossResults, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.indexer_loss.hopper import loss_and_gradients
+        from flashlatte.ops.indexer_loss.hopper.launch import loss_and_gradients
     elif backend == "portable":
-        from flashlatte.ops.indexer_loss.portable import loss_and_gradients
+        from flashlatte.ops.indexer_loss.portable.launch import loss_and_gradients
     else:
         from flashlatte.ops.indexer_loss.reference import loss_and_gradients
 

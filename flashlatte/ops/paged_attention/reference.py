@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch, a few query rows of a request at a time: the specification."""
+"""Paged attention: the arguments, and the specification in plain PyTorch, a few query rows of a request at a time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from flashlatte.kernels.softmax import attend, sink_weight
 from flashlatte.kv_cache.fp8 import raw_view, to_e4m3
+from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 from flashlatte.runtime.ragged import boundaries_of
 
 _SCORE_BYTES = 256 * 2**20
@@ -56,6 +57,36 @@ class PagedAttentionParams(NamedTuple):
     def cached_keys(self) -> int:
         """The capacity of a request's pages, in keys."""
         return self.block_table.shape[1] * self.k_cache.shape[1]
+
+
+class PagedAttentionRequests(NamedTuple):
+    """The queries of each request, and its keys in pages.
+
+    Attributes:
+        cu_seqlens_q: first query of each request and the end of the last one, [count + 1].
+        count: number of requests.
+        total_q: rows of q.
+        seqused_k, seqused_stride: keys of each request in its pages, clamped to 0 … ``capacity``.
+    """
+
+    cu_seqlens_q: ElementPointer
+    count: Int32
+    total_q: Int32
+    seqused_k: ElementPointer
+    seqused_stride: Int64
+    capacity: Int32
+
+
+def paged_requests(params: PagedAttentionParams) -> PagedAttentionRequests:
+    """Make ``PagedAttentionRequests`` from the arguments of a call."""
+    return PagedAttentionRequests(
+        cu_seqlens_q=params.cu_seqlens_q,
+        count=params.cu_seqlens_q.shape[0] - 1,
+        total_q=params.q.shape[0],
+        seqused_k=params.seqused_k,
+        seqused_stride=params.seqused_k.stride(0),
+        capacity=params.cached_keys,
+    )
 
 
 @torch.no_grad()

@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
+from flashlatte.ops.sparse_attention.reference import (
+    SparseAttentionBackwardParams,
+    SparseAttentionGradients,
+    SparseAttentionParams,
+)
 from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
 from flashlatte.ops.sparse_prefill.api import check_operands
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
@@ -115,18 +119,10 @@ def _wide(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fake_forward(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    d_v: int,
-    *_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = q.shape[:2]
-    return q.new_empty(*rows, d_v), q.new_empty(rows, dtype=_wide(q))
+def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    params = SparseAttentionParams(*args[: len(SparseAttentionParams._fields)])
+    q, rows = params.q, params.q.shape[:2]
+    return q.new_empty(*rows, params.d_v), q.new_empty(rows, dtype=_wide(q))
 
 
 def _fake_backward(
@@ -186,41 +182,34 @@ def _sparse_attention_backward(
 @dispatch.implemented(BACKWARD, hopper=_refuses_hopper, portable=_refuses_portable)
 def _run_backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGradients, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.sparse_attention.hopper import backward
+        from flashlatte.ops.sparse_attention.hopper.launch import backward
     elif backend == "portable":
-        from flashlatte.ops.sparse_attention.portable import backward
+        from flashlatte.ops.sparse_attention.portable.launch import backward
     else:
         from flashlatte.ops.sparse_attention.reference import backward
 
     backward(params, gradients)
 
 
-@register_differentiable_op(OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep)
+@register_differentiable_op(
+    OPERATION, fake=_fake_forward, backward=_gradient, setup_context=_keep, record=SparseAttentionParams
+)
 def _sparse_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    d_v: int,
-    deterministic: bool,
-    backend: str,
-    backward_backend: str,
+    params: SparseAttentionParams, backend: str, backward_backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _fake_forward(q, kv, indices, topk_length, attn_sink, softmax_scale, d_v)
-    if q.shape[0]:
-        params = SparsePrefillParams(
-            q=q,
-            kv=kv,
-            indices=indices,
-            topk_length=topk_length,
-            attn_sink=attn_sink,
-            softmax_scale=softmax_scale,
+    out, lse = _fake_forward(*params)
+    if params.q.shape[0]:
+        given = SparsePrefillParams(
+            q=params.q,
+            kv=params.kv,
+            indices=params.indices,
+            topk_length=params.topk_length,
+            attn_sink=params.attn_sink,
+            softmax_scale=params.softmax_scale,
             empty_lse=-math.inf,
             out=out,
             max_logits=torch.empty_like(lse),
             lse=lse,
         )
-        dispatch.implementation(FORWARD, backend)(params)
+        dispatch.implementation(FORWARD, backend)(given)
     return out, lse

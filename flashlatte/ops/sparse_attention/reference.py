@@ -11,6 +11,19 @@ from flashlatte.kernels.softmax import sink_weight
 GATHERED_BYTES = 64 * 2**20
 
 
+class SparseAttentionParams(NamedTuple):
+    """The checked arguments of ``api.sparse_attention``."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    softmax_scale: float
+    d_v: int
+    deterministic: bool
+
+
 class SparseAttentionBackwardParams(NamedTuple):
     """Gradients of the forward results, and the arguments and results of the forward pass. ``dout``, ``dlse``, ``out``
     and ``lse`` are contiguous."""

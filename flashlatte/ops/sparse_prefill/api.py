@@ -135,7 +135,7 @@ def sparse_prefill(
 @dispatch.implemented(OPERATION, hopper=_refuses_hopper, portable=_refuses_portable)
 def _sparse_prefill(params: SparsePrefillParams, backend: str) -> None:
     if backend == "hopper":
-        from flashlatte.ops.sparse_prefill.hopper import sparse_prefill
+        from flashlatte.ops.sparse_prefill.hopper.launch import sparse_prefill
     elif backend == "portable":
         from flashlatte.ops.sparse_prefill.by_token import sparse_prefill
     else:

@@ -70,12 +70,13 @@ def test_no_backend_supports_query_lengths_on_the_device_only():
 def test_prefill_runs_before_vllm_serves(monkeypatch, cache, dtype):
     """Warm-up runs over new and cached tokens without the layer's weights; on a GPU it compiles the kernels."""
     from flashlatte.integrations.vllm.backends import dense
+    from flashlatte.layers import cache as caches
     from flashlatte.layers import prefill
 
     ran = []
-    for name in ("dense_prefill", "cache_gather", "merge_states"):
-        run = getattr(prefill, name)
-        monkeypatch.setattr(prefill, name, lambda *a, _run=run, _name=name, **k: ran.append(_name) or _run(*a, **k))
+    for module, name in ((prefill, "dense_prefill"), (caches, "cache_gather"), (prefill, "merge_states")):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _run=run, _name=name, **k: ran.append(_name) or _run(*a, **k))
     impl = object.__new__(dense.FlashLatteMLAImpl)
     impl.uses_other_prefill, impl.is_fp8, impl.scale = False, cache == "fp8", 192**-0.5
     impl.num_heads, impl.head_size, impl.kv_lora_rank, impl.v_head_dim = 2, 576, 512, 128

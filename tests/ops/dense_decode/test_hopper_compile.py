@@ -215,8 +215,11 @@ def test_overhead(batch, keys, stream_k, overhead):
 
 @pytest.mark.parametrize(
     "call",
-    [pytest.param({"batch": 4, "heads": 16}, marks=pytest.mark.full), {"batch": 2}],
-    ids=["16 heads", "128 heads"],
+    [
+        pytest.param({"batch": 4, "heads": 16}, id="16 heads", marks=pytest.mark.full),
+        pytest.param({"batch": 2}, id="128 heads", marks=pytest.mark.full),
+        pytest.param({"batch": 128}, id="many requests"),
+    ],
 )
 def test_no_barrier_between_lengths_and_keys(record, call):
     """No warp waits for another before the first loads, and the producer has no divisions left."""

@@ -10,7 +10,7 @@ import torch
 from support.marks import mostly_full
 
 from flashlatte.ops.dense_prefill import api, reference
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
+from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams
 from flashlatte.runtime import machine, ragged
 from flashlatte.testing import compare
 from flashlatte.testing.cases import DensePrefillCase
@@ -56,8 +56,9 @@ def test_backward(emulation, name, deterministic):
     for x in (out, dout, dlse):
         x[~queries] = torch.nan
     expected, results = (tuple(torch.full_like(x, torch.nan) for x in (params.q, params.k, params.v)) for _ in range(2))
-    reference.backward(params, out, lse, dout, dlse, deterministic, *expected)
-    emulation(seed=1)(api.BACKWARD, "hopper", params, out, lse, dout, dlse, deterministic, *results)
+    given = out, lse, dout, dlse, deterministic
+    reference.backward(params, DensePrefillGradients(*given, *expected))
+    emulation(seed=1)(api.BACKWARD, "hopper", params, DensePrefillGradients(*given, *results))
     for gradient, result, wanted in zip(("dq", "dk", "dv"), results, expected, strict=True):
         assert wanted.isfinite().all()
         compare.assert_close(result, wanted, compare.DENSE_PREFILL_GRADIENT, gradient)

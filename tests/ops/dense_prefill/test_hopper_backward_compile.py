@@ -19,7 +19,7 @@ from support import compile as support  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward import launch  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel  # noqa: E402
 from flashlatte.ops.dense_prefill.hopper.backward.rows import finish_kernel, prepare_kernel  # noqa: E402
-from flashlatte.ops.dense_prefill.params import DensePrefillParams  # noqa: E402
+from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 
@@ -67,14 +67,16 @@ def call_backward(
         DensePrefillParams(
             q, k, v, cu_seqlens, cu_seqlens, tokens_q, tokens_k, d_qk**-0.5, UNLIMITED, 0, empty_lse=-math.inf
         ),
-        tensor(tokens_q, heads, 128),
-        torch.empty(heads, tokens_q).T,
-        tensor(tokens_q, heads, 128),
-        torch.empty(tokens_q, heads) if dlse else None,
-        deterministic,
-        tensor(tokens_q, heads, d_qk),
-        tensor(tokens_k, kv_heads, d_qk),
-        tensor(tokens_k, kv_heads, 128),
+        DensePrefillGradients(
+            tensor(tokens_q, heads, 128),
+            torch.empty(heads, tokens_q).T,
+            tensor(tokens_q, heads, 128),
+            torch.empty(tokens_q, heads) if dlse else None,
+            deterministic,
+            tensor(tokens_q, heads, d_qk),
+            tensor(tokens_k, kv_heads, d_qk),
+            tensor(tokens_k, kv_heads, 128),
+        ),
     )
 
 
@@ -140,4 +142,4 @@ def test_a_misaligned_buffer_is_an_error(record):
     cu = torch.zeros(2, dtype=torch.int32)
     params = DensePrefillParams(q, k, v, cu, cu, 64, 64, 0.1, UNLIMITED, 0, empty_lse=-math.inf)
     with pytest.raises(ValueError, match=r"^q must begin at a multiple of 16 bytes for backend='hopper', got 0x"):
-        launch.backward(params, v, lse, v, None, False, q, k, v)
+        launch.backward(params, DensePrefillGradients(v, lse, v, None, False, q, k, v))

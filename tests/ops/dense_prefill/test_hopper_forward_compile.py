@@ -21,7 +21,7 @@ from support import compile as support  # noqa: E402
 from support.later_spills import allowed  # noqa: E402
 
 from flashlatte.ops.dense_prefill.hopper.forward import launch, tiles  # noqa: E402
-from flashlatte.ops.dense_prefill.params import DensePrefillParams  # noqa: E402
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch
 
-from flashlatte.ops.dense_prefill.params import DensePrefillParams
 from flashlatte.ops.dense_prefill.portable import launch
+from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams
 from flashlatte.runtime import machine
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
@@ -32,7 +32,8 @@ def run(head_dim: int, head_dim_v: int) -> None:
     ends = torch.tensor([0, 40, 160], dtype=torch.int32)
     params = DensePrefillParams(q, k, v, ends, ends, 120, 120, 0.2, 2**31 - 1, 0, empty_lse=float("-inf"))
     launch.forward(params, out, lse)
-    launch.backward(params, out, lse, out, None, True, rows(head_dim), rows(head_dim), rows(head_dim_v))
+    gradients = rows(head_dim), rows(head_dim), rows(head_dim_v)
+    launch.backward(params, DensePrefillGradients(out, lse, out, None, True, *gradients))
 
 
 @pytest.mark.full

@@ -78,7 +78,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_full(OPTIONS, "no relu"))
+@pytest.mark.parametrize("name", mostly_full(OPTIONS))
 def test_options(emulated, name):
     sizes, options = OPTIONS[name]
     check(arguments(TOY, False, **SMALL | sizes), **options)

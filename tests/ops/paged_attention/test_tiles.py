@@ -8,7 +8,7 @@ import torch
 from flashlatte.kernels.triton.packed import Window
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, VisibleRanges, find_tiles_kernel
-from flashlatte.ops.paged_attention.requests import PagedAttentionRequests
+from flashlatte.ops.paged_attention.reference import PagedAttentionRequests
 
 pytestmark = pytest.mark.interpreter
 BLOCK = 3

@@ -149,13 +149,6 @@ class BeginV4Forward:
         cache.filled_for = model.config
 
 
-def end_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Hook after the decoder's forward: commits the tokens of a successful pass."""
-    cache = kwargs.get(CACHE)
-    if isinstance(cache, PagedV4Cache):
-        cache.store.commit()
-
-
 def new_store(model: Any, settings: hooks.Settings) -> V4Store:
     """An empty store in the configured format, or in that of the model's dtype.
 
@@ -190,11 +183,7 @@ def enable(decoder: Any, settings: hooks.Settings, loss: LossHooks) -> list[Any]
     for layer in decoder.layers:
         change_class(layer.self_attn, PagedV4Attention)
         _change_connections(layer, DeepseekV4HyperConnection, FusedHyperConnection)
-    return [
-        decoder.register_forward_pre_hook(BeginV4Forward(settings), with_kwargs=True),
-        decoder.register_forward_hook(end_forward, with_kwargs=True),
-        decoder.register_forward_hook(loss.end_decoder, with_kwargs=True),
-    ]
+    return hooks.register(decoder, BeginV4Forward(settings), loss)
 
 
 def disable(decoder: Any) -> None:

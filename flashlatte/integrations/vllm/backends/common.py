@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm import envs
@@ -49,3 +49,21 @@ class CommonBackendMixin:
         # Kernels take the number of queries of a request from tensor shapes. vLLM's adaptive verification of speculated
         # tokens shortens requests on the device only.
         return False
+
+
+class MLABackendMixin(CommonBackendMixin):
+    """What the backends of dense and sparse MLA have in common."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return tuple(capability) >= support.MIN_CAPABILITY
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from flashlatte.integrations import decode_precision
 from flashlatte.integrations.vllm import compat, support
 from flashlatte.integrations.vllm.backends import common
-from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
+from flashlatte.integrations.vllm.backends.common import MLABackendMixin
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.absorbed import apply_sink
 from flashlatte.layers.cache import LatentCache
@@ -33,15 +33,10 @@ from flashlatte.ops.dense_decode import dense_decode
 MAX_ABSORBED_QUERIES = 128
 
 
-class FlashLatteMLABackend(CommonBackendMixin, MLACommonBackend):
+class FlashLatteMLABackend(MLABackendMixin, MLACommonBackend):
     """FlashLatte as vLLM's attention backend for MLA without an indexer."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *support.CACHE_DTYPES]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type:
@@ -54,14 +49,6 @@ class FlashLatteMLABackend(CommonBackendMixin, MLACommonBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return []  # any
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= support.MIN_CAPABILITY
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
 
     @classmethod
     def supports_combination(

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from flashlatte.integrations.vllm import support
 from flashlatte.integrations.vllm.backends import common, sparse_host
-from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
+from flashlatte.integrations.vllm.backends.common import MLABackendMixin
 from flashlatte.integrations.vllm.backends.sparse_host import PhaseRows
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
@@ -29,15 +29,10 @@ from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.sparse_decode import sparse_decode
 
 
-class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
+class FlashLatteSparseMLABackend(MLABackendMixin, AttentionBackend):
     """FlashLatte as vLLM's attention backend for MLA with an indexer."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(support.SPARSE_CACHES)
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type:
@@ -56,22 +51,8 @@ class FlashLatteSparseMLABackend(CommonBackendMixin, AttentionBackend):
         return True
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= support.MIN_CAPABILITY
-
-    @classmethod
     def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        *_: Any,
-        **__: Any,
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None, *_: Any, **__: Any
     ) -> str | None:
         return support.sparse_refusal(current_platform.device_type, head_size, dtype, kv_cache_dtype, block_size)
 

@@ -66,8 +66,8 @@ def cp_gather_indexer_k_quant_cache(
         if value.dtype not in dtypes:
             accepted = checks.dtype_names(dtypes)
             raise TypeError(f"{name} must be {accepted}, got {checks.dtype_names([value.dtype])}")
-        if not value.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
+        if not value.is_contiguous() or not value.dim():
+            raise ValueError(f"{name} must be contiguous with an axis of rows, got strides {value.stride()}")
     if dst_scale.storage_offset() * dst_scale.element_size() % 4:
         raise ValueError(f"dst_scale must begin at a multiple of 4 bytes, got offset {dst_scale.storage_offset()}")
     rows = dst_k.shape[0]

@@ -15,8 +15,6 @@ row_max goes even → odd → even once a step, before P is computed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -43,7 +41,7 @@ from flashlatte.kernels.hopper.e4m3.tiles import (
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
 from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.e4m3_values import load_columns, rescale_columns
-from flashlatte.kernels.hopper.softmax import NO_SCORE
+from flashlatte.kernels.hopper.softmax import NO_SCORE, ConsumerState
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 # P is relative to row_max - OFFSET; row_max is raised only if a block exceeds it by more than MARGIN.
@@ -55,19 +53,11 @@ SMALLEST_FACTOR = gl.constexpr(1e-37)
 BLOCK_BYTES = gl.constexpr(KEYS.value * LATENT.value)
 
 
-class Fp8State(NamedTuple):
-    """A consumer's unnormalized output, four tiles [64 columns, 64 rows]; row_max [64] and row_sum [64] of its
-    blocks."""
-
-    out: Any
-    row_max: Any
-    row_sum: Any
-
-
 @gluon.jit
 def empty_state():
+    """The state of a consumer before its first block: out is four tiles [64 columns, 64 rows]."""
     zeros = gl.zeros([64, ROWS], gl.float32, SCORES)
-    return Fp8State(
+    return ConsumerState(
         (zeros, zeros, zeros, zeros),
         gl.full([ROWS], NO_SCORE, gl.float32, SCORE_ROWS),
         gl.zeros([ROWS], gl.float32, SCORE_ROWS),
@@ -175,7 +165,7 @@ def take_step(state, scores, tiles, factor, address, is_first, releases, steps_t
         # Wait before the values are loaded: only the odd consumer has waited for block 1.
         barriers.wait_at(P1_FULL + (steps_taken & 1), barriers.PAIR_THREADS)
     out = _add_block(out, _load_values(address, slot0 + 1), tiles, slot0 + 1, releases)
-    return Fp8State(out, raised, row_sum)
+    return ConsumerState(out, raised, row_sum)
 
 
 @gluon.jit

@@ -4,7 +4,7 @@
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from flashlatte.kernels.hopper.mla_tiles import (
     OUTPUT,
     Q_OPERAND,
     ROWS,
-    SCORE_COLS,
     SCORE_ROWS,
     SCORES,
 )
@@ -55,7 +54,7 @@ class DenseDecodeArgs(NamedTuple):
         query_origin: origin of the CTA's tile of queries (``producer.QueryTileOrigin``).
         keys: the cache (``producer.KeyDescriptors`` or ``one_byte_producer.OneByteKeys``).
         key_lengths: lengths of the requests (``device.KeyLengths``).
-        table: pages of the requests (``schedule.DecodeBlockTable``).
+        table: pages of the requests (``packed.BlockTable``).
         work: the work of the CTA (``schedule.DenseDecodeWork``).
         causal_offset: keys at a request's end that are masked for its first query token: s_q - 1 if causal, else 0.
         scale: softmax_scale · log2(e).
@@ -110,26 +109,36 @@ def _mask_of(length, args):
 
 
 @gluon.jit
+def absent_boxes(page, CONFIG: gl.constexpr):
+    """Bits of the boxes of a block whose page is not in the cache. ``page``: page of the block, or of each of its
+    boxes, from ``schedule.page_of``."""
+    return ballot_negative(page) if CONFIG.box < KEYS else page < 0
+
+
+@gluon.jit
+def mask_scores(scores, seen, absent, first_key, CONFIG: gl.constexpr):
+    """Scores [64, 64] of the block at ``first_key``, with -inf for keys from ``seen`` [64] on and in ``absent``
+    boxes."""
+    COLS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    key = first_key + gl.arange(0, KEYS, COLS)
+    if CONFIG.box < KEYS:
+        box = gl.arange(0, KEYS, COLS) // CONFIG.box
+        key = gl.where((absent >> box) & 1 == 0, key, 2**31 - 1)
+    else:
+        seen = gl.where(absent, 0, seen)
+    return gl.where(key[None, :] < seen[:, None], scores, float("-inf"))
+
+
+@gluon.jit
 def _apply_mask(scores, mask, page, first_key, left, right, CONFIG: gl.constexpr):
-    """Scores [64, 64] of the block at ``first_key``, with -inf for masked keys. ``page``: page of the block, or of each
-    of its boxes, from ``schedule.page_of``.
+    """Scores [64, 64] of the block at ``first_key``, with -inf for masked keys. ``page``: from ``schedule.page_of``.
 
     Values beyond a request's end are set to 0, because they may be NaN, and 0 · NaN is NaN.
     """
-    BOX: gl.constexpr = CONFIG.box
-    absent = page < 0
-    if BOX < KEYS:
-        absent_boxes = ballot_negative(page)
-        absent = absent_boxes != 0
-    if (first_key + KEYS > mask.seen_by_all) | absent:
-        key = first_key + gl.arange(0, KEYS, SCORE_COLS)
-        seen = mask.seen
-        if BOX < KEYS:
-            box = gl.arange(0, KEYS, SCORE_COLS) // BOX
-            key = gl.where((absent_boxes >> box) & 1 == 0, key, 2**31 - 1)
-        else:
-            seen = gl.where(absent, 0, seen)
-        scores = gl.where(key[None, :] < seen[:, None], scores, float("-inf"))
+    absent = absent_boxes(page, CONFIG)
+    any_absent = absent != 0
+    if (first_key + KEYS > mask.seen_by_all) | any_absent:
+        scores = mask_scores(scores, mask.seen, absent, first_key, CONFIG)
         # The one-byte producer stores zeros there.
         if not CONFIG.one_byte:  # noqa: SIM102
             if first_key + KEYS > mask.length:

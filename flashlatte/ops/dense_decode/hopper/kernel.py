@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import tiles as e4m3_tiles
 from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
+from flashlatte.kernels.triton.packed import BlockTable
 from flashlatte.ops.dense_decode.hopper import (
     consumers,
     epilogue,
@@ -46,7 +47,7 @@ _LOADER_REGISTERS = gl.constexpr(40)
 def dense_decode_kernel(
     descriptors: producer.KeyDescriptors,
     query: producer.DenseDecodeQuery,
-    table: schedule.DecodeBlockTable,
+    table: BlockTable,
     key_lengths: KeyLengths,
     outputs: Outputs,
     grid: SplitGrid,
@@ -102,8 +103,8 @@ def dense_decode_kernel(
         gl.warp_specialize(
             [
                 (fp8_loader.load, (args, CONFIG)),
-                (fp8_consumers.consume_even, (args, CONFIG)),
-                (fp8_consumers.consume_odd, (args, CONFIG)),
+                (fp8_consumers.consume, (args, 0, CONFIG)),
+                (fp8_consumers.consume, (args, 1, CONFIG)),
             ],
             [4, 4],
             [_REGISTERS, _REGISTERS],

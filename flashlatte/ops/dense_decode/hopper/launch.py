@@ -11,13 +11,13 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
+from flashlatte.kernels.triton.packed import BlockTable
 from flashlatte.ops.dense_decode.hopper import fixup, schedule
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import dense_decode_kernel
 from flashlatte.ops.dense_decode.hopper.one_byte_producer import OneByteKeys
 from flashlatte.ops.dense_decode.hopper.producer import DenseDecodeQuery, KeyDescriptors
-from flashlatte.ops.dense_decode.hopper.schedule import DecodeBlockTable
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import machine
@@ -92,7 +92,7 @@ def dense_decode(params: DenseDecodeParams) -> None:
     half, rope = (None, None) if few_rows or fp8 else _query_descriptors(q, q_strides, heads)
     query = DenseDecodeQuery(half, rope, q, q_request, q_token, q_head, heads, rows)
     descriptors, one_byte_keys = _keys(k_cache, box, few_rows, fp8)
-    table = DecodeBlockTable(block_table, block_table.stride(0), num_pages)
+    table = BlockTable(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)
     lengths = key_lengths(batch, None, params.cache_seqlens, limit)
     outputs = outputs_of(out, params.lse, None, params.empty_lse, out_align, h_kv=h_kv)

@@ -160,6 +160,31 @@ def load_boxes(descriptor, tile, full, page, block, kv_head, COL: gl.constexpr, 
 
 
 @gluon.jit
+def load_in_order(args, load_block: gl.constexpr, CONFIG: gl.constexpr):
+    """Load the blocks of the CTA's work one after another, into a ring of slots.
+
+    ``load_block``: (args, slot, page, block, CONFIG), starts loading a block and returns the next block's slot.
+    """
+    table, cta_range = args.table, args.work.range
+    cost = cta_range.first_cost
+    length = device.key_count(cta_range.first, args.key_lengths)
+    slot = 0
+    for item in range(cta_range.first, cta_range.stop):
+        split = schedule.split_of(item, length, cost, args.work, CONFIG)
+        cost += CONFIG.overhead + split.steps
+        # Without this condition Triton 3.6 uses the first request's bounds for all requests (triton-lang/triton#9036).
+        if split.end > split.begin:
+            page = schedule.page_of(table, split, 2 * split.begin, CONFIG)
+            for block in range(2 * split.begin, 2 * split.end):
+                if CONFIG.box == KEYS:
+                    page = gl.where(block < split.boxes, page, -1)
+                next_page = schedule.page_of(table, split, block + 1, CONFIG)
+                slot = load_block(args, slot, page, block, CONFIG)
+                page = next_page
+        length = device.key_count(item + 1, args.key_lengths)
+
+
+@gluon.jit
 def _load_left(args, k, full, page, block, CONFIG: gl.constexpr):
     mbarrier.expect(full.left, KEYS * HALF * 2)
     load_boxes(args.keys.half, k.left.index(0), full.left, page, block, args.work.group.kv_head, 0, CONFIG)

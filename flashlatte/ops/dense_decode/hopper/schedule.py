@@ -14,7 +14,6 @@ from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.ptx.threads import lane_id
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
-from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 from flashlatte.split_kv import device, ranges
 from flashlatte.split_kv.gluon_device import PARTIAL, scan_items
 
@@ -103,14 +102,6 @@ class DenseDecodeSplit(NamedTuple):
     steps: Any
     length: Any
     boxes: Any
-
-
-class DecodeBlockTable(NamedTuple):
-    """The block table: ``pages`` at [request · stride], with page ids below ``num_pages``."""
-
-    pages: ElementPointer
-    stride: Int64
-    num_pages: Int32
 
 
 @gluon.jit

@@ -29,41 +29,25 @@ from flashlatte.split_kv.work import DecodeLaunchPlan, split_config
 # Tile sizes for each class of GPUs, chosen by measurement.
 TABLE: Table = {
     "hopper": (
-        AttentionConfig(16, 64, num_warps=8, num_stages=3),
-        AttentionConfig(32, 64, num_warps=8, num_stages=3),
-        AttentionConfig(64, 64, num_warps=8, num_stages=3, warpgroups=True, boxes=True),
+        AttentionConfig(16, 64, 8, 3),
+        AttentionConfig(32, 64, 8, 3),
+        AttentionConfig(64, 64, 8, 3, warpgroups=True, boxes=True),
     ),
     # MMAs of 64 rows would use tensor memory, which has no room for [64, 512] in addition to the scores.
-    "blackwell": (
-        AttentionConfig(16, 64, num_warps=8, num_stages=3),
-        AttentionConfig(32, 64, num_warps=8, num_stages=3),
-    ),
-    "ampere": (
-        AttentionConfig(16, 32, num_warps=8, num_stages=4),
-        AttentionConfig(32, 32, num_warps=8, num_stages=3),
-        AttentionConfig(64, 32, num_warps=8, num_stages=3),
-    ),
-    "small": (
-        AttentionConfig(16, 32, num_warps=8, num_stages=3),
-        AttentionConfig(32, 16, num_warps=8, num_stages=3),
-    ),
-    "other": (
-        AttentionConfig(16, 32, num_warps=4),
-        AttentionConfig(32, 32, num_warps=4),
-    ),
+    "blackwell": (AttentionConfig(16, 64, 8, 3), AttentionConfig(32, 64, 8, 3)),
+    "ampere": (AttentionConfig(16, 32, 8, 4), AttentionConfig(32, 32, 8, 3), AttentionConfig(64, 32, 8, 3)),
+    "small": (AttentionConfig(16, 32, 8, 3), AttentionConfig(32, 16, 8, 3)),
+    "other": (AttentionConfig(16, 32, 4), AttentionConfig(32, 32, 4)),
     "interpreter": INTERPRETED,
 }
 
 # float8_e4m3fn keys are converted in registers, which leaves fewer registers for query rows.
 FP8_TABLE: Table = {
-    "hopper": (
-        AttentionConfig(16, 64, num_warps=8, num_stages=3),
-        AttentionConfig(64, 64, num_warps=8, num_stages=3, warpgroups=True),
-    ),
+    "hopper": (AttentionConfig(16, 64, 8, 3), AttentionConfig(64, 64, 8, 3, warpgroups=True)),
     "blackwell": TABLE["blackwell"],
-    "ampere": (AttentionConfig(16, 32, num_warps=8, num_stages=4),),
-    "small": (AttentionConfig(16, 32, num_warps=8, num_stages=3),),
-    "other": (AttentionConfig(16, 16, num_warps=4),),
+    "ampere": (AttentionConfig(16, 32, 8, 4),),
+    "small": (AttentionConfig(16, 32, 8, 3),),
+    "other": (AttentionConfig(16, 16, 4),),
     "interpreter": INTERPRETED,
 }
 

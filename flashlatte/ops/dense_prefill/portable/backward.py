@@ -12,7 +12,6 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.kernels.triton.packed import PackedRows, Window
-from flashlatte.ops.dense_prefill.params import DensePrefillRequests
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_queries,
     find_tile,
@@ -26,6 +25,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     store_parts,
     visible_range,
 )
+from flashlatte.ops.dense_prefill.reference import DensePrefillRequests
 from flashlatte.runtime.triton_kernel import kernel
 
 

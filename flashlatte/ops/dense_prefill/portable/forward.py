@@ -10,7 +10,6 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E, finish, softmax
 from flashlatte.kernels.triton.packed import PackedRows, Window
-from flashlatte.ops.dense_prefill.params import DensePrefillRequests
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_queries,
     load_parts,
@@ -19,6 +18,7 @@ from flashlatte.ops.dense_prefill.portable.tiles import (
     rows_of,
     store_columns,
 )
+from flashlatte.ops.dense_prefill.reference import DensePrefillRequests
 from flashlatte.runtime.triton_kernel import kernel
 
 

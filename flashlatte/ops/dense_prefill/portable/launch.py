@@ -11,11 +11,11 @@ from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.packed import Window, packed_rows
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
-from flashlatte.ops.dense_prefill.params import DensePrefillParams, requests_of
 from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
 from flashlatte.ops.dense_prefill.portable.config import PrefillConfig, choose
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
 from flashlatte.ops.dense_prefill.portable.tiles import DensePrefillStep
+from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams, requests_of
 
 _ROW_SUMS_BLOCK = 64
 # Classes of GPUs on which the forward loop applies masks in a branch. On others, Triton then does not detect the chain
@@ -46,18 +46,9 @@ def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) ->
     )
 
 
-def backward(
-    params: DensePrefillParams,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    deterministic: bool,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
+def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> None:
     """This implementation is always deterministic."""
+    out, lse, dout, dlse, _, dq, dk, dv = gradients
     total_q, heads, head_dim = params.q.shape
     total_k, kv_heads, head_dim_v = params.v.shape
     align = _align(params.q, params.k, params.v, out, dout, dq, dk, dv)
@@ -86,9 +77,9 @@ def backward(
     if total_k:
         config, step = steps["keys"]
         slots = tile_slots(total_k, requests.count, config.block_n)
-        gradients = packed_rows(dk, align), packed_rows(dv, align)
+        of_keys = packed_rows(dk, align), packed_rows(dv, align)
         keys_kernel[(slots * kv_heads,)](
-            *inputs, *gradients, requests, window, slots=slots, STEP=step, num_warps=config.num_warps, **others
+            *inputs, *of_keys, requests, window, slots=slots, STEP=step, num_warps=config.num_warps, **others
         )
     if total_q:
         config, step = steps["queries"]

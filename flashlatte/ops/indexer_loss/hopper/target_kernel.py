@@ -217,16 +217,6 @@ def _consume(heads, work, scale_log2, tiles, OWN: gl.constexpr, HAS_ROPE: gl.con
     arrive(_SUMS_FULL, ALL_THREADS)
 
 
-@gluon.jit
-def _consume_first(heads, work, scale_log2, tiles, HAS_ROPE: gl.constexpr, BLOCKS: gl.constexpr):
-    _consume(heads, work, scale_log2, tiles, 0, HAS_ROPE, BLOCKS)
-
-
-@gluon.jit
-def _consume_second(heads, work, scale_log2, tiles, HAS_ROPE: gl.constexpr, BLOCKS: gl.constexpr):
-    _consume(heads, work, scale_log2, tiles, 1, HAS_ROPE, BLOCKS)
-
-
 @gluon_kernel
 def attention_target_kernel(
     heads: TargetHeads,
@@ -252,8 +242,8 @@ def attention_target_kernel(
     sync_before_warp_specialize()
     gl.warp_specialize(
         [
-            (_consume_first, (heads, work, scale_log2, tiles, HAS_ROPE, BLOCKS)),
-            (_consume_second, (heads, work, scale_log2, tiles, HAS_ROPE, BLOCKS)),
+            (_consume, (heads, work, scale_log2, tiles, 0, HAS_ROPE, BLOCKS)),
+            (_consume, (heads, work, scale_log2, tiles, 1, HAS_ROPE, BLOCKS)),
             (_produce, (heads, keys, slots, work, of_token, tiles, HAS_ROPE, BLOCKS)),
         ],
         [4, 4],

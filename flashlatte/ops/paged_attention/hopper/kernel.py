@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.prefill_consumers import consume
@@ -18,16 +17,6 @@ from flashlatte.ops.paged_attention.hopper.producer import PagedPrefillInputs
 from flashlatte.ops.paged_attention.hopper.schedule import PagedPrefillWork
 from flashlatte.ops.paged_attention.hopper.tiles import read_work_tile
 from flashlatte.runtime.triton_kernel import gluon_kernel
-
-
-@gluon.jit
-def _consume_first(args, CONFIG: gl.constexpr):
-    consume(args, 0, CONFIG, read_work_tile, zero_values, store)
-
-
-@gluon.jit
-def _consume_second(args, CONFIG: gl.constexpr):
-    consume(args, ROWS, CONFIG, read_work_tile, zero_values, store)
 
 
 @gluon_kernel
@@ -44,8 +33,8 @@ def paged_prefill_kernel(
     args = PrefillArgs(shared, work.window, scale_log2, results)
     gl.warp_specialize(
         [
-            (_consume_first, (args, CONFIG)),
-            (_consume_second, (args, CONFIG)),
+            (consume, (args, 0, CONFIG, read_work_tile, zero_values, store)),
+            (consume, (args, ROWS, CONFIG, read_work_tile, zero_values, store)),
             (producer.produce, (inputs, work, shared, CONFIG)),
         ],
         [4, 1],

@@ -15,8 +15,7 @@ from flashlatte.ops.paged_attention.hopper.kernel import paged_prefill_kernel
 from flashlatte.ops.paged_attention.hopper.producer import PagedPrefillInputs
 from flashlatte.ops.paged_attention.hopper.schedule import PagedPrefillWork
 from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillConfig
-from flashlatte.ops.paged_attention.reference import PagedAttentionParams
-from flashlatte.ops.paged_attention.requests import paged_requests
+from flashlatte.ops.paged_attention.reference import PagedAttentionParams, paged_requests
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe

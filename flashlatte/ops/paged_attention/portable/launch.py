@@ -27,8 +27,7 @@ from flashlatte.ops.paged_attention.portable.keys import (
 )
 from flashlatte.ops.paged_attention.portable.scores import ScoreTerms
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, TileLengths, VisibleRanges, find_tiles_kernel
-from flashlatte.ops.paged_attention.reference import PagedAttentionParams
-from flashlatte.ops.paged_attention.requests import paged_requests
+from flashlatte.ops.paged_attention.reference import PagedAttentionParams, paged_requests
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align
 from flashlatte.split_kv import combine, plan

@@ -1,6 +1,2 @@
 """The backward pass of sparse attention in Gluon for Hopper (SM90): docs/kernels/sparse-attention-backward.md has the
 schedule."""
-
-from flashlatte.ops.sparse_attention.hopper.launch import backward
-
-__all__ = ["backward"]

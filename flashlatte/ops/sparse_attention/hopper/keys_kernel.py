@@ -162,7 +162,7 @@ def _product(tiles, block, PART: gl.constexpr, right, total, zero, OWN: gl.const
 
 
 @gluon.jit
-def _send(args, tile, targets, result, FIRST: gl.constexpr, column, OWN: gl.constexpr, ADD: gl.constexpr):
+def _send(args, targets, result, FIRST: gl.constexpr, column, OWN: gl.constexpr, ADD: gl.constexpr):
     """Stage columns of ``result`` from FIRST on, and add them to dkv from ``column`` on."""
     COLUMNS: gl.constexpr = min(result.shape[1] - FIRST, STAGED_COLUMNS)
     row, sends, target = targets
@@ -176,9 +176,10 @@ def _send(args, tile, targets, result, FIRST: gl.constexpr, column, OWN: gl.cons
 
 
 @gluon.jit
-def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
+def _consume(args, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
     BLOCKS: gl.constexpr = args.tiles.q.shape[0]
     tiles, side = args.tiles, args.side
+    full = tiles.second_full if OWN else tiles.first_full
     unused = gl.zeros([KEYS, HALF], gl.float32, _GRADIENT)
     unused_rope = gl.zeros([KEYS, BOX], gl.float32, SCORES)
     first_tile = args.slots.first_slot // KEYS
@@ -206,22 +207,12 @@ def _consume(args, full, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.cons
             result = warpgroup_mma_wait(0, deps=[result])
         # The products of all warps have read dS and P, which the staged rows overwrite.
         cta_barrier()
-        _send(args, tile, targets, result, 0, side * HALF, OWN, ADD)
-        _send(args, tile, targets, result, STAGED_COLUMNS, side * HALF + STAGED_COLUMNS, OWN, ADD)
+        _send(args, targets, result, 0, side * HALF, OWN, ADD)
+        _send(args, targets, result, STAGED_COLUMNS, side * HALF + STAGED_COLUMNS, OWN, ADD)
         if HAS_ROPE:  # noqa: SIM102
             if (tile >> 1) & 1 == side:
-                _send(args, tile, targets, rope, 0, LATENT, OWN, ADD)
+                _send(args, targets, rope, 0, LATENT, OWN, ADD)
         cta_barrier()
-
-
-@gluon.jit
-def _consume_first(args, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
-    _consume(args, args.tiles.first_full, 0, HAS_ROPE, ADD)
-
-
-@gluon.jit
-def _consume_second(args, HAS_ROPE: gl.constexpr, ADD: gl.constexpr):
-    _consume(args, args.tiles.second_full, 1, HAS_ROPE, ADD)
 
 
 @gluon_kernel
@@ -244,7 +235,7 @@ def key_gradients_kernel(
     sync_before_warp_specialize()
     gl.warp_specialize(
         # ``slots.add`` would not be a compile-time constant in a partition: constants of a tuple become tensors there.
-        [(_consume_first, (args, HAS_ROPE, slots.add)), (_consume_second, (args, HAS_ROPE, slots.add))],
+        [(_consume, (args, 0, HAS_ROPE, slots.add)), (_consume, (args, 1, HAS_ROPE, slots.add))],
         [4],
         [_CONSUMER_REGISTERS],
     )

@@ -15,7 +15,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.barriers import FIRST_FREE, allocate_mbarrier
-from flashlatte.kernels.hopper.mla_tiles import LatentTile, allocate_half, allocate_square, allocate_vector
+from flashlatte.kernels.hopper.mla_tiles import (
+    LatentTile,
+    QuarterFullBarriers,
+    allocate_quarter_barriers,
+    allocate_rows,
+    allocate_square,
+    allocate_vector,
+)
 
 # Named barriers: a quarter of K is empty (a consumer to the producer).
 K_QUARTER0_EMPTY = gl.constexpr(FIRST_FREE)
@@ -31,16 +38,6 @@ QUARTER = gl.constexpr(128)
 GRADIENT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
-class KeyFullBarriers(NamedTuple):
-    """mbarriers for the arrival of a tile of keys: its quarters (RoPE with quarter 3), and the mask of valid keys."""
-
-    quarter0: Any
-    quarter1: Any
-    quarter2: Any
-    quarter3: Any
-    mask: Any
-
-
 class SparseBackwardTiles(NamedTuple):
     q: LatentTile
     dout: LatentTile  # no RoPE
@@ -51,34 +48,20 @@ class SparseBackwardTiles(NamedTuple):
     weight: Any  # float32 [64], of the sink
     q_full: Any
     dout_full: Any
-    k_full: KeyFullBarriers
-
-
-@gluon.jit
-def _allocate_rows(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
-    left = allocate_half(DTYPE)
-    right = allocate_half(DTYPE)
-    rope = allocate_square(DTYPE) if HAS_ROPE else left
-    return LatentTile(left, right, rope)
+    k_full: QuarterFullBarriers
 
 
 @gluon.jit
 def allocate(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
     return SparseBackwardTiles(
-        _allocate_rows(DTYPE, HAS_ROPE),
-        _allocate_rows(DTYPE, False),
-        _allocate_rows(DTYPE, HAS_ROPE),
+        allocate_rows(DTYPE, HAS_ROPE),
+        allocate_rows(DTYPE, False),
+        allocate_rows(DTYPE, HAS_ROPE),
         allocate_square(DTYPE),
         allocate_square(DTYPE),
         allocate_vector(gl.int32),
         allocate_vector(gl.float32),
         allocate_mbarrier(),
         allocate_mbarrier(),
-        KeyFullBarriers(
-            allocate_mbarrier(128),
-            allocate_mbarrier(128),
-            allocate_mbarrier(128),
-            allocate_mbarrier(128),
-            allocate_mbarrier(),
-        ),
+        allocate_quarter_barriers(),
     )

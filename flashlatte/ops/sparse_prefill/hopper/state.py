@@ -14,7 +14,9 @@ from flashlatte.kernels.hopper.barriers import allocate_mbarrier
 from flashlatte.kernels.hopper.mla_tiles import (
     OWN_BARRIERS,
     LatentTile,
-    allocate_half,
+    QuarterFullBarriers,
+    allocate_quarter_barriers,
+    allocate_rows,
     allocate_square,
     allocate_tiles,
     allocate_vector,
@@ -26,19 +28,6 @@ from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
 Q_EMPTY = gl.constexpr(OWN_BARRIERS)
 
 
-class BlockFullBarriers(NamedTuple):
-    """mbarriers for the arrival of a block, one per quarter of the latent.
-
-    RoPE columns are copied before the third quarter and complete on its mbarrier.
-    """
-
-    quarter0: Any
-    quarter1: Any
-    quarter2: Any
-    quarter3: Any
-    mask: Any
-
-
 class SparsePrefillShared(NamedTuple):
     """Shared memory in addition to ``mla_tiles.MlaTiles``."""
 
@@ -46,8 +35,8 @@ class SparsePrefillShared(NamedTuple):
     mask1: Any
     score_max0: Any  # float32 [64], the even consumer's maximum of unscaled scores
     q_full: Any
-    full0: BlockFullBarriers
-    full1: BlockFullBarriers
+    full0: QuarterFullBarriers
+    full1: QuarterFullBarriers
     q_offsets: LatentTile
     k1_offsets: LatentTile
 
@@ -117,25 +106,6 @@ def num_steps(count):
 
 
 @gluon.jit
-def _allocate_rows(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    left = allocate_half(DTYPE)
-    right = allocate_half(DTYPE)
-    rope = allocate_square(DTYPE) if HEAD_DIM == 576 else left
-    return LatentTile(left, right, rope)
-
-
-@gluon.jit
-def _allocate_block_full():
-    return BlockFullBarriers(
-        allocate_mbarrier(128),
-        allocate_mbarrier(128),
-        allocate_mbarrier(128),
-        allocate_mbarrier(128),
-        allocate_mbarrier(1),
-    )
-
-
-@gluon.jit
 def _find_offsets(q, k1, HEAD_DIM: gl.constexpr):
     # Inline PTX fills the tile of q, and stores output from the tiles of block 1.
     if HEAD_DIM == 576:
@@ -150,9 +120,9 @@ def _find_offsets(q, k1, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    q = _allocate_rows(DTYPE, HEAD_DIM)
-    k0 = _allocate_rows(DTYPE, HEAD_DIM)
-    k1 = _allocate_rows(DTYPE, HEAD_DIM)
+    q = allocate_rows(DTYPE, HEAD_DIM == 576)
+    k0 = allocate_rows(DTYPE, HEAD_DIM == 576)
+    k1 = allocate_rows(DTYPE, HEAD_DIM == 576)
     # P of block 0 is live only between the last read of the block's RoPE columns and their refill.
     p0 = k0.rope if HEAD_DIM == 576 else allocate_square(DTYPE)
     p1 = allocate_square(DTYPE)
@@ -160,8 +130,8 @@ def allocate(DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     mask1 = allocate_vector(gl.int32)
     q_offsets, k1_offsets = _find_offsets(q, k1, HEAD_DIM)
     q_full = allocate_mbarrier(128)
-    full0 = _allocate_block_full()
-    full1 = _allocate_block_full()
+    full0 = allocate_quarter_barriers()
+    full1 = allocate_quarter_barriers()
     tiles = allocate_tiles(q, k0, k1, p0, p1)
     return tiles, SparsePrefillShared(
         mask0, mask1, allocate_vector(gl.float32), q_full, full0, full1, q_offsets, k1_offsets

@@ -75,7 +75,7 @@ def cast(args, CONFIG: gl.constexpr):
     for item in range(cta_range.first, cta_range.stop):
         split = schedule.split_of(item, length, cost, args.work, CONFIG)
         cost += CONFIG.overhead + split.steps
-        # See ``loader.load``.
+        # See ``producer.load_in_order``.
         if split.end > split.begin:
             for step in range(split.begin, split.end):
                 left = split.length - step * STEP_KEYS - gl.arange(0, KEYS, _TOKENS)

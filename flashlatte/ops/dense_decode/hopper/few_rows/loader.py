@@ -1,7 +1,7 @@
 """The loader: one warp that fills the ring by TMA."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE
-from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import SLOT_BARRIER_THREADS, SLOT_EMPTY, SLOTS
-from flashlatte.ops.dense_decode.hopper.producer import load_boxes
-from flashlatte.split_kv import device
+from flashlatte.ops.dense_decode.hopper.producer import load_boxes, load_in_order
 
 
 @gluon.jit
@@ -33,25 +31,14 @@ def _load_half(args, half, page, block, COL: gl.constexpr, HAS_ROPE: gl.constexp
 
 
 @gluon.jit
+def _load_block(args, half, page, block, CONFIG: gl.constexpr):
+    _load_half(args, half, page, block, 0, False, CONFIG)
+    _load_half(args, half + 1, page, block, HALF, CONFIG.has_rope, CONFIG)
+    return half + 2
+
+
+@gluon.jit
 def load(args, CONFIG: gl.constexpr):
-    table, cta_range = args.table, args.work.range
-    cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, args.key_lengths)
-    half = 0
-    for item in range(cta_range.first, cta_range.stop):
-        split = schedule.split_of(item, length, cost, args.work, CONFIG)
-        cost += CONFIG.overhead + split.steps
-        # Without this condition Triton 3.6 uses the first request's bounds for all requests (triton-lang/triton#9036).
-        if split.end > split.begin:
-            page = schedule.page_of(table, split, 2 * split.begin, CONFIG)
-            for block in range(2 * split.begin, 2 * split.end):
-                if CONFIG.box == KEYS:
-                    page = gl.where(block < split.boxes, page, -1)
-                next_page = schedule.page_of(table, split, block + 1, CONFIG)
-                _load_half(args, half, page, block, 0, False, CONFIG)
-                _load_half(args, half + 1, page, block, HALF, CONFIG.has_rope, CONFIG)
-                half += 2
-                page = next_page
-        length = device.key_count(item + 1, args.key_lengths)
+    load_in_order(args, _load_block, CONFIG)
     for slot in gl.static_range(SLOTS):
         barriers.wait(SLOT_EMPTY + slot, SLOT_BARRIER_THREADS, 32)

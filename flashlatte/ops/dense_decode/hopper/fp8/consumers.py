@@ -14,13 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import steps
-from flashlatte.kernels.hopper.e4m3.tiles import ROW_MAX1_FULL, SCORE_COLS, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
+from flashlatte.kernels.hopper.e4m3.tiles import ROW_MAX1_FULL, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
 from flashlatte.kernels.hopper.mla_tiles import COPY, HALF, KEYS, ROWS
 from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.e4m3_values import thread_address
-from flashlatte.kernels.hopper.ptx.threads import ballot_negative
 from flashlatte.kernels.hopper.word_layouts import as_words
 from flashlatte.ops.dense_decode.hopper import schedule
+from flashlatte.ops.dense_decode.hopper.consumers import absent_boxes, mask_scores
 from flashlatte.ops.dense_decode.hopper.fp8 import epilogue, queries
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.runtime.gluon_compat import cta_barrier
@@ -55,24 +55,14 @@ def _zero_rows(tile, first):
 
 @gluon.jit
 def _apply_mask(scores, request, page, first_key, latent, CONFIG: gl.constexpr):
-    """Scores [64, 64] of the block at ``first_key``, with -inf for masked keys. ``page``: page of the block, or of each
-    of its boxes, from ``schedule.page_of``.
+    """Scores [64, 64] of the block at ``first_key``, with -inf for masked keys. ``page``: from ``schedule.page_of``.
 
     Values beyond a request's end are set to 0, because they may be NaN, and 0 · NaN is NaN.
     """
-    absent = page < 0
-    if CONFIG.box < KEYS:
-        absent_boxes = ballot_negative(page)
-        absent = absent_boxes != 0
-    if (first_key + KEYS > request.seen_by_all) | absent:
-        key = first_key + gl.arange(0, KEYS, SCORE_COLS)
-        seen = request.seen
-        if CONFIG.box < KEYS:
-            box = gl.arange(0, KEYS, SCORE_COLS) // CONFIG.box
-            key = gl.where((absent_boxes >> box) & 1 == 0, key, 2**31 - 1)
-        else:
-            seen = gl.where(absent, 0, seen)
-        scores = gl.where(key[None, :] < seen[:, None], scores, float("-inf"))
+    absent = absent_boxes(page, CONFIG)
+    any_absent = absent != 0
+    if (first_key + KEYS > request.seen_by_all) | any_absent:
+        scores = mask_scores(scores, request.seen, absent, first_key, CONFIG)
         if first_key + KEYS > request.split.length:
             _zero_rows(latent, request.split.length - first_key)
             # Other threads read the values.
@@ -93,7 +83,7 @@ def _begin_step(args, request, step, steps_taken, NUMBER: gl.constexpr, CONFIG: 
 
 
 @gluon.jit
-def _consume(args, ODD: gl.constexpr, CONFIG: gl.constexpr):
+def consume(args, ODD: gl.constexpr, CONFIG: gl.constexpr):
     for slot in gl.static_range(SLOTS):
         barriers.arrive(SLOT_EMPTY + slot, barriers.ALL_THREADS)
     tiles = args.tiles
@@ -107,7 +97,7 @@ def _consume(args, ODD: gl.constexpr, CONFIG: gl.constexpr):
         split = schedule.split_of(item, length, cost, args.work, CONFIG)
         cost += CONFIG.overhead + split.steps
         begin, end = split.begin, split.end
-        # See ``loader.load``.
+        # See ``producer.load_in_order``.
         if end > begin:
             factor = queries.quantize(args, item, ODD, CONFIG)
             seen_by_all = length - args.causal_offset
@@ -127,13 +117,3 @@ def _consume(args, ODD: gl.constexpr, CONFIG: gl.constexpr):
             barriers.wait(TILE, barriers.PAIR_THREADS)
             epilogue.write(state.out, split, args, steps.slot_of(steps_taken - 1, 1), ODD, CONFIG)
         length = device.key_count(item + 1, args.key_lengths)
-
-
-@gluon.jit
-def consume_even(args, CONFIG: gl.constexpr):
-    _consume(args, 0, CONFIG)
-
-
-@gluon.jit
-def consume_odd(args, CONFIG: gl.constexpr):
-    _consume(args, 1, CONFIG)

@@ -2,6 +2,7 @@
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3.tiles import SLOT_EMPTY, SLOTS
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE
 from flashlatte.ops.dense_decode.hopper import schedule
-from flashlatte.ops.dense_decode.hopper.producer import load_boxes
-from flashlatte.split_kv import device
+from flashlatte.ops.dense_decode.hopper.producer import load_boxes, load_in_order
 
 
 @gluon.jit
@@ -28,28 +28,12 @@ def _load_block(args, slot, page, block, CONFIG: gl.constexpr):
     if CONFIG.has_rope:
         # The descriptors have elements of two bytes.
         load_boxes(keys.rope, tiles.k.rope.index(slot), full, page, block, kv_head, LATENT // 2, CONFIG)
+    return (slot + 1) % SLOTS
 
 
 @gluon.jit
 def load(args, CONFIG: gl.constexpr):
-    table, cta_range = args.table, args.work.range
-    cost = cta_range.first_cost
-    length = device.key_count(cta_range.first, args.key_lengths)
-    slot = 0
-    for item in range(cta_range.first, cta_range.stop):
-        split = schedule.split_of(item, length, cost, args.work, CONFIG)
-        cost += CONFIG.overhead + split.steps
-        # Without this condition Triton 3.6 uses the first request's bounds for all requests (triton-lang/triton#9036).
-        if split.end > split.begin:
-            page = schedule.page_of(table, split, 2 * split.begin, CONFIG)
-            for block in range(2 * split.begin, 2 * split.end):
-                if CONFIG.box == KEYS:
-                    page = gl.where(block < split.boxes, page, -1)
-                next_page = schedule.page_of(table, split, block + 1, CONFIG)
-                _load_block(args, slot, page, block, CONFIG)
-                slot = (slot + 1) % SLOTS
-                page = next_page
-        length = device.key_count(item + 1, args.key_lengths)
+    load_in_order(args, _load_block, CONFIG)
     if args.results.scratch is not None:
         schedule.write_metadata(args.results.scratch, args.work, CONFIG)
     for last in gl.static_range(SLOTS):

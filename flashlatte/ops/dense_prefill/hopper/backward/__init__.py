@@ -1,5 +1,1 @@
 """Backward of dense prefill in Gluon for Hopper (SM90): docs/kernels/dense-prefill-backward.md has the schedule."""
-
-from flashlatte.ops.dense_prefill.hopper.backward.launch import backward
-
-__all__ = ["backward"]

@@ -23,18 +23,22 @@ from flashlatte.kernels.hopper.ptx.threads import warp_sync
 from flashlatte.ops.dense_prefill.hopper.backward import state
 from flashlatte.ops.dense_prefill.hopper.backward.dq import stage_columns
 from flashlatte.ops.dense_prefill.hopper.backward.epilogue import stage_gradient
-from flashlatte.ops.dense_prefill.hopper.backward.layouts import (
+from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES, needs_mask
+from flashlatte.ops.dense_prefill.hopper.backward.state import (
     DQ_32,
     DQ_64,
     GRAD_64,
     GRAD_128,
+    MAIN,
+    OWN_KEYS,
+    ROPE,
     SCORE_COLUMN,
     SCORE_LAYOUT,
     SCORE_ROW,
+    STAGES,
+    V_DIM,
     operand,
 )
-from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES, needs_mask
-from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -81,9 +85,10 @@ def _dq(ds0, ds1, k0, k1, unused):
 
 
 @gluon.jit
-def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
+def consume(scale_log2, block, group, shared, OWN: gl.constexpr, HAS_ROPE: gl.constexpr):
     keys0 = shared.keys0
     keys1 = shared.keys1
+    own = keys1 if OWN else keys0
     dk_main = gl.zeros([OWN_KEYS, MAIN], gl.float32, GRAD_128)
     dk_rope = gl.zeros([OWN_KEYS, ROPE], gl.float32, GRAD_64)
     dv = gl.zeros([OWN_KEYS, V_DIM], gl.float32, GRAD_128)
@@ -186,13 +191,3 @@ def _consume(scale_log2, block, group, shared, own, OWN: gl.constexpr, HAS_ROPE:
     if HAS_ROPE:
         stage_gradient(own.rope, dk_rope * (scale_log2 * LN2))
     stage_gradient(own.v, dv)
-
-
-@gluon.jit
-def consume_first(scale_log2, block, group, shared, HAS_ROPE: gl.constexpr):
-    _consume(scale_log2, block, group, shared, shared.keys0, 0, HAS_ROPE)
-
-
-@gluon.jit
-def consume_second(scale_log2, block, group, shared, HAS_ROPE: gl.constexpr):
-    _consume(scale_log2, block, group, shared, shared.keys1, 1, HAS_ROPE)

@@ -9,13 +9,13 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.triton.packed import Window
-from flashlatte.ops.dense_prefill.hopper.backward.consumers import consume_first, consume_second
+from flashlatte.ops.dense_prefill.hopper.backward.consumers import consume
 from flashlatte.ops.dense_prefill.hopper.backward.dq import QueryGradient
 from flashlatte.ops.dense_prefill.hopper.backward.epilogue import Gradient, store_gradients
 from flashlatte.ops.dense_prefill.hopper.backward.producer import BackwardInputs, produce
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import block_of
 from flashlatte.ops.dense_prefill.hopper.backward.state import allocate
-from flashlatte.ops.dense_prefill.params import DensePrefillRequests
+from flashlatte.ops.dense_prefill.reference import DensePrefillRequests
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Registers per thread. The first consumer gets the rest of 12 warps with 168 each: 240.
@@ -47,8 +47,8 @@ def backward_kernel(
     shared = allocate(inputs.q.rows.base.dtype.element_ty, HAS_ROPE)
     gl.warp_specialize(
         [
-            (consume_first, (scale_log2, block, group, shared, HAS_ROPE)),
-            (consume_second, (scale_log2, block, group, shared, HAS_ROPE)),
+            (consume, (scale_log2, block, group, shared, 0, HAS_ROPE)),
+            (consume, (scale_log2, block, group, shared, 1, HAS_ROPE)),
             (produce, (inputs, dq, block, kv_head, group, shared, HAS_ROPE)),
         ],
         [4, 4],

@@ -15,7 +15,7 @@ from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.producer import BackwardInputs, TileSource
 from flashlatte.ops.dense_prefill.hopper.backward.rows import TOKENS, finish_kernel, prepare_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
-from flashlatte.ops.dense_prefill.params import DensePrefillParams, requests_of
+from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams, requests_of
 from flashlatte.runtime import checks
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
@@ -23,18 +23,9 @@ from flashlatte.runtime.tma_descriptors import describe
 _SUMS_LAYOUT = gl.NVMMASharedLayout(128, 32, 3)
 
 
-def backward(
-    params: DensePrefillParams,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    deterministic: bool,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
+def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> None:
     q, k, v = params.q, params.k, params.v
+    out, lse, dout, dlse, deterministic, dq, dk, dv = gradients
     q_total, heads, d_qk = q.shape
     k_total, kv_heads, d_v = v.shape
     if q_total == 0 or k_total == 0:

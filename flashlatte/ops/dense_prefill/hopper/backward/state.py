@@ -1,4 +1,4 @@
-"""Tiles in shared memory and barriers of the three warpgroups."""
+"""Register layouts, tiles in shared memory and barriers of the three warpgroups."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashlatte.kernels.hopper.barriers import FIRST_FREE
+from flashlatte.kernels.hopper.output_tiles import accumulator
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import QUERIES
 
 # Keys of a consumer: half of a program's.
@@ -26,12 +27,28 @@ TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _DQ_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 _ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
+# [64 keys, 64 queries], and its rows and columns.
+SCORE_LAYOUT = gl.constexpr(accumulator(64))
+SCORE_ROW = gl.constexpr(gl.SliceLayout(1, SCORE_LAYOUT))
+SCORE_COLUMN = gl.constexpr(gl.SliceLayout(0, SCORE_LAYOUT))
+# Gradients [64 keys, columns], and dQ [64 queries, columns].
+GRAD_128 = gl.constexpr(accumulator(128))
+GRAD_64 = SCORE_LAYOUT
+DQ_64 = SCORE_LAYOUT
+DQ_32 = gl.constexpr(accumulator(32))
+
 # Named barriers, by what the waiting partition does next.
 STAGE_EMPTY = gl.constexpr(FIRST_FREE)  # load queries into a stage: consumers to producer
 DOUT_EMPTY = gl.constexpr(FIRST_FREE + STAGES)  # load the next dO: consumers to producer
 DS_FULL = gl.constexpr(FIRST_FREE + STAGES + 1)  # read dS: consumers to each other
 DQ_FULL = gl.constexpr(FIRST_FREE + STAGES + 2)  # add dQ to the sums: consumers to producer
 DQ_EMPTY = gl.constexpr(FIRST_FREE + STAGES + 3)  # stage the next dQ: producer to consumers
+
+
+@gluon.constexpr_function
+def operand(columns):
+    """P or dS as the left operand of a product with ``columns`` columns."""
+    return gl.DotOperandLayout(0, accumulator(columns), 2)
 
 
 class ConsumerKeys(NamedTuple):

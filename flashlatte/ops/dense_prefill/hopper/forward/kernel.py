@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.prefill_consumers import consume
@@ -18,16 +17,6 @@ from flashlatte.ops.dense_prefill.hopper.forward.producer import DensePrefillInp
 from flashlatte.ops.dense_prefill.hopper.forward.schedule import DensePrefillWork
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import read_work_tile
 from flashlatte.runtime.triton_kernel import gluon_kernel
-
-
-@gluon.jit
-def _consume_first(args, CONFIG: gl.constexpr):
-    consume(args, 0, CONFIG, read_work_tile, zero_values, store)
-
-
-@gluon.jit
-def _consume_second(args, CONFIG: gl.constexpr):
-    consume(args, ROWS, CONFIG, read_work_tile, zero_values, store)
 
 
 @gluon_kernel
@@ -44,8 +33,8 @@ def dense_prefill_forward_kernel(
     args = PrefillArgs(shared, work.window, scale_log2, results)
     gl.warp_specialize(
         [
-            (_consume_first, (args, CONFIG)),
-            (_consume_second, (args, CONFIG)),
+            (consume, (args, 0, CONFIG, read_work_tile, zero_values, store)),
+            (consume, (args, ROWS, CONFIG, read_work_tile, zero_values, store)),
             (producer.produce, (inputs, work, shared)),
         ],
         [4, 1],

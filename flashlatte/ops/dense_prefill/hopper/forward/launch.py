@@ -25,7 +25,7 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
     rest_of,
     second_columns,
 )
-from flashlatte.ops.dense_prefill.params import DensePrefillParams, requests_of
+from flashlatte.ops.dense_prefill.reference import DensePrefillParams, requests_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import Address, describe

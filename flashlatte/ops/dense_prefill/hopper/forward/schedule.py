@@ -16,15 +16,16 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper import prefill_schedule
+from flashlatte.kernels.hopper.prefill_schedule import boundary
 from flashlatte.kernels.hopper.two_consumers import TILE
 from flashlatte.kernels.triton.packed import Window
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import DensePrefillTile
-from flashlatte.ops.dense_prefill.params import DensePrefillRequests
+from flashlatte.ops.dense_prefill.reference import DensePrefillRequests
 from flashlatte.runtime.kernel_records import ElementPointer, Int32
 
-# Requests that the producer scans at a time, four per thread.
+# Items that the producer scans at a time, four per thread.
 _SCAN = gl.constexpr(128)
-_SCANNED = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
 class DensePrefillWork(NamedTuple):
@@ -46,33 +47,9 @@ class DensePrefillWork(NamedTuple):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _boundary(cu, index, tokens):
-    return gl.minimum(gl.maximum(gl.load(cu + index), 0), tokens).to(gl.int32)
-
-
-@gluon.jit
-def _query_blocks(requests, item):
-    """Blocks of queries of each item: item 0 is the tokens before the first request, item i + 1 is request i."""
-    begin = gl.load(requests.cu_seqlens_q + item - 1, mask=(item > 0) & (item <= requests.count + 1), other=0)
-    end = gl.load(requests.cu_seqlens_q + item, mask=item <= requests.count, other=requests.total_q)
-    begin = gl.minimum(gl.maximum(begin, 0), requests.total_q)
-    end = gl.minimum(gl.maximum(end, 0), requests.total_q)
-    blocks = (gl.maximum(end - begin, 0) + TILE - 1) // TILE
-    return gl.where(item <= requests.count + 1, blocks, 0).to(gl.int32)
-
-
-@gluon.jit
 def count_blocks(work):
     """Total blocks of queries of all items."""
-    total = gl.to_tensor(0)
-    for start in range(0, work.requests.count + 2, _SCAN):
-        total += gl.sum(_query_blocks(work.requests, start + gl.arange(0, _SCAN, _SCANNED)), 0)
-    return total
+    return prefill_schedule.count_blocks(work.requests, None, TILE, _SCAN)
 
 
 @gluon.jit
@@ -82,37 +59,17 @@ def find_tile(work, tile, num_blocks, KEYS: gl.constexpr):
     in_group = num_blocks * work.group
     block = tile % in_group // work.group
     head = tile // in_group * work.group + tile % work.group
-
-    item = gl.to_tensor(0)
-    before = gl.to_tensor(0)
-    scanned = gl.to_tensor(0)
-    for start in range(0, requests.count + 2, _SCAN):
-        items = start + gl.arange(0, _SCAN, _SCANNED)
-        blocks = _query_blocks(requests, items)
-        ends = scanned + gl.associative_scan(blocks, 0, _add)
-        is_before = (items <= requests.count + 1) & (ends <= block)
-        item += gl.sum(is_before.to(gl.int32), 0)
-        before = gl.maximum(before, gl.max(gl.where(is_before, ends, 0), 0))
-        scanned += gl.sum(blocks, 0)
-
-    is_request = (item > 0) & (item <= requests.count)
-    first_q = gl.where(item > 0, _boundary(requests.cu_seqlens_q, gl.maximum(item - 1, 0), requests.total_q), 0)
-    end_q = gl.where(
-        item <= requests.count,
-        _boundary(requests.cu_seqlens_q, gl.minimum(item, requests.count), requests.total_q),
-        requests.total_q,
-    )
-    request = gl.minimum(gl.maximum(item - 1, 0), gl.maximum(requests.count - 1, 0))
-    first_k = _boundary(requests.cu_seqlens_k, request, requests.total_k)
-    end_k = _boundary(requests.cu_seqlens_k, gl.minimum(request + 1, requests.count), requests.total_k)
-    queries = gl.maximum(end_q - first_q, 0)
-    keys = gl.where(is_request, gl.maximum(end_k - first_k, 0), 0)
+    item = prefill_schedule.find_item(requests, block, None, TILE, _SCAN)
+    first_k = boundary(requests.cu_seqlens_k, item.request, requests.total_k)
+    end_k = boundary(requests.cu_seqlens_k, gl.minimum(item.request + 1, requests.count), requests.total_k)
+    queries = gl.maximum(item.end - item.first, 0)
+    keys = gl.where(item.is_request, gl.maximum(end_k - first_k, 0), 0)
     # With a window, the first keys may be visible to no query. Blocks begin after them: their values may be NaN.
     unseen = gl.maximum(keys - queries - work.window.left, 0)
     first_k += unseen
     keys -= unseen
 
-    row = ((queries + TILE - 1) // TILE - 1 - (block - before)) * TILE
+    row = ((queries + TILE - 1) // TILE - 1 - (block - item.before)) * TILE
     rows = gl.minimum(queries - row, TILE)
     position = row + keys - queries
     visible_from = gl.maximum(position - work.window.left, 0)
@@ -122,7 +79,7 @@ def find_tile(work, tile, num_blocks, KEYS: gl.constexpr):
     # At least one block, fully masked, so that the empty result is written.
     count = gl.maximum(count, 1)
     last = gl.where(visible_to > visible_from, first + count - 1, 0)
-    return DensePrefillTile(count, last, head, first_q + row, rows, position, keys), first_k
+    return DensePrefillTile(count, last, head, item.first + row, rows, position, keys), first_k
 
 
 @gluon.jit

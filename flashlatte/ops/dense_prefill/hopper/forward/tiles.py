@@ -17,7 +17,7 @@ from flashlatte.kernels.hopper.two_consumers import (
     STAGES,
     PrefillConsumer,
     mbarriers,
-    read_scalar,
+    read_scalars,
 )
 
 
@@ -169,12 +169,4 @@ def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def read_work_tile(smem):
-    return DensePrefillTile(
-        read_scalar(smem, 0),
-        read_scalar(smem, 1),
-        read_scalar(smem, 2),
-        read_scalar(smem, 3),
-        read_scalar(smem, 4),
-        read_scalar(smem, 5),
-        read_scalar(smem, 6),
-    )
+    return DensePrefillTile(*read_scalars(smem))

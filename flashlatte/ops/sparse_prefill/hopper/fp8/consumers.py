@@ -48,7 +48,7 @@ def _release_output(steps_taken):
 
 
 @gluon.jit
-def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
+def consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
     for slot in gl.static_range(SLOTS):
         barriers.arrive(SLOT_EMPTY + slot, barriers.ALL_THREADS)
     tiles, shared, work = args.tiles, args.shared, args.work
@@ -90,13 +90,3 @@ def _consume(args, ODD: gl.constexpr, HAS_ROPE: gl.constexpr):
             store_statistics(args, state.row_max, score_max, factor, tile)
         parity ^= 1
     _release_output(steps_taken)
-
-
-@gluon.jit
-def consume_even(args, HAS_ROPE: gl.constexpr):
-    _consume(args, 0, HAS_ROPE)
-
-
-@gluon.jit
-def consume_odd(args, HAS_ROPE: gl.constexpr):
-    _consume(args, 1, HAS_ROPE)

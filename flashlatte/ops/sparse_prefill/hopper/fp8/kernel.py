@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
-from flashlatte.ops.sparse_prefill.hopper.fp8.consumers import consume_even, consume_odd
+from flashlatte.ops.sparse_prefill.hopper.fp8.consumers import consume
 from flashlatte.ops.sparse_prefill.hopper.fp8.loader import load
 from flashlatte.ops.sparse_prefill.hopper.fp8.state import Fp8PrefillArgs, Fp8QueryBuffers, Fp8Workspace, allocate
 from flashlatte.ops.sparse_prefill.hopper.producer import SparsePrefillQueries
@@ -36,7 +36,7 @@ def sparse_prefill_fp8_kernel(
     args = Fp8PrefillArgs(tiles, shared, queries, buffers, keys, work, output, scale_log2 * k_scale, k_scale)
     barriers.sync_before_warp_specialize()
     gl.warp_specialize(
-        [(load, (args, HAS_ROPE)), (consume_even, (args, HAS_ROPE)), (consume_odd, (args, HAS_ROPE))],
+        [(load, (args, HAS_ROPE)), (consume, (args, 0, HAS_ROPE)), (consume, (args, 1, HAS_ROPE))],
         [4, 4],
         [_REGISTERS, _REGISTERS],
     )
