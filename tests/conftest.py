@@ -10,11 +10,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# PyTorch is imported where tests are collected: the process that only hands them out to workers needs none.
+# PyTorch is imported only in processes that collect tests, not in the one that only distributes them to workers.
 
 pytest_plugins = ["support.progress", "support.isolation", "support.emulator.fixture"]
 
-# ``make test`` is quick; ``make test-all`` takes the other with --hypothesis-profile full.
+# ``make test`` is quick; ``make test-all`` uses the other profile with --hypothesis-profile full.
 COMMON = hypothesis.settings(deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("quick", COMMON, max_examples=6)
 hypothesis.settings.register_profile("full", COMMON, max_examples=100)

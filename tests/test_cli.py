@@ -248,7 +248,7 @@ def test_doctor_lists_what_a_gpu_adds_for_this_call(options, without, hopper, tm
     printed = " ".join(capsys.readouterr().out.split())
     begin = rf"On a GPU, portable kernels \(Triton\) run every operation{without}[,;] on an H100 or H200"
     assert re.search(rf"{begin}, hopper kernels run {hopper}", printed)
-    # What was supposed is forgotten.
+    # The assumed GPU is forgotten.
     assert doctor.diagnose()["operations"][0]["runs"] == "reference"
 
 

@@ -49,7 +49,7 @@ def test_the_demo_succeeds_and_compares_every_cache(printed):
         assert float(speed) > 0
     assert rows["fp32"][2] == "ok: 64 of 64 the same"
     differences = [float(rows[name][2].removeprefix("ok: logits within ")) for name in ("bf16", "v32")]
-    # The comparison is of different numbers: what rounds more differs more.
+    # Formats that round more differ more.
     assert 0 < differences[0] < differences[1] <= 2
 
 

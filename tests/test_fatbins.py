@@ -39,7 +39,7 @@ def test_code_of_other_gpus_becomes_zeros(fatbins):
         (MACHINE_CODE, 100, b"n"),
     ]
     first, second = fat_binary(fatbins, *entries), fat_binary(fatbins, (MACHINE_CODE, 90, b"more"))
-    # The magic number also appears where no fat binary begins.
+    # The magic number also appears within other data.
     extension = b"elf" + fatbins.MAGIC + b"x" * 40 + first + b"between" + second + b"end"
     stripped, kept = fatbins.strip(extension, 90)
     assert kept == len(b"hopper") + len(b"more")

@@ -7,7 +7,7 @@ import pytest
 
 import flashlatte
 
-# What takes as long to import as torch itself, and what an operation has no use for before it runs.
+# Modules that take as long to import as torch itself, and those that an operation does not need before it runs.
 HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton", "hypothesis", "transformers", "rich")
 
 
@@ -20,7 +20,7 @@ def newly_imported(statement: str, before: str) -> set[str]:
     code = f"import sys\n{before}\nold = set(sys.modules)\n{statement}\nprint(*sorted(set(sys.modules) - old))"
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
-    # What the statement itself prints stands before.
+    # The statement's own output comes first.
     return set(done.stdout.splitlines()[-1].split())
 
 

@@ -14,7 +14,7 @@ def listing(*instructions: str) -> str:
     "instructions",
     [
         ("UMOV UR4, 0x40", "MOV R1, UR4", "IADD3 R2, R1, R3, RZ"),
-        # A register that holds nothing yet is kept in another, and written after it was brought back.
+        # An unwritten register is saved to another one, and written after it is restored.
         ("MOV.SPILL R1, UR5", "R2UR.FILL UR5, R1", "UMOV UR5, 0x40", "IMAD.U32 R2, RZ, RZ, UR5"),
         ("MOV R1, UR5", "R2UR UR5, R1", "UMOV UR5, 0x40", "IMAD.U32 R2, RZ, RZ, UR5"),
     ],
@@ -29,7 +29,7 @@ def test_registers_that_are_written_first(instructions: tuple[str, ...]) -> None
         (("IMAD.U32 R2, RZ, RZ, UR5",), "UR5"),
         # The copy is used as a value.
         (("MOV R1, UR5", "IADD3 R2, R1, R3, RZ"), "MOV R1, UR5"),
-        # What was brought back is used as a value.
+        # The restored register is used as a value.
         (("MOV R1, UR5", "R2UR UR5, R1", "IMAD.U32 R2, RZ, RZ, UR5"), "IMAD.U32 R2"),
     ],
 )

@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, sections: Sections) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ceilings = timing.measure_ceilings(device) if device.type == "cuda" else None
     if ceilings is None:
-        print("PyTorch sees no GPU: the cases are scaled down, and their times say nothing about one")
+        print("PyTorch finds no GPU: the cases are scaled down, and their times say nothing about a GPU")
     wrong: list[str] = []
     for name in options.section or sections:
         for line in lines(sections[name](device), device, ceilings, wrong, options.rounds):

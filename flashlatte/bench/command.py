@@ -94,7 +94,7 @@ def _result_files(args: argparse.Namespace, device: torch.device) -> dict[Path, 
         files[Path(args.json)] = False
     if args.record:
         if device.type != "cuda":
-            raise ValueError("--record keeps results of a GPU, and this machine has none that PyTorch sees")
+            raise ValueError("--record needs a GPU, and PyTorch finds none")
         files[in_checkout(RESULTS_FOLDER) / f"{gpu_slug(torch.cuda.get_device_name(device))}.jsonl"] = True
     for path in files:
         try:

@@ -16,7 +16,7 @@ from flashlatte.bench.timing import Ceilings
 WIDTH_WITHOUT_TERMINAL = 150
 
 WITHOUT_GPU = (
-    "PyTorch sees no CUDA GPU here, so the reference runs on scaled-down cases: this shows that the benchmark works. "
+    "PyTorch finds no CUDA GPU, so the reference runs on scaled-down cases: this shows that the benchmark works. "
     "The times say nothing about a GPU and are not compared with anything."
 )
 NOTE_WITHOUT_GPU = "Scaled-down cases on the CPU: these times say nothing about a GPU."

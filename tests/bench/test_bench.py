@@ -72,7 +72,7 @@ def test_recorded_figures_fit_the_case(case: cases.Case) -> None:
     microseconds = recorded.microseconds or recorded.cool_microseconds
     assert microseconds is not None
     tflops = 2 * problem.h_q * (problem.head_dim + 512) * attended / microseconds / 1e6
-    # The rates are recorded without decimals, and the varlen ones from other draws.
+    # Rates are recorded without decimals, and the varlen ones with other random lengths.
     assert tflops == pytest.approx(recorded.tflops, rel=0.07, abs=0.5)
 
 
@@ -90,7 +90,7 @@ def test_scaled_down_run_without_gpu(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert line["share_of_flashmla"] is None
         assert line["share_of_copy"] is None
     output = capsys.readouterr()
-    assert output.err.startswith("PyTorch sees no CUDA GPU here, so the reference runs on scaled-down cases")
+    assert output.err.startswith("PyTorch finds no CUDA GPU, so the reference runs on scaled-down cases")
     for line, case in zip(output.err.splitlines()[1:], written, strict=True):
         assert f"(scaled down from {case['case']})" in line
     assert "cache_write, scaled-down cases" in output.out
@@ -173,7 +173,7 @@ def test_an_unsupported_backend_is_reported_without_an_error(capsys: pytest.Capt
         (("--op", "sparse_prefill", "--case", "b1-*"), "no case of sparse_prefill named 'b1-*'"),
         (("--backend", "cuda"), "no backend named 'cuda'; there are hopper, portable, reference"),
         (("--json", "/dev/null/results.jsonl"), "results cannot be written to /dev/null/results.jsonl: "),
-        (("--record",), "--record keeps results of a GPU"),
+        (("--record",), "--record needs a GPU"),
     ],
 )
 def test_mistakes_in_the_call(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from flashlatte.bench.shared.random_problems import DRAWS
 from flashlatte.runtime import dispatch
 
 KERNELS = {"hopper", "portable"}
-# Calls that are made of several operations.
+# Calls that consist of several operations.
 COMPOSED = {"index_select", "paged_index_select"}
 
 

@@ -31,7 +31,7 @@ PEER_SECTIONS = {
     "sparse_prefill": "sparse_prefill",
     "vision": "dense_prefill",
 }
-# What they time exists on a GPU only.
+# They need a GPU.
 NEEDS_GPU = ("host-time", "mla-layer", "dsa-layer", "v4-layer", "distributed-decode", "distributed-layer")
 
 

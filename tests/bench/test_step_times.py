@@ -28,7 +28,7 @@ PAIRS = [
     # tokens, others, agreement, first difference, largest error
     ([[[5, -1.0], [6, -2.0]]], [[[5, -1.0], [6, -2.5]]], (1, 0.5), None, 0.5),
     ([[[5, -1.0], [6, -2.0]]], [[[5, -1.25], [7, -9.0]]], (0, 0.25), 1, 7.0),
-    # Behind a different token the contexts differ.
+    # After a different token the contexts differ.
     ([[[4, -1.0], [6, -2.0]], [[1, -1.0]]], [[[5, -1.5], [6, -9.0]], [[1, -1.125]]], (1, 0.125), 0, 0.5),
 ]
 CASES = argparse.Namespace(cases="2x40", prefill="9", steps=4, rounds=2, json=None)

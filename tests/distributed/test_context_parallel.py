@@ -13,7 +13,8 @@ from support.ranks import Failure, Ranks
 from flashlatte import kv_cache
 
 FORMS = ("direct", "all_to_all", "reduce_scatter", "all_reduce")
-# Of 3 ranks with interleave 1, 2, 8, 64: ranks without a key, a page begun, several pages, no key at all.
+# With 3 ranks and interleave 1, 2, 8, 64: ranks without a key, with a partial page, with several pages, and no key at
+# all.
 LENGTHS = (0, 1, 2, 7, 40, 131)
 
 
@@ -93,7 +94,7 @@ def test_half_precision_is_rounded_once(ranks, form):
     out, lse = joined(ranks.run(rank_jobs.decode, step, interleave=1, form=form), ranks.size)
     want_out, want_lse = expected(step)
     assert out.dtype == torch.bfloat16
-    # An ulp of bf16 is 2^-8 of the number at most; partial outputs are at most as large as the largest value.
+    # A bf16 ulp is at most 2^-8 of the value; partial outputs are at most as large as the largest value.
     largest = step.keys.double().abs().amax()
     assert (out.double() - want_out).abs().max() <= 2**-8 * largest
     close(lse, want_lse)
@@ -156,7 +157,7 @@ def test_ranks_that_differ_raise(ranks):
     assert told[0].message.startswith("ValueError: ContextParallel needs the same arguments on all ranks: rank")
     assert all(re.search("ha(s|ve) interleave 1", failure.message) for failure in told)
     assert all("rank 1 has interleave 2" in failure.message for failure in told)
-    # Whoever asks is told, and nobody is left waiting in a collective.
+    # Every rank raises, and none is left waiting in a collective.
     assert all("needs the same arguments on all ranks" in failure.message for failure in told)
 
 
@@ -165,7 +166,7 @@ def test_a_wrong_argument_of_one_rank_raises_on_all(ranks, wrong):
     told = ranks.outcomes(rank_jobs.call_with, {1: wrong})
     ((name, value),) = wrong.items()
     assert all(f"rank 1 has {name} {value}" in failure.message for failure in told)
-    # The next ones find each other.
+    # Creating engines again works.
     assert ranks.run(rank_jobs.call_with, {}) == [None] * ranks.size
 
 
@@ -181,7 +182,7 @@ def test_a_rank_that_does_not_come_is_named(ranks):
     told = ranks.outcomes(rank_jobs.only_rank_0_makes_one)
     assert "rank 1 did not reach ContextParallel" in told[0].message
     assert told[1:] == [None] * (ranks.size - 1)
-    # Those that come later find what it said.
+    # Ranks that arrive later get its error.
     assert ranks.run(rank_jobs.the_others_make_one) == [None] * ranks.size
 
 

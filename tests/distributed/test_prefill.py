@@ -49,5 +49,5 @@ def test_repeats_are_the_same_bits(ranks):
         assert one["out"].equal(other["out"])
         assert one["lse"].equal(other["lse"])
     out, _ = expected(67, torch.bfloat16)
-    # Keys and values are rounded to bf16 when expanded, parts and the result once each.
+    # Keys and values are rounded to bf16 when expanded; partial outputs and the result are rounded once each.
     assert (joined(first, "out").double() - out).abs().max() <= 2**-6 * out.abs().max()

@@ -14,7 +14,7 @@ from flashlatte.runtime import machine
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("tokens", "heads", "dim"),
-    [(3, 2, 576), (5, 4, 576), (1, 3, 5), (0, 2, 64)],  # less than a program, more, odd numbers, nothing
+    [(3, 2, 576), (5, 4, 576), (1, 3, 5), (0, 2, 64)],  # less than one program, more, odd sizes, nothing
 )
 def test_every_rank_gets_every_ranks_heads(tokens, heads, dim, dtype):
     size = 3

@@ -32,7 +32,7 @@ MLA, V4 = {"head_dim": 576, "head_dim_v": 512}, {"head_dim": 512, "head_dim_v": 
 PREFILL, PLAIN = {"head_dim": 192, "head_dim_v": 128}, {"head_dim": 128, "head_dim_v": 128}
 BOTH, REPLACEMENTS, BACKENDS = ("replacements", "backends"), ("replacements",), ("backends",)
 BACKWARD = "dense_prefill_backward"
-# Pages, an operation, words in the last cell of its lines, and calls that Hopper's kernel takes and refuses.
+# Page, operation, words in the last cell of its lines, and calls that the Hopper kernel does and does not support.
 LIMITS = [
     (BOTH, "dense_decode", "pages of 8·n", [{"page_size": 24}], [{"page_size": 4}]),
     (BOTH, "dense_decode", "576 and 512", [MLA, V4], [PREFILL]),

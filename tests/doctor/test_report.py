@@ -89,7 +89,7 @@ def test_a_case_that_ends_its_process_does_not_end_the_report():
         ended = worker.run({"case": "abort"})
         assert ended["status"] == "failed"
         assert ended["message"].startswith("the process ended with signal 6: LLVM ERROR: Cannot select")
-        # An error of CUDA would stay in a process: each failure is its last job.
+        # A CUDA error is permanent in a process, so a process ends after a failure.
         failed, another = worker.run({"case": "error"}), worker.run({"case": 2})
         assert another["status"] == "ok"
         assert len({first["message"], failed["message"], another["message"]}) == 3

@@ -35,7 +35,7 @@ def test_a_text_is_continued(checkpoint, capsys):
 
 def test_a_text_that_ends_within_a_letter_is_shown_to_its_end(checkpoint, capsys, monkeypatch):
     tokenizer = Letters()
-    # The last token's first letter is whole.
+    # The last token's first character is complete.
     monkeypatch.setattr(
         tokenizer, "decode", lambda tokens, **_: "".join(f"({token}\N{REPLACEMENT CHARACTER}" for token in tokens)
     )

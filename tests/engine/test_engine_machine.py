@@ -30,7 +30,7 @@ FAMILIES = (
     "MistralLarge4",
     INVARIANT,
 )
-# Some begin alike, in pages of any size, and some repeat themselves, for guesses.
+# Some have common prefixes, for any page size, and some repeat themselves, for draft tokens.
 ALIKE, OTHER, REPEATED = prompt(30, 1), prompt(30, 2), prompt(3, 3) * 12
 PROMPTS = tuple(
     map(

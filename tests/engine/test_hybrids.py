@@ -112,7 +112,7 @@ def test_a_prefix_continues_from_a_snapshot(name):
     check(served, name, [shared], 3)
     longer = [[*shared[:42], token, *prompt(9, token)] for token in (1, 2, 3)]
     assert [output.num_cached_tokens for output in check(served, name, longer, 3)] == [40, 40, 40]
-    # Where the first two of them part is a snapshot since they were computed.
+    # There is a snapshot where the first two diverge, from when they were computed.
     parting = [[*shared[:20], token, 5, 6] for token in (1, 2, 3)]
     assert [check(served, name, [one], 3)[0].num_cached_tokens for one in parting] == [0, 16, 16]
 

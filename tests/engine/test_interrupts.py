@@ -33,7 +33,7 @@ from flashlatte.engine.batch import StepBatch
 from flashlatte.engine.paged import PagedModel
 
 VOCABULARY = 11
-# Some begin alike, some repeat themselves.
+# Some have common prefixes, some repeat themselves.
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [8, 9] * 4, [3]]
 NEW = 5
 PLANNING = (engine, live_requests, scheduler, pages, states)
@@ -213,7 +213,7 @@ def check_interrupted(modules: tuple[Any, ...], options: dict[str, Any], at: int
     assert isinstance(served.model, Hashes)
     served.model.fails_at = -1
     try:
-        assert served.unfinished >= 0  # which cleans up after a cleaning that was interrupted
+        assert served.unfinished >= 0  # which completes an interrupted cleanup
         check_consistent(served)
         for _ in range(100):
             if not served.unfinished:

@@ -57,7 +57,7 @@ def test_it_ends_and_the_others_continue(family, options):
     prompts = [HEALTHY[0], POISONED, *HEALTHY[1:]]
     check(served.generate(prompts, greedy(NEW, logprobs=0)), family)
     assert served.unfinished == served.pool.in_use == 0
-    # Its keys are not shared, and its place is another request's.
+    # Its keys are not shared, and its state slot is used by another request.
     again = served.generate(prompts, greedy(NEW))
     assert again[1].num_cached_tokens == 0
     check(again, family)

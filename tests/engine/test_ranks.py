@@ -21,10 +21,10 @@ from flashlatte.engine.model import Model
 from flashlatte.engine.runner import Runner
 
 NEW = 8
-# The second and later ones come when the first has ended. Two begin like it.
+# The second and later ones are added when the first has ended. Two share its prefix.
 PROMPTS = [prompt(40), [*prompt(40)[:37], 5, 6], prompt(3, 1), prompt(26, 2), [*prompt(40), *[9] * 20]]
 GREEDY = greedy(NEW, logprobs=0)
-# What each of two ranks has a half of.
+# Tensors that are divided in half over two ranks.
 _ATTENTION = ("q_b_proj", "kv_b_proj", "o_proj", "sinks", "o_a_proj", "o_b_proj")
 HALVED = (*(f"self_attn.{name}" for name in _ATTENTION), "mlp.experts.", "mlp.shared_experts.")
 
@@ -253,7 +253,7 @@ def test_a_rank_that_cannot_begin_ends_the_others_at_once(two, wrong, message, l
     assert time.monotonic() - begin < 10
     assert failed.message.startswith(message)
     assert other.message.startswith(f"RuntimeError: rank 1 failed, therefore rank 0 stops: {message}")
-    # The next engines find each other.
+    # Creating engines again works.
     assert two.run(rank_engine_jobs.options_by_rank, [{}, {}]) == [None, None]
 
 
@@ -360,7 +360,7 @@ def test_unsupported_calls_on_each_rank_raise(two):
 def test_a_rank_that_fails_ends_the_others_at_once(two, rank, at_step):
     begin = time.monotonic()
     told = [failure.message for failure in two.outcomes(rank_engine_jobs.fail, rank, at_step)]
-    assert time.monotonic() - begin < 30  # the groups' own time-out is 60
+    assert time.monotonic() - begin < 30  # the groups' own timeout is 60 s
     assert told[rank] == "ValueError: this rank has no memory left"
     other = 1 - rank
     assert told[other] == (

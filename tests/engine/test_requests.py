@@ -143,7 +143,7 @@ def test_pages_of_a_shared_prefix_are_counted_once():
     for last in range(3):
         served.add([*shared, last], greedy(4))
     served.step()
-    # Five pages of the prefix, and one of each request's own.
+    # Five pages of the prefix, and one separate page for each request.
     assert served.pool.in_use == 5 + 3
     finished(served)
 

@@ -14,7 +14,7 @@ from flashlatte.engine import Engine, SamplingParams
 
 NEW = 12
 PROMPTS = [prompt(4) * 5, prompt(21, 1), [*prompt(17, 2), 7, 8, 9, 7, 8]]
-# How steps are planned must not change a token.
+# The schedule of steps must not change tokens.
 PLANS: list[dict[str, Any]] = [
     {},
     {"num_speculative_tokens": 3},
@@ -158,7 +158,7 @@ def check_logprobs(found: dict[int, Any], token: int, expected: list[float], cou
     assert set(found) == {token, *top}
     for one, entry in found.items():
         assert entry.logprob == pytest.approx(expected[one], abs=1e-4)
-        # Nearly equal ones may change places.
+        # The order of nearly equal ones may differ.
         assert expected[order[entry.rank - 1]] == pytest.approx(expected[one], abs=1e-4)
         assert entry.decoded_token == Letters().decode([one])
 

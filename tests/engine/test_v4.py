@@ -97,7 +97,7 @@ def test_requests_with_a_common_prefix_share_pages(max_num_batched_tokens):
         assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, 4)
     assert served.statistics()["cached_tokens"] == 3 * (24 - 4)
     before = [cache.clone() for cache in served.runner.caches]
-    # The first at last, while the others read the same pages.
+    # The first request ends last, while the others read the same pages.
     for tokens, output in zip(prompts[::-1], served.generate(prompts[::-1], asked), strict=True):
         assert output.outputs[0].token_ids == generated_by_transformers(FAMILY, tokens, 4)
     pages = served.pool.match(alike)

@@ -38,7 +38,7 @@ def pairwise(
         pair = next(iter(missing))
         drawn = [{name: rng.randrange(len(values)) for name, values in axes.items()} | dict(pair) for _ in range(DRAWS)]
         rows = [row for row in drawn if allowed(_values(axes, row))]
-        if not rows:  # a pair that no row may have
+        if not rows:  # a pair that is not allowed in any row
             del missing[pair]
             continue
         best = max(rows, key=lambda row: sum(covered in missing for covered in itertools.combinations(row.items(), 2)))

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Every tensor an allocation of its own, so that reading beyond one is seen.
+# A separate allocation for every tensor, so that out-of-bounds reads are detected.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
@@ -32,9 +32,9 @@ from flashlatte.testing.draws import Draw
 
 DEVICE = "cuda"
 BACKENDS = ("hopper", "portable")
-# Operations whose kernel for Hopper has no other barriers than those that racecheck follows.
+# Operations whose Hopper kernel has only barriers that racecheck supports.
 RACES_OF_HOPPER = ("topk",)
-# Parts of names of cases that racecheck has not ended within a minute.
+# Parts of names of cases that take racecheck more than a minute.
 TOO_LONG_FOR_RACES = ("batch 80",)
 EQUAL = compare.Tolerance(0.0, 0.0)
 MERGED = {"out": compare.Tolerance(1e-3, 2.01 / 256, 1e-5), "lse": compare.Tolerance(2e-6, 2e-6)}

@@ -21,7 +21,7 @@ def test_bytes(tokens: int, widths: tuple[int, int], dtype: torch.dtype, heads_f
     parts = [torch.randn(*shape, width, dtype=torch.bfloat16, device=DEVICE).to(dtype) for width in widths]
     parts = [part.transpose(0, 1) if heads_first else part for part in parts]
     out = flashlatte.concat_mla_q(parts[0], parts[1], backend="portable")
-    # Some tokens at a time: copies of all beside all do not fit a GPU that tests share.
+    # In chunks of tokens: two copies of everything do not fit a GPU that is shared by tests.
     for joined, *of_parts in zip(*(x.split(4096) for x in (out, *parts)), strict=True):
         assert bits(joined[..., : widths[0]]).equal(bits(of_parts[0]))
         assert bits(joined[..., widths[0] :]).equal(bits(of_parts[1]))

@@ -199,7 +199,7 @@ def test_layer(ratio: int, over_workspace: bool) -> None:
             parts.append(layer(hidden[-len(step.positions) :], step, own).float())
         outs.append(torch.cat(parts))
     error = (outs[0] - outs[1]).norm() / outs[1].norm()
-    # An index key that is rounded otherwise may select another group.
+    # An index key that is rounded differently may select another group.
     assert error < (0.1 if ratio == 4 else 0.02)
 
 

@@ -96,7 +96,7 @@ def test_layers(formats: tuple[str, str | None], over_workspace: bool) -> None:
             parts.append(layers.run(hidden[-step.num_tokens :], step, caches).float())
         outs.append(torch.cat(parts, dim=1))
     error = (outs[0] - outs[1]).flatten(1).norm(dim=1) / outs[1].flatten(1).norm(dim=1)
-    # An index key that is rounded otherwise may select another group.
+    # An index key that is rounded differently may select another group.
     assert error[0] < 0.02
     assert error.max() < 0.1
 

@@ -141,7 +141,7 @@ def test_error_against_float64(case: DenseDecodeCase, backend: str) -> None:
 @ON_EVERY_BACKEND
 def test_garbage_in_the_table_and_lengths_beyond_it(backend: str) -> None:
     arguments = replace(TYPICAL, batch=6, s_k=300).inputs(DEVICE)
-    arguments["k_cache"].nan_to_num_(nan=0.1)  # the lengths below reach what was not to be read
+    arguments["k_cache"].nan_to_num_(nan=0.1)  # the lengths below include positions that must not be read
     table = arguments["block_table"]
     table[0, 0], table[1, 1], table[2, :] = -1, -(2**31), 2**31 - 1
     arguments["cache_seqlens"][3] = 2**31 - 1
@@ -297,7 +297,7 @@ def test_batch_invariant_in_any_table_and_batch(
     case = replace(TYPICAL, batch=3, h_q=h_q, s_q=s_q, page_size=page_size, s_k=max(lengths), varlen=False)
     arguments: Arguments = case.inputs(DEVICE) | {"batch_invariant": True}
     arguments["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    # Shorter requests leave rows of their pages that are poisoned no more than others'.
+    # Shorter requests leave poisoned rows in their pages.
     arguments["k_cache"] = arguments["k_cache"].nan_to_num(nan=0.1)
     names = ("q", "block_table", "cache_seqlens")
     expected = decode(arguments, backend)

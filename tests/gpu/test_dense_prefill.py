@@ -1,4 +1,4 @@
-# Keyword arguments and boundaries are put together in containers of any length.
+# Keyword arguments and boundaries are built in containers of any length.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 """Dense prefill on a GPU, forward and backward: every backend compared with the reference, and other guarantees."""
@@ -105,7 +105,7 @@ def test_error_against_float64(case: DensePrefillCase, backend: str) -> None:
     arguments = case.inputs(DEVICE)
     gradients = gradients_for(arguments)
     results = prefill(arguments, backend, gradients)
-    # Leaves of more bits: the oracle adds up a row's gradient token by token, in the type of the leaf.
+    # Leaves with more bits: the oracle sums a row's gradient token by token, in the dtype of the leaf.
     oracle, baseline = (
         differentiated(
             oracles.dense_prefill,

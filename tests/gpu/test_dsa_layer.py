@@ -31,9 +31,9 @@ CONFIG = MLAConfig(
     indexer=IndexerConfig(num_heads=32, topk=128),
 )
 PAGE_SIZE = 64
-# Of the largest number: bf16 keeps 8 bits, v32's latents 4.
+# Relative to the largest element: bf16 has 8 bits, v32's latents 4.
 BOUNDS = {"bf16": 0.012, "v32": 0.06}
-# Of a choice, what float32 chooses too; seen on random data over 0.96 with e4m3 keys.
+# Fraction of a selection that float32 selects too; above 0.96 on random data with e4m3 keys.
 OVERLAPS = {"index_bf16": 0.98, "index_fp8": 0.93}
 
 
@@ -158,7 +158,7 @@ def test_steps_of_a_batch_are_those_of_float32_on_the_cpu(cache_format: str, ind
         exact.run(hidden, wanted)
         sparse = ours.num_tokens if ours.selection.chunks is not None else ours.num_decode_tokens  # type: ignore[union-attr]
         assert_same_choice(slots_of(ours)[:sparse], slots_of(wanted)[:sparse], OVERLAPS[index_format])
-        # Tokens that choose nothing attend to all: then both do.
+        # Tokens without a selection attend to all tokens; then both machines do.
         along = slots_of(ours)[:sparse].cpu()
         expected = exact.run(hidden, wanted, along if sparse == ours.num_tokens else None)
         if sparse in (0, ours.num_tokens):
@@ -184,7 +184,7 @@ def test_a_captured_decode_step_replays_across_2048_tokens(cache_format: str, in
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = machine.run(hidden, metadata)
-    # The steps before wrote into the pages.
+    # The previous steps wrote to the pages.
     rows = torch.randn(table.numel(), PAGE_SIZE, 1, CONFIG.head_dim, device=DEVICE, dtype=torch.bfloat16)
     keys = torch.randn(table.numel() * PAGE_SIZE, 128, device=DEVICE)
     for each in (machine, eager):
@@ -251,7 +251,7 @@ def test_a_graph_whose_indexer_runs_beside_the_layer_gives_the_bits_of_one_in_or
     step()
     torch.cuda.synchronize()
     beside, result = captured()
-    # Where nothing is captured, all runs in one stream.
+    # Without capture, everything runs in one stream.
     monkeypatch.setattr(SideStream, "__init__", lambda self, *_: setattr(self, "_stream", None))
     in_order, expected = captured()
     for seed in range(30):

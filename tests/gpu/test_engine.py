@@ -57,7 +57,7 @@ def test_graphs_equal_eager_steps():
         done = []
         while served.unfinished:
             done += [output for output in served.step() if output.outputs[0].finish_reason is not None]
-            # What a graph reads and no longer holds is overwritten.
+            # Memory that a graph reads but does not own is overwritten.
             torch.full((1 << 16,), -1, device="cuda")
             torch.full((4,), 2**40, device="cuda")
         assert bool(served.runner._graphs) == graphs

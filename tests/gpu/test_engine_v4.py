@@ -47,7 +47,7 @@ def test_replayed_steps_are_eager_ones(model: Any, cache_format: str) -> None:
 
     runner._padded, runner._plan = padded, planned
     sampling = greedy(40)
-    # The second time at places beyond the first ones: the states move, and graphs are captured anew.
+    # The second time with more state slots: the states move, and graphs are captured again.
     for places in ([3, 2, 1, 0], [7, 6, 5, 4]):
         runner._free_state_indices, before = places, steps
         outputs = served.generate([prompt(length, seed) for seed, length in enumerate(LENGTHS)], sampling)
@@ -57,7 +57,7 @@ def test_replayed_steps_are_eager_ones(model: Any, cache_format: str) -> None:
         )
         assert steps >= before + 39
         assert 4 in runner._graphs
-    # A step of its own has narrower tables, so that keys are split otherwise.
+    # A separate step has narrower tables, so that keys are split differently.
     assert max(apart) < 0.05
 
 
@@ -69,7 +69,7 @@ def test_a_step_that_generates_waits_for_nothing_but_the_last_ones_tokens(model:
         served.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        # Over the end of a page, and of groups.
+        # Across the end of a page, and of groups.
         for _ in range(10):
             assert len(served.step()) == 4
     finally:

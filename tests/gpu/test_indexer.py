@@ -369,7 +369,7 @@ def test_keys_are_written_and_gathered_as_the_reference_does(
 def test_queries(options: dict[str, Any]) -> None:
     (ours, folded), (expected, expected_folded) = both_queries(**options)
     torch.testing.assert_close(folded, expected_folded, rtol=1e-6, atol=0)
-    # What is multiplied and added in one step may round to the other neighbour.
+    # Fused multiply-adds may round to the other adjacent value.
     apart = (ours.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
     assert apart.max() <= 1
     assert apart.float().mean() < 1e-3

@@ -56,7 +56,7 @@ PREFILLS = {
 }
 PAGED = {
     "half a million keys": PagedAttentionCase(2, 1, 500_000, 32, 8, page_size=64, varlen=True),
-    # A program walks over all keys of a request: of two million it would lose a bit in each sum's rounding.
+    # A program sums over all keys of a request: with two million, rounding of the sum would lose accuracy.
     "caches beyond 2^31 numbers": PagedAttentionCase(10, 3, 220_000, 16, 8, page_size=64),
     "a thousand decodes": PagedAttentionCase(4, 200, 3000, 32, 8, page_size=16, varlen=True, decodes=1000),
     "a long prompt": PagedAttentionCase(2, 30_000, 5000, 32, 8, page_size=64, varlen=True),
@@ -134,7 +134,7 @@ def same_logits(ours: torch.Tensor, other: torch.Tensor) -> None:
     """Compare with another order of summation, a part of a row at a time, since there may be more than 2^31 logits."""
     for first, second in zip(ours.split(512), other.split(512), strict=True):
         assert first.isneginf().equal(second.isneginf())
-        # Sums of 64 products of a weight and a positive number; the larger of a row bounds what they cancel.
+        # Sums of 64 products of a weight and a nonnegative number; the largest of a row bounds the cancellation.
         bound = 2e-4 * second.masked_fill(second.isneginf(), 0).abs().amax(dim=1, keepdim=True)
         assert ((first - second).abs().nan_to_num(0.0) <= bound).all()
 

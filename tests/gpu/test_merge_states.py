@@ -76,7 +76,7 @@ def test_tokens_without_context_and_e4m3(parts: int, on_device: bool) -> None:
     expected, expected_lse = flashlatte.merge_states(
         outs, lses, context_tokens=context, out_scale=scale, backend="reference"
     )
-    # Sums in another order may round to the neighbouring e4m3 number, of 3 bits.
+    # Another order of summation may round to the adjacent e4m3 value, with 3 bits.
     compare.assert_close(out.float(), expected.float(), compare.Tolerance(2.0**-6, 0.126, 1e-5), "out")
     compare.assert_close(lse, expected_lse, FLOAT32_LSE, "lse")
     assert lse[100:].equal(lses[-1][100:])

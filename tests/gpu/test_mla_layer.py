@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 CONFIG = MLAConfig(hidden_size=512, num_attention_heads=16, q_lora_rank=256, rope=Rope(max_position=4096))
 PAGE_SIZE, PAGES, MAX_SEQ_LEN = 64, 64, 1024
-# Of the largest number: bf16 keeps 8 bits, v32's latents 4.
+# Relative to the largest element: bf16 has 8 bits, v32's latents 4.
 BOUNDS = {"bf16": 0.012, "v32": 0.06, "fp8": 0.06}
 
 
@@ -118,7 +118,7 @@ def test_a_captured_decode_step_replays_for_new_lengths(cache_format: str, queri
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = machine.run(hidden, metadata)
-    # The steps before wrote into the pages.
+    # The previous steps wrote to the pages.
     for each in (machine, eager):
         each.cache.copy_(rows if cache_format == "bf16" else kv_cache.pack(rows, cache_format))
     for seed, lengths in enumerate(([700, 9, 300, 64], [1000, 65, 2, 63], [8, 1024, 500, 129])):
@@ -132,7 +132,7 @@ def test_a_captured_decode_step_replays_for_new_lengths(cache_format: str, queri
         # cuBLAS may choose another kernel inside of a graph.
         assert_close(out, expected.float().cpu(), 0.01)
         assert_same_rows(machine.cache, eager.cache)
-    # Two requests less: the others are padding.
+    # Two requests fewer: the others are padding.
     lengths = [33, 900]
     fresh = hidden_states(2 * queries, 9).to(DEVICE, torch.bfloat16)
     hidden[: 2 * queries].copy_(fresh)
@@ -141,7 +141,7 @@ def test_a_captured_decode_step_replays_for_new_lengths(cache_format: str, queri
     expected = eager.run(fresh, eager.build([queries] * 2, lengths, table[:2]))
     assert_close(out[: 2 * queries], expected.float().cpu(), 0.01)
     assert_same_rows(machine.cache, eager.cache)
-    # No request at all, as on an idle rank of a data-parallel group: padding only, which leaves the pages alone.
+    # No requests, as on an idle rank of a data-parallel group: padding only, which writes no pages.
     before = machine.cache.clone()
     machine.build([], [], table[:0], pad_requests_to=requests, pad_queries=queries)
     out.fill_(torch.nan)

@@ -173,7 +173,7 @@ def test_columns_of_all_sizes_in_a_small_call(h_q: int, backend: str) -> None:
     case = SparseDecodeCase(batch=2, s_q=2, s_k=900, h_q=h_q, topk=700, cache_format="bf16", attn_sink=False)
     arguments = case.inputs(DEVICE)
     sizes = 2.0 ** Draw(1, DEVICE).integers(-60, 61, 512)
-    # Only the last 64 columns make scores.
+    # Only the last 64 columns contribute to scores.
     arguments["q"][..., :512] = 0
     arguments["k_cache"][..., :512] *= sizes
     out, _ = flashlatte.sparse_decode(**arguments, backend="reference")

@@ -110,7 +110,7 @@ def test_error_against_float64(case: SparsePrefillCase, backend: str) -> None:
 def test_tokens_that_share_a_tile(case: SparsePrefillCase) -> None:
     arguments = case.inputs(DEVICE)
     check(arguments, "hopper")
-    # Most is then selected by all.
+    # Then most tokens are selected by all.
     arguments["indices"][:, :, : case.topk * 3 // 4] = arguments["indices"][:1, :, : case.topk * 3 // 4]
     arguments["kv"].nan_to_num_(nan=0.1)
     check(arguments, "hopper")

@@ -25,7 +25,7 @@ from flashlatte.flash_mla import decode, prefill
 from flashlatte.integrations.sglang import attention
 from flashlatte.testing.cases import SparseDecodeCase, SparsePrefillCase
 
-# Files within a wheel, and the module that stands in for them.
+# Files within a wheel, and the module that replaces them.
 PLACES = [
     ("sgl-flash-mla", "flash_mla/flash_mla_interface.py", flash_mla),
     ("vllm", "vllm/third_party/flashmla/flash_mla_interface.py", flash_mla),
@@ -34,7 +34,7 @@ PLACES = [
 ]
 # Functions behind the public ones.
 PRIVATE = {"backward", "forward"}
-# Arguments that stand at different positions in different versions, where types decide.
+# Arguments whose position differs between versions, and is detected by type.
 BY_TYPE = {
     "flash_mla_with_kvcache": (decode.LAST, decode.LAST_IN_VLLM),
     "flash_mla_sparse_fwd": (prefill.LAST, prefill.LAST_IN_VLLM),
@@ -176,7 +176,7 @@ def test_vllms_sparse_attention_runs(heads: int) -> None:
     torch.testing.assert_close(lse, expected[1].squeeze(2))
 
 
-# Modules of vLLM and SGLang that have functions which are stood in for. SGLang's own around FlashMLA's are hooked.
+# Modules of vLLM and SGLang with replaced functions. SGLang's own wrappers of FlashMLA's are hooked.
 ORIGINS = {
     "deep_gemm": deep_gemm,
     "flash_mla": flash_mla,
@@ -269,7 +269,7 @@ def test_sglangs_sparse_decode_runs(sglangs: Any, cache_format: str, has_tensors
         is_fp8_kvcache=True,
         indices=inputs["indices"],
         kv_format=None if has_tensors else names[cache_format],
-        # KVLayout.V41_NEW, the one whose tokens lie together.
+        # KVLayout.V41_NEW, the one with contiguous tokens.
         use_legacy=cache_format != "v41",
     )
     expected = sparse_decode(**inputs, empty_lse=math.inf, backend="reference")

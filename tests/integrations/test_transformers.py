@@ -153,7 +153,7 @@ def test_prompt_lookup_and_assistant(make_model, prompts, calls):
     inputs = {name: value.repeat(1, 3) for name, value in inputs.items()}
     assert_same_tokens(stock, enabled, inputs, do_sample=False, prompt_lookup_num_tokens=4)
     assert calls["dense_decode"] > 0
-    # Two layers of its own answer like the model's for some tokens only, so that candidates are refused too.
+    # The draft model has two other layers, so that some of its candidates are rejected.
     assistant = copy.deepcopy(stock)
     with torch.no_grad():
         assistant.lm_head.weight += 0.1 * torch.randn_like(assistant.lm_head.weight)
@@ -219,7 +219,7 @@ def test_forward_pass_with_positional_arguments_and_loss(make_model, prompts):
         assert type(out.past_key_values).__name__ == "PagedLatentCache"
         assert_same_logits(out.last_hidden_state, stock.model(ids, mask).last_hidden_state)
         hidden = [model(ids, output_hidden_states=True).hidden_states for model in (stock, enabled)]
-    # Not normalised: its numbers reach 20.
+    # Not normalised: its elements are up to 20.
     torch.testing.assert_close(torch.stack(hidden[1]), torch.stack(hidden[0]), rtol=1e-4, atol=1e-3)
 
 

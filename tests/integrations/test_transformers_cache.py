@@ -277,7 +277,7 @@ def test_the_format_follows_the_model_s_dtype(make_model, prompts, dtype, expect
     assert cache.store.layout.name == expected
     stored = prompts((3, 0))["attention_mask"][:, None, :, None].bool()
     cache.release()
-    # The second layer's rows are of hidden states that differ already.
+    # The second layer's rows come from hidden states that already differ.
     got, wanted = cache.layers[0], stock_cache.layers[0]
     for name in ("keys", "values"):
         assert getattr(got, name).dtype == dtype

@@ -61,7 +61,7 @@ LONGCAT = {
     "head_dim": 8,
     "zero_expert_num": 2,
 }
-# Many index heads, so that no two scores are both zero for want of a positive product.
+# Many index heads, so that scores with only negative products, which are 0, are rare.
 INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 16}
 GLM5 = INDEXED | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "n_group": 1}
 HY4 = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "n_group": 1, "hc_mult": 2}
@@ -82,7 +82,7 @@ DOTS3 = INDEXED | {
     "swa_qk_nope_head_dim": 8,
     "swa_v_head_dim": 14,
 }
-# Of pools of 4 tokens 4 are selected; layer 2 reuses the choice of 1. No rotation.
+# 4 pools of 4 tokens are selected; layer 2 reuses the selection of layer 1. No rotation.
 POOLED = {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 16, "index_kpool": 4, "n_group": 1, "hc_mult": 2}
 POOLED |= {"linear_head_dim": 16, "linear_num_heads": 2, "qk_rope_head_dim": 0, "num_hidden_layers": 4}
 POOLED |= {
@@ -149,7 +149,7 @@ def _stock(name: str) -> Any:
         if parameter.endswith(DRAWN):
             weight.data.normal_(1.0 if "norm" in parameter else 0.0, 0.5)
     if "index_topk" in options:
-        # Of the padding token's zeros every index score would be zero, and the choice anybody's.
+        # With the padding token's zeros every index score would be zero, and the selection arbitrary.
         model.get_input_embeddings().weight.data[0].normal_(0.0, 0.3)
     return model
 

@@ -23,7 +23,7 @@ def make(family: str, options: dict[str, Any], implementation: str = "sdpa") -> 
     config = getattr(transformers, f"{family}Config")(**SIZES | EXPERTS | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     model.set_attn_implementation(implementation)
-    # Of the padding token's zeros every index score would be zero, and the choice anybody's.
+    # With the padding token's zeros every index score would be zero, and the selection arbitrary.
     model.get_input_embeddings().weight.data[0].normal_(0.0, 0.3)
     return model
 

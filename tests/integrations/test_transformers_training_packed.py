@@ -1,6 +1,6 @@
 """Training steps of enabled models over packed sequences, compared with separate sequences and stock attention."""
 
-# A fixture is a module's name and an argument's.
+# A fixture's name is both a module-level name and an argument.
 # ruff: noqa: F811
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ ONE = torch.tensor(1.0)
 FP8_CACHE, LATENTS = torch.zeros(1, 2, 576, dtype=torch.uint8), torch.zeros(1, 512)
 SLOT, ROPES = torch.tensor([0]), torch.zeros(1, 64)
 KEYS = torch.zeros(1, 1, 1, 16)
-# In place of a tensor argument.
+# Used instead of a tensor argument.
 MISSING: Any = None
 LOGITS, INDICES = torch.zeros(1, 8), torch.zeros(1, 4, dtype=torch.int32)
 

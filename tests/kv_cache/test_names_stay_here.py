@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2] / "flashlatte"
 # bf16, fp16, fp32 and fp8 are words for dtypes too.
 NAMES = {name for name, layout in (FORMATS | INDEX_FORMATS).items() if not layout.plain}
 NAMES |= set(TURBOQUANT_NAMES)
-# Rooms that users name formats to, or that name some to users: as options, cases of a benchmark or of a test.
+# Packages that take format names from users, or show them: as options, or cases of a benchmark or test.
 USERS = ("bench", "cli.py", "demo", "doctor", "integrations", "testing")
 FILES = [
     path

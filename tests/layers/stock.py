@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4MoeLite", {"qk_nope_head_dim": 24, "v_head_dim": 16}),
 }
 
-# Many heads, so that no two scores are both zero for want of a positive product.
+# Many heads, so that scores with only negative products, which are 0, are rare.
 INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 8, "num_hidden_layers": 4}
 INDEXED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", INDEXED),

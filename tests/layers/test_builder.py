@@ -314,7 +314,7 @@ def test_pages_beyond_the_cache_are_found_when_both_meet():
         metadata = builder.build([0, 4], [12 if slots is None else 8], table, slots)
         with pytest.raises(ValueError, match=f"^cache must have at least {page + 1} pages for this metadata, got 5$"):
             layer(torch.zeros(4, 32), cache, metadata)
-    # What no request reaches may be anything.
+    # Entries that no request uses may have any value.
     layer(torch.zeros(4, 32), cache, builder.build([0, 4], [8], TABLE[:1]))
 
 

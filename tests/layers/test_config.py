@@ -106,7 +106,7 @@ def test_a_text_config_inside():
     assert config.num_attention_heads == 128
 
 
-# What is at hand where a config is wanted.
+# Objects that could be passed instead of a config.
 @pytest.mark.parametrize("config", ["deepseek-ai/DeepSeek-V3", torch.nn.Linear(1, 1), None], ids=str)
 @pytest.mark.parametrize("read", [MLAConfig.from_transformers, V4Config.layers])
 def test_objects_that_are_not_configs_are_rejected(read, config):

@@ -235,7 +235,7 @@ def test_weights_of_a_state_dict_have_storages_of_their_own(dtype, tmp_path):
     state = projections.state_dict()
     assert {weight.untyped_storage().nbytes() - weight.nbytes for weight in state.values()} == {0}
     assert len({weight.untyped_storage().data_ptr() for weight in state.values()}) == len(WIDTHS)
-    # And are the weights: who writes into them writes into the layers.
+    # They are the weights themselves: writes to them change the layers.
     state["1.weight"].fill_(7)
     assert (projections[1].weight == 7).all()
     assert projections.state_dict(keep_vars=True)["1.weight"] is projections[1].weight

@@ -52,7 +52,7 @@ class Quantised(torch.Tensor):
 
 class Dequantisable(Quantised):
     def dequantize(self) -> torch.Tensor:
-        # As torchao's do, it leaves out what the layer's input is multiplied by.
+        # Like torchao's, it omits the factor of the layer's input.
         return self.numbers()
 
 
@@ -105,7 +105,7 @@ def test_a_weight_that_was_exchanged_for_another_is_read_again() -> None:
 
 
 def test_other_numbers_where_a_weight_lay_that_is_gone_are_read() -> None:
-    # As where weights are freed while nobody asks for anything, and come back changed.
+    # As if weights are freed while idle, and restored with other values.
     memory = bytearray(INPUTS * OUTPUTS)
 
     def codes(number: int) -> torch.Tensor:

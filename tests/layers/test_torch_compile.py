@@ -43,7 +43,7 @@ def test_a_compiled_layer_is_one_graph(name, cache_format, rank, rope):
         engine.layer, fullgraph=True, backend=counter
     )
     with warnings.catch_warnings():
-        # Dynamo warns where it traces through a cache and so computes at every call what was computed once.
+        # Dynamo warns if it traces through a cached function, which is then recomputed in every call.
         warnings.filterwarnings("error", message=".*lru_cache.*")
         result, graphs = run(engine, counter)
     assert_within(result, expected, 1e-6)

@@ -107,7 +107,7 @@ def test_sparse_gradients_are_stock_s_and_the_indexer_s_are_of_its_loss(name, le
         target = probabilities.sum(dim=0).detach()
         target = target / target.sum(dim=-1, keepdim=True)  # less than the number of heads with a sink
         logits = stock_index_logits(model, part, embeddings) + mask[0, 0]
-        # Stock attention shows the selected tokens alone.
+        # In stock attention only the selected tokens are visible.
         log_prediction = logits.masked_fill(target == 0, -torch.inf).log_softmax(dim=-1)
         loss = loss + torch.where(target > 0, target * (target.log() - log_prediction), 0.0).sum()
     assert_within(result.out, torch.cat(expected))

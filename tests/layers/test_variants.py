@@ -116,7 +116,7 @@ def test_prefill_and_decode(name, cache_format):
     engine.step({0: 11, 2: 5})
     engine.step({0: 1, 2: 2, 1: 9})
     engine.step({0: 18, 2: 14})
-    # A history of e4m3 numbers has errors of up to 1/16 each.
+    # e4m3 values in the history have relative errors of up to 1/16.
     for sequence, result in zip(engine.sequences, engine.results(), strict=True):
         assert_within(result.double(), expected(layer, sequence), 2e-5 if cache_format == "fp32" else 0.15)
 

@@ -1,7 +1,7 @@
 """Compiled kernels, emulated on the CPU, against the reference implementations: Hopper's of all operations, and the
 portable ones of attention, which Triton's interpreter runs uncompiled."""
 
-# Keyword arguments are put together in dicts of mixed values.
+# Keyword arguments are built in dicts of mixed values.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations

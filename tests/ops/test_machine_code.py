@@ -54,7 +54,7 @@ LENGTHS = {"extra_topk": 512, "lengths": True}
 HOPPER = [
     Variant("dense_decode", "hopper", {"batch": 128}),
     # An address of each consumer's.
-    # With Triton 3.6 one is in the path of a warp whose lanes have parted.
+    # With Triton 3.6 one is in the path of a diverged warp.
     Variant("dense_decode", "hopper", {"batch": 128, "cache_dtype": FP8}, spills=5),
     Variant("sparse_decode", "hopper", {"batch": 128}),
     Variant("sparse_prefill", "hopper", {"lengths": True}),
@@ -75,7 +75,7 @@ PORTABLE = [
     Variant("paged_attention", "portable", {"tokens": 2048}),
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
-    # Its conversions of scales to e4m3 and back have been put out of order (``support.stack_pointer``).
+    # ptxas has reordered its conversions of scales to e4m3 and back (``support.stack_pointer``).
     Variant("cache_write", "portable", {"form": "nvfp4_ds_mla", "dtype": torch.float32}, products=None),
     Variant("cache_gather", "portable", {"form": "model1"}, products=None),
     Variant("cache_copy", "portable", {"disjoint": False}, products=None),
@@ -99,7 +99,7 @@ PORTABLE = [
     Variant("turboquant_gather", "portable", {"form": "turboquant_k8v4"}, products=None),
 ]
 MORE_HOPPER = [
-    # A number in the branch that hides keys, which a request takes in its last step.
+    # A value in the masking branch, which is taken in the last step of a request.
     Variant("dense_decode", "hopper", {"batch": 128, "page_size": 16}, spills=1),
     Variant("dense_decode", "hopper", {"page_size": 48}, spills=1),
     *(Variant("topk", "hopper", {"rows": rows}, products=None) for rows in (1, 64)),
@@ -202,7 +202,7 @@ MORE_PORTABLE = [
             {"tokens": 8192, "columns": 512, "page_size": 64, "terms": "softcap"},
         )
     ),
-    # Addresses that no step changes: six loads, where working them out again takes 338 instructions.
+    # Loop-invariant addresses: six loads, where recomputing them takes 338 instructions.
     Variant("paged_attention", "portable", {"tokens": 2048, "cache_dtype": torch.int8, "per_token": True}, spills=6),
     Variant("paged_attention", "portable", {"tokens": 4, "requests": 4, "cache_dtype": FP8}, products="hmma"),
     *(Variant("paged_attention", "portable", {"tokens": 16, "in_pieces": pieces}) for pieces in (False, True)),

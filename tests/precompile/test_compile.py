@@ -65,7 +65,7 @@ def test_kernels_are_listed_each_once(compile_ahead):
     found = compile_ahead("--target", "sm_80", "--max-batch", "3", "--list")
     assert found["target"] == "sm_80"
     assert found["missing"] == found["kernels"]
-    # Lengths and positions that begin anywhere in a buffer make no more of them.
+    # Lengths and positions at any offset in a buffer need no additional variants.
     once = {"latent_rows_kernel", "rotate_heads_kernel", "forward_kernel", "gather_rows_kernel", "merge_kernel"}
     counts = Counter(found["kernels"])
     assert {name: counts[name] for name in once} == dict.fromkeys(once, 1)
@@ -83,7 +83,7 @@ def test_kernels_of_deepseek_v4(compile_ahead):
     assert {name: counts[name] for name in once} == dict.fromkeys(once, 1)
     for name in ("sparse_decode_kernel", "index_workspace_kernel", "index_logits_paged_kernel", "topk_kernel"):
         assert counts[name] >= 1
-    # Over a plain cache others gather, and the indexer's products are in bf16.
+    # With a plain cache other kernels gather, and the indexer's products are in bf16.
     plain = Counter(
         compile_ahead("--target", "sm_90", "--max-batch", "3", "--list", "--cache-format", "bf16", config=V4_CONFIG)[
             "kernels"
@@ -114,7 +114,7 @@ def test_kernels_of_an_indexer_are_those_of_short_and_of_long_prefills(compile_a
     indexer = {"model_type": "deepseek_v32", "index_n_heads": 32, "index_head_dim": 128, "index_topk": 1024}
     options = ("--target", "sm_90", "--sms", "114", "--max-batch", "1", "--list")
     counts = Counter(compile_ahead(*options, config=CONFIG | indexer)["kernels"])
-    # By tokens, by groups of them, and by tokens again where a group's numbers are not finite.
+    # One kernel for single tokens, one for groups, and one that repeats groups with nonfinite values token by token.
     assert (counts["sparse_prefill_kernel"], counts["union_kernel"]) == (3, 1)
 
 

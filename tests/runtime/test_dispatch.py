@@ -250,7 +250,7 @@ def test_registering_for_an_operation_that_does_not_exist_is_an_error(operation)
 )
 def test_common_reasons(reason, call, text):
     assert reason(CallSpec("toy", CPU, F32, **call)) == text
-    # What a call leaves open is no reason to refuse it.
+    # Unspecified properties of a call are no reason to reject it.
     assert reason(CallSpec("toy", CPU, F32)) is None
     assert reason(CallSpec("toy", CPU, F32, page_size=128, head_dim=576, head_dim_v=512)) is None
 

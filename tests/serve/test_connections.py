@@ -171,7 +171,7 @@ def test_limits_of_bodies(serving):
             assert read_to(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 413")
         with sent(server, b"{", length=100) as connection:
             assert read_to(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 408")
-        # A page of another site can send such a body without asking.
+        # A page of another site can send such a body without a CORS preflight.
         status, answer = server.request("POST", COMPLETIONS, body, **{"content-type": "text/plain"})
         assert (status, answer["error"]["param"]) == (415, "content-type")
 
@@ -184,7 +184,7 @@ def test_more_requests_than_the_queue_holds_are_refused(serving):
             read_to(connection, b"data: ")
             status, answer = server.request("POST", COMPLETIONS, LONG)
             assert (status, answer["error"]["type"], answer["error"]["code"]) == (429, "rate_limit_error", "queue_full")
-            # Whoever could never be served is told that.
+            # A request that can never run gets an error.
             status, answer = server.request("POST", COMPLETIONS, LONG | {"n": 4, "temperature": 1})
             assert (status, answer["error"]["param"]) == (400, "n")
         server.wait_idle()
@@ -256,7 +256,7 @@ def test_nan_logits_are_an_error(serving):
         assert (status, answer["error"]["code"]) == (500, "invalid_logits")
         with sent(server, body | {"stream": True}) as connection:
             assert events(read_to(connection, b"0\r\n\r\n"))[-1]["error"]["code"] == "invalid_logits"
-        # Others are served meanwhile.
+        # Other requests are served meanwhile.
         assert server.request("POST", COMPLETIONS, body | {"prompt": "Hello"})[0] == 200
 
 

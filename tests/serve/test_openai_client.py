@@ -85,7 +85,7 @@ def test_chat_by_the_template(client, expected):
         None,
     )
     assert (answer.object, answer.id[:9], answer.usage.prompt_tokens) == ("chat.completion", "chatcmpl-", 22)
-    # An answer can be sent back as it came.
+    # A response message can be sent back unchanged.
     again = [*messages, message.model_dump(), *HELLO]
     assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=1).choices
 

@@ -51,6 +51,6 @@ def splits_of_the_kernel(lengths: list[int], num_ranges: int) -> list[list[tuple
 @example([4096, 1024, 512, 8192, 256], 6)
 def test_the_guide_cuts_as_the_kernel(lengths, num_ranges):
     steps = [-(-length // STEP) for length in lengths]
-    # Kernels take requests for equally long if the first one is as long as the average, and cut at whole requests.
+    # Kernels assume equal lengths if the first length is the average, and then split at request boundaries.
     assume(steps[0] * len(steps) != sum(steps))
     assert find_splits(lengths, num_ranges) == splits_of_the_kernel(lengths, num_ranges)

@@ -314,7 +314,7 @@ def _read(compiled: Any) -> Compiled:
 def _disassemble(cubin: bytes) -> str:
     """The disassembly. It is stored in Triton's cache, because nvdisasm is the slowest step for a cached kernel."""
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")
-    # Without what is not code, and without an analysis of its own that nothing here reads.
+    # Code sections only, and without nvdisasm's own analysis.
     options = ("-c", "-ndf")
     key = hashlib.sha256(cubin + " ".join((triton.__version__, *options)).encode()).hexdigest()
     cache = get_cache_manager(key)

@@ -8,7 +8,7 @@ import flashlatte
 from flashlatte import kv_cache
 
 TOKENS = PAGE = 256
-# Of a token's tiles in turn; model1's scales are E8M0 bytes.
+# Scales of a token's tiles in turn; model1's are E8M0 bytes.
 POWERS = {"v32": (2.0**-13, 1.0, 2.0**40, 2.0**-60), "model1": (2.0**-20, 1.0, 2.0**30, 2.0**-3)}
 SCALES = (0.37, 1.0 / 3, 300.7, 1e-5)
 

@@ -11,7 +11,7 @@ import torch
 from flashlatte.engine import Engine, RequestOutput, SamplingParams
 
 VOCABULARY = 97
-# Of the prompts of ``check``.
+# Lengths of the prompts of ``check``.
 LENGTHS = (3, 17, 40, 1, 26)
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -36,7 +36,7 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-# Many index heads, so that no two scores are both zero for want of a positive product.
+# Many index heads, so that scores with only negative products, which are 0, are rare.
 INDEXED = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 8}
 FOUR_LAYERS = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
 # Queries grow every 16 positions.
@@ -130,7 +130,7 @@ ABSENT = {
     "LongcatFlash": ("num_hidden_layers", "intermediate_size", "num_experts_per_tok"),
 }
 VISION = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
-# Whose model is of another family than its config.
+# Families whose model class belongs to another family than their config.
 CLASSES = {"SarvamMLA": "DeepseekV3"}
 # Groups of 4 tokens, of which an indexer selects, and of 8, beside a window of 6.
 V4_SIZES = {
@@ -161,7 +161,7 @@ V4_SIZES = {
 }
 
 
-# Heads and tokens of the sizes that kernels are for, and groups of 4 and 128.
+# Heads and tokens of the sizes that kernels support, and groups of 4 and 128.
 V4_LARGE = V4_SIZES | {
     "max_position_embeddings": 4096,
     "hidden_size": 256,

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 BLOCK = 16
-# What of a checkpoint is not quantised: also DeepSeek-V4's compressors, and what mixes its streams.
+# Modules of a checkpoint that are not quantised, including DeepSeek-V4's compressors and hyper-connections.
 _PLAIN = ("embed", "head", ".gate.", "weights_proj", "compressor.", ".ape", "hc_")
-# Of tests/support/engine_models.py's: whole blocks of every head.
+# Changes to the models of tests/support/engine_models.py: whole blocks for every head.
 SIZES = {"q_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
 

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 STREAM = 77
-# Triton keeps what it has compiled for a device.
+# Triton caches compiled kernels by device.
 _DEVICES = itertools.count(100)
 
 
@@ -79,7 +79,7 @@ def use_launcher(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None]) -
     """
     from triton.backends.nvidia import driver
 
-    # The driver's is no function of Python.
+    # The driver's function is not a Python function.
     launch = functools.partial(launch)
 
     def encoded(*facts: Any) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# Where the output is no terminal, a line each so many percent.
+# If the output is not a terminal, one line per this many percent.
 STEP = 10
 
 

@@ -100,6 +100,6 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -
             pipe.send(function(*args, **kwargs))
         except Exception as error:
             pipe.send(Failure(error))
-        # torch.compile compiles a function a few times in a process: jobs must not add up.
+        # torch.compile limits the number of compilations of a function in a process: reset it between jobs.
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()

@@ -26,7 +26,7 @@ class Add:
         columns, rows, layers, stream, function, metadata, _, _, _, out, a, b, number = arguments
         assert (columns, rows, layers, stream, function, metadata) == (3, 1, 1, STREAM, "function", "metadata")
         self.launches += 1
-        with _disable_current_modes():  # a GPU's work is no operation of PyTorch
+        with _disable_current_modes():  # a GPU kernel is not a PyTorch operation
             self.memory[out].copy_(self.memory[a] + self.memory[b] + number)
 
     def known(self, *tensors: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from flashlatte.bench import problems, workloads
 from flashlatte.runtime import machine, triton_kernel
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-# One number for all: launches depend on it, kernels do not.
+# The same number of SMs for all: launches depend on it, kernels do not.
 NUM_SMS = 132
 # Sizes that are constants of kernels are those of DeepSeek-V3.2; others are small. By name, with the kernels of each.
 CALLS: dict[str, Any] = {

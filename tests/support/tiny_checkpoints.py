@@ -30,7 +30,7 @@ COMMON = {
     "bos_token_id": 256,
     "eos_token_id": 257,
     "tie_word_embeddings": False,
-    # Large enough for logits that lie far apart.
+    # Large enough for logits that are far apart.
     "initializer_range": 0.08,
 }
 # With few heads many index scores are exactly 0, and the order of these ties in top-k is arbitrary.
@@ -63,7 +63,7 @@ def write(family: str, path: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float()
     with torch.no_grad():
-        # Norms that are not all one, so that a mistake in them shows.
+        # Norm weights other than 1, so that errors in them are detected.
         for name, parameter in model.named_parameters():
             if name.endswith("layernorm.weight"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -96,7 +96,7 @@ _loaded: dict[Path, Any] = {}
 
 def _load(path: Path) -> Any:
     if path not in _loaded:
-        # By its own class: vLLM changes what transformers' Auto classes make of a configuration.
+        # By its own class, since vLLM changes transformers' Auto classes.
         (name,) = json.loads((path / "config.json").read_text())["architectures"]
         _loaded[path] = getattr(transformers, name).from_pretrained(path, dtype=torch.float32).eval()
     return _loaded[path]

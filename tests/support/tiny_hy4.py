@@ -52,7 +52,7 @@ def write(path: Path, **changes: Any) -> tuple[Path, Path]:
     torch.manual_seed(0)
     model = transformers.HYV4ForCausalLM(config).float()
     with torch.no_grad():
-        # Norms that are not all one, sinks and gates that count.
+        # Norm weights other than 1, and sinks and gates that have an effect.
         for name, parameter in model.named_parameters():
             if name.endswith(("layernorm.weight", "sinks", "k_norm.bias")) or "_hc." in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))

@@ -49,7 +49,7 @@ def rows_of(kind: str, rows: int, width: int, seed: int, device: torch.device | 
         return x.masked_fill(draw % 10 != 0, 0.0)
     if kind == "spikes where the sample is not":
         return torch.where(column % 64 < 32, x - 20, x)
-    if kind == "in one place":  # more than the few that samples of it lead to expect
+    if kind == "in one place":  # more than samples predict
         return torch.where(column < width // 40, x + 6, x)
     assert kind == "normal", f"no rows are called {kind}"
     return x

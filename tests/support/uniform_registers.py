@@ -76,7 +76,7 @@ def _target(instruction: re.Match[str]) -> str | None:
     name = instruction[1].split(".")[0]
     if name not in _WRITE_UNIFORM and (not name.startswith("U") or _READ_ONLY.match(name)):
         return None
-    # Predicates that are written stand before it.
+    # Written predicates precede it.
     return next((one for one in _operands(instruction) if not re.fullmatch(r"!?U?P(?:T|\d+)", one)), None)
 
 

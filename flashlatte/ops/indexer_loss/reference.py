@@ -96,7 +96,7 @@ def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -
         total = target.sum(dim=-1, keepdim=True)
         target = target / torch.where(total == 0, 1.0, total)
 
-        # index_q and index_weights of a query that sees no key may be NaN.
+        # index_q and index_weights of a query without visible keys may be NaN.
         has_keys = visible.any(dim=-1)
         index_query = torch.where(has_keys[:, None, None], index_q[rows].to(wide), 0.0)
         weights = torch.where(has_keys[:, None], index_weights[rows].to(wide), 0.0)

@@ -236,7 +236,7 @@ def test_a_model_that_device_map_spread_stays_where_it_is(monkeypatch):
     monkeypatch.setattr(type(spread), "to", lambda *_: pytest.fail("the model was moved"))
     accelerate.dispatch_model(spread, dict.fromkeys(parts, "cpu"), main_device="cpu", force_hooks=True)
     cut = Model(spread, ranks=ranks(1, 2))
-    # Weights are on another device than where these would move what they are given.
+    # The weights are on another device than the one to which these would move their argument.
     assert not any(hasattr(module, "_hf_hook") for module in cut._body.modules())
     assert hasattr(spread.model.layers[1].mlp, "_hf_hook")
 

@@ -20,7 +20,7 @@ from flashlatte.distributed.model.checkpoint import Slices
 from flashlatte.distributed.model.weight_names import in_transformers
 from flashlatte.engine.v4 import V4Model
 
-# Whole blocks of 16, and of 32 for experts of four bits.
+# Whole blocks of 16, and of 32 for 4-bit experts.
 WHOLE_BLOCKS = {"hidden_size": 64, "q_lora_rank": 32, "moe_intermediate_size": 64}
 PUBLISHED = [
     (r"^model\.", ""),

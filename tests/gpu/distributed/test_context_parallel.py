@@ -17,7 +17,7 @@ def assert_close(step: Step, out: torch.Tensor, lse: torch.Tensor, context, **op
     want_out, want_lse = (
         own_heads(x, axis, context) for x, axis in zip(expected(step, **options), (2, 1), strict=True)
     )
-    # Probabilities, partial outputs and outputs are each rounded to bf16, of which half an ulp is 2^-9.
+    # Probabilities, partial outputs and outputs are each rounded to bf16, with errors of up to 2^-9.
     assert (out.double() - want_out).abs().max() <= 3 * 2**-9 * step.keys.abs().amax()
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3)
 

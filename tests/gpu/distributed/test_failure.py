@@ -20,7 +20,7 @@ import torch
 
 TESTS = Path(__file__).parents[2]
 RANKS = 2
-# From the first process's start to the last one's word; what hangs is waited for 10 minutes by NCCL, or for ever.
+# From the start of the first process to the last output; NCCL waits for a hanging rank for 10 minutes, or forever.
 SECONDS = 45
 
 pytestmark = [

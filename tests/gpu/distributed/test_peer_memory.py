@@ -37,7 +37,7 @@ def test_sum(memory, shape, dtype):
     assert memory.sums(mine[:1])
     total = memory.sum(mine)
     expected = torch.stack(ranks).double().sum(0)
-    # Each addition rounds by half an ulp of what is summed so far.
+    # Each addition rounds by up to half an ulp of the partial sum.
     ulps = len(ranks) / 2 * torch.finfo(dtype).eps
     assert ((total - expected).abs() <= ulps * torch.stack(ranks).double().abs().sum(0)).all()
     everyone = [torch.empty_like(total) for _ in ranks]

@@ -45,6 +45,6 @@ def test_one_prompt(tokens):
     if len(here) == 0:
         assert out.shape == (0, HEADS, V)
         return
-    # Probabilities, parts and the result are each rounded to bf16, of which half an ulp is 2^-9.
+    # Probabilities, partial outputs and the result are each rounded to bf16, with errors of up to 2^-9.
     assert (out - want_out[here]).abs().max() <= 3 * 2**-9 * values.abs().amax()
     torch.testing.assert_close(lse, want_lse[here], rtol=1e-4, atol=1e-3)

@@ -8,7 +8,7 @@ from support.vllm_engine import engine, prompts
 
 from flashlatte.layers import absorbed
 
-# The batch of a step, its chunks, and what the prefix cache has all depend on the other prompts.
+# The batch of a step, its chunks, and the contents of the prefix cache depend on the other prompts.
 GIVEN = prompts((130, 97, 33, 1, 65, 200), shared=0)
 NEW_TOKENS = 6
 

@@ -49,7 +49,7 @@ class Group:
     ):
         self.calls.append(("convert", len(logical_topk_indices)))
         requests = attn_metadata.req_id_per_token[: len(logical_topk_indices)]
-        # What a row has after its valid entries is undefined.
+        # Entries of a row after the valid ones are undefined.
         slots = torch.full_like(logical_topk_indices, 10**6)
         free = iter(torch.randperm(PAGES * PAGE, generator=torch.Generator().manual_seed(3)).tolist())
         for token, (request, row) in enumerate(zip(requests.tolist(), logical_topk_indices.tolist(), strict=True)):

@@ -28,7 +28,7 @@ def stock_config(kind, head_dim=32, **change):
         "o_lora_rank": 16,
         "sliding_window": 6,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-        "index_n_heads": 16,  # with few, scores of 0 are ties, which stock breaks as it likes
+        "index_n_heads": 16,  # with few heads, many scores are 0, and the stock indexer resolves ties differently
         "index_head_dim": 32,
         "index_topk": 3,
         "partial_rotary_factor": 8 / head_dim,
@@ -181,7 +181,7 @@ def test_every_token_over_a_workspace(kind, seed, limits):
 @pytest.mark.parametrize("kind", KINDS)
 def test_model1_caches(kind):
     """e4m3 keys have a relative error of at most 2^-4, outputs a smaller one relative to their norm."""
-    # With as many groups as there may be, the coarser index keys select no others.
+    # If all groups are selected, the coarser index keys select no other ones.
     config = stock_config(kind, 512, partial_rotary_factor=64 / 512, index_head_dim=128, index_topk=16)
     stock = stock_layer(config, 0)
     attention = V4Attention(V4Config.from_transformers(config, 0))

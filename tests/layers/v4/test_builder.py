@@ -42,7 +42,7 @@ def test_buffers_of_a_graph_follow_the_steps():
     made = builder()
     table = torch.randperm(40)[: 3 * MAX_PAGES].view(3, MAX_PAGES)
     held = None
-    # Over ends of groups of both ratios, and of pages.
+    # Across ends of groups of both ratios, and of pages.
     for positions in ([2, 126, 383], [3, 127, 384], [4, 128, 385], [7], [130, 511], [131, 512, 0]):
         requests = len(positions)
         width = max(positions) // PAGE + 1
@@ -53,7 +53,7 @@ def test_buffers_of_a_graph_follow_the_steps():
         assert padded.buffers is held.buffers
         step, new = held.step(), made.build(spans, table[:requests, :width], places).step()
         assert contents(step, requests) == contents(new, requests)
-        # Nobody's tokens go nowhere and see nothing.
+        # Padding tokens are not stored and attend to nothing.
         assert (step.request_ids[requests:] == -1).all()
         for nothing in (step.slots, step.window_slots, *(groups.slots for groups in step.groups.values())):
             assert (nothing[requests:] == -1).all()

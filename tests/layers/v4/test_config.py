@@ -20,7 +20,7 @@ CHECKPOINT = {
     "index_n_heads": 8,
     "index_head_dim": 128,
     "index_topk": 16,
-    # One more than layers: that of the layer which drafts.
+    # One more than the number of layers: that of the MTP layer.
     "compress_ratios": [0, 0, 4, 128, 4, 0],
     "rope_theta": 10000,
     "compress_rope_theta": 170000,

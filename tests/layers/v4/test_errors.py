@@ -119,7 +119,7 @@ def test_positions_beyond_the_rotary_embedding(known):
     [
         (3, 4, 12, None),
         (3, 4, 13, "^window_table must have room for 13 tokens of a request, got 3 pages of 4$"),
-        # A group that is not finished needs no place yet.
+        # An incomplete group needs no slot yet.
         (4, 1, 11, None),
         (4, 1, 12, r"^group_tables\[4\]\[0\] must have room for 3 groups of a request, got 1 pages of 2$"),
     ],

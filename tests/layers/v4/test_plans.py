@@ -31,7 +31,7 @@ def test_plans(spans, ratio, topk, window, queries, max_rows_per_query, rows, in
     for begin, end in spans:
         starts.append(starts[-1] + end - begin)
 
-    # Who attends over a workspace, by request and position.
+    # Requests and positions that attend over a workspace.
     expected = set()
     for request, (begin, end) in enumerate(spans):
         new = end - begin
@@ -56,7 +56,7 @@ def test_plans(spans, ratio, topk, window, queries, max_rows_per_query, rows, in
             groups = length // ratio if ratio else 0
             assert chunk.group_rows >= groups
             assert chunk.group_rows + gathered <= chunk.rows
-            # Groups from the request's first row on, and the last tokens behind them.
+            # Groups from the request's first row on, followed by the last tokens.
             assert [part[i].item() for part in chunk.groups] == [i * chunk.rows, 0, groups]
             assert [part[i].item() for part in chunk.window] == [
                 i * chunk.rows + chunk.group_rows,

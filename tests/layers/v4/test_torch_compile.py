@@ -25,7 +25,7 @@ def test_a_compiled_layer_is_one_graph(kind):
     expected = run(attention, hidden, steps)
     attention.compile(fullgraph=True, backend="aot_eager")
     with warnings.catch_warnings():
-        # Dynamo warns where it traces through a cache and so computes at every call what was computed once.
+        # Dynamo warns if it traces through a cached function, which is then recomputed in every call.
         warnings.filterwarnings("error", message=".*lru_cache.*")
         results = run(attention, hidden, steps)
     for out, wanted in zip(results, expected, strict=True):

@@ -21,7 +21,7 @@ def test_sparse_prefill_over_results_of_gather_last_and_index_workspace():
     positions = torch.tensor([position for span in spans for position in span])
     step = V4Step.build(ids, positions, table, {ratio: (table, table)}, window=window, page_size=page_size)
 
-    # Of the groups that it sees each token selects some, in ascending order, then none.
+    # Each token selects some of its visible groups, in ascending order, then -1.
     chosen = torch.full((len(ids), 3), -1, dtype=torch.int32)
     for token, seen in enumerate(step.groups[ratio].num_visible.tolist()):
         some = torch.randperm(seen)[:3].sort().values

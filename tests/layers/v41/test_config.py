@@ -17,7 +17,7 @@ CHECKPOINT = {
     "text_config": {
         "model_type": "deepseek_v41_text",
         "num_hidden_layers": 7,
-        # One more than layers: that of the layer that drafts.
+        # One more than the number of layers: that of the MTP layer.
         "compress_ratios": [0, 2, 2, 1, 1, 1, 0, 0],
         "kv_source_layer_ids": [1, 3],
         "index_source_layer_ids": [1, 3, 5],

@@ -25,7 +25,7 @@ def test_compiled_layers_are_one_graph():
         layer.compile(fullgraph=True, backend="aot_eager")
     spans = [(0, 13), (0, 1), (0, 9)]
     with warnings.catch_warnings():
-        # Dynamo warns where it traces through a cache and so computes at every call what was computed once.
+        # Dynamo warns if it traces through a cached function, which is then recomputed in every call.
         warnings.filterwarnings("error", message=".*lru_cache.*")
         found = compiled.run(hidden, spans)
     for ours, theirs in zip(found, model.run(hidden, spans), strict=True):

@@ -12,7 +12,7 @@ from flashlatte.kv_cache.registry import as_format
 from flashlatte.runtime import machine
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernels within.
+# Run both without the interpreter (reference) and with it (kernels).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 

@@ -242,13 +242,13 @@ def test_nan_and_infinity_affect_only_their_tile_equally(name, scale_rounding):
     storages = write_both(name, 2, 3, torch.arange(6), x, scale_rounding=scale_rounding)
     caches = [cache_in(storage, name, 2, 3, None, 0, 0) for storage in storages]
     if name in ("v32", "v32_no_rope"):
-        # Which NaN a scale is differs between PyTorch's loops.
+        # The bits of a NaN scale differ between PyTorch's loops.
         actual, expected = (cache[..., 512:528].contiguous().view(torch.float32) for cache in caches)
         assert actual.nan_to_num(-1.0).equal(expected.nan_to_num(-1.0))
         for cache in caches:
             cache[..., 512:528] = 0
     if name in ("v32", "v32_no_rope", "model1", "v41"):
-        # Nor is it the same sign that NumPy's versions give a NaN.
+        # The sign of a NaN also differs between NumPy versions.
         for cache in caches:
             latents = layout.page_views(cache)[0].view(torch.uint8)[..., :448]
             latents[latents == 0xFF] = 0x7F
@@ -261,7 +261,7 @@ def test_every_byte_is_dequantised_equally(name):
     cache = kv_cache.allocate(layout, 2, 4)
     latent_bytes = layout.latent_dim
     if name == "v41":
-        # Its scales stand beyond the bytes that are set below.
+        # Its scales are after the bytes that are set below.
         cache[..., 512:] = torch.arange(128, 256).to(torch.uint8).view(2, 4, 1, 16)
     for view in layout.page_views(cache):
         raw = view.view(torch.uint8)
@@ -343,7 +343,7 @@ def test_slots_beyond_2_to_the_31(pages, page_size):
     cache = storage.as_strided((pages, page_size, 1, 8), strides)
     last = pages * page_size - 1
     x = torch.randn(3, 8, generator=generator(0))
-    # Below the checks: a cache of that many slots in memory of two is an expanded one.
+    # Without the checks: the cache is an expanded tensor with the memory of two slots.
     slots = torch.tensor([last, last + 1, -(2**33)])
     cache_write(CacheWriteParams(cache, slots, x, None, "fp32", 8, None, 1.0, "exact"))
     assert storage[1].equal(x[0])

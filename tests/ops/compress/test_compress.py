@@ -21,7 +21,7 @@ from flashlatte.runtime import machine
 from flashlatte.testing.byte_oracles import model1_encode_page, v41_encode, v41_fp4_encode
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernels within.
+# Run both without the interpreter (reference) and with it (kernels).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 PAGE_SIZE, STATE_PAGE_SIZE = 4, 3
 
@@ -107,7 +107,7 @@ class Case:
                 slots += self.slots(request, span)
                 kv.append(self.kv[request][begin:end])
                 score.append(self.score[request][begin:end])
-            # Padding at the end, as CUDA graphs have it.
+            # Padding at the end, as in CUDA graphs.
             poison = torch.full((2, kv[0].shape[1]), torch.nan, dtype=kv[0].dtype)
             compress(
                 torch.cat([*kv, poison]),
@@ -166,17 +166,17 @@ def steps_of(lengths, seed, drafts):
 )
 def test_against_float64_however_divided(lengths, shape, dtype, drafts, seed):
     case = Case.draw(lengths, *shape, dtype=dtype, drafts=drafts, seed=seed)
-    # At once, where every token is of this call.
+    # In one call with all tokens.
     whole = case.run([[(0, n) for n in lengths]])
     for request, rows in enumerate(case.rows(whole)):
         expected = oracle(case.kv[request], case.score[request], case.ape, case.weight, case.cos_sin, 1e-6)
         torch.testing.assert_close(rows.double(), expected, rtol=2e-5, atol=2e-5)
-    # Slots of no finished group stay as they were.
+    # Slots without a completed group are unchanged.
     assert int((whole != 0).any(dim=-1).sum()) == sum(n // shape[0] for n in lengths)
     divided = case.run(steps_of(lengths, seed, drafts))
     if machine.interpreting():
         assert divided.equal(whole)
-    else:  # PyTorch's softmax rounds by how many groups its threads have.
+    else:  # Rounding of PyTorch's softmax depends on the number of groups per thread.
         torch.testing.assert_close(divided, whole, rtol=1e-6, atol=1e-6)
 
 
@@ -218,7 +218,7 @@ def test_pages_outside_the_states_are_not_followed(page):
     assert states.view(torch.int32).equal(before.view(torch.int32))
     arguments |= call_arguments(case, range(7, 8), cache)
     compress(**arguments)
-    # Of tokens that are nowhere the last is left: its share is all.
+    # If only the last token is available, its weight is 1.
     last = case.kv[0][7, 16:] * 1.0
     normed = last * torch.rsqrt(last.square().mean() + 1e-6) * case.weight
     torch.testing.assert_close(cache.flatten(0, 1)[1, 0, :8], normed[:8])

@@ -88,7 +88,7 @@ def test_scale_of_the_softmax_and_empty_lse():
 @pytest.mark.parametrize("causal", [False, True])
 def test_pages_outside_the_cache_and_lengths_outside_the_table_are_not_seen(causal):
     arguments = replace(TOY, batch=5, varlen=False, causal=causal).inputs()
-    arguments["k_cache"].nan_to_num_(nan=0.1)  # the lengths below reach what was not to be read
+    arguments["k_cache"].nan_to_num_(nan=0.1)  # the lengths below include positions that must not be read
     table = arguments["block_table"]
     table[0, 0], table[1, 1], table[2, :] = -1, -(2**31), 2**31 - 1
     arguments["cache_seqlens"][3], arguments["cache_seqlens"][4] = 2**31 - 1, -5

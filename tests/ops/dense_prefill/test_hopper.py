@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(machine.interpreting(), reason="imports Gluon ke
 
 CAUSAL = DensePrefillCase(2, 150, 110, 1, 1, causal=True, varlen=True)
 CASES = {
-    # 43 of the first request's 152 queries see no key, and no query sees 70 of the second one's 185 keys.
+    # 43 of the first request's 152 queries have no visible key, and 70 of the second one's 185 keys are visible to no
+    # query.
     "window": DensePrefillCase(2, 100, 110, 1, 1, window=(40, 5), varlen=True, seed=22),
     "more queries than keys": CAUSAL,
     "more keys than queries": replace(CAUSAL, batch=1, s_q=100, s_k=300, varlen=False),

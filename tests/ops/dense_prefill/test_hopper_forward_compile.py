@@ -186,7 +186,7 @@ def test_grid_is_no_larger_than_the_work(record, tokens, heads, requests, grid):
         (128, 1, 128, 128),
         (128, 1, 1 << 20, 1),
         (32, 8, 8192, 32),
-        (32, 8, 1 << 20, 8),  # query heads of a key head are never parted
+        (32, 8, 1 << 20, 8),  # query heads of a key head are never separated
         (7, 1, 8192, 1),
         (16, 16, 0, 16),
     ],

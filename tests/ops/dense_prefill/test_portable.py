@@ -1,4 +1,4 @@
-# Keyword arguments and boundaries are put together in containers of any length.
+# Keyword arguments and boundaries are built in containers of any length.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 """Dense prefill's Triton kernels against the reference, in Triton's interpreter."""

@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dicts of mixed values.
+# Keyword arguments are built in dicts of mixed values.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import math
@@ -51,7 +51,7 @@ def with_gradients(function, arguments, dout, dlse, **more):
     lse_in_use = torch.where(lse.isinf(), 0.0, lse)
     loss = (out * dout.to(out.dtype)).sum() + (lse_in_use * dlse.to(lse.dtype)).sum()
     if not loss.requires_grad:
-        # The oracle of no queries looks at nothing.
+        # Without queries the oracle reads nothing.
         return out.detach(), lse.detach(), *map(torch.zeros_like, rows.values())
     return out.detach(), lse.detach(), *torch.autograd.grad(loss, list(rows.values()))
 

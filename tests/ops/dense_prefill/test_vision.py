@@ -14,7 +14,7 @@ from flashlatte import vit_attention
 from flashlatte.runtime import machine
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 # Patches of an image: the interpreter is slow.
 LONGEST = 9 if machine.interpreting() else 40
@@ -58,7 +58,7 @@ def test_every_image(lengths, beyond, dims, heads, packed, scale, seed):
     if total == 0:
         return
     (d, d_v), (h, h_k) = dims, heads
-    # As a projection gives them: views of one tensor.
+    # Views of one tensor, as returned by a projection.
     rows = draw(total, h * d + h_k * (d + d_v), seed=seed)
     q, k, v = rows.split((h * d, h_k * d, h_k * d_v), dim=1)
     q, k, v = q.unflatten(1, (h, d)), k.unflatten(1, (h_k, d)), v.unflatten(1, (h_k, d_v))

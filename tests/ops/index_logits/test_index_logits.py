@@ -93,7 +93,7 @@ def test_ragged(backend, rows, num_keys, heads, head_dim, kind, fp8_queries, max
     weights = normal(rows, heads + 3, seed=seed + 2)[:, :heads]
     start = torch.randint(-5, num_keys + 5, (rows,), generator=generator(seed + 3))
     end = torch.randint(-5, num_keys + 5, (rows,), generator=generator(seed + 4))
-    # Keys that nobody sees are poison.
+    # Keys that are visible to no query are poisoned.
     seen = [set(range(max(s, 0), min(e, num_keys))) for s, e in zip(start.tolist(), end.tolist(), strict=True)]
     unseen = sorted(set(range(num_keys)) - set().union(*seen))
     if kind == "index_mxfp4":
@@ -172,7 +172,7 @@ def test_paged(
     layout = index_format(kind, head_dim)
     num_pages = batch * columns + 1
     stride = page_size * layout.record_width + gap
-    # Pages of no request, and keys beyond a request's, are poison.
+    # Pages of no request, and keys after the end of a request, are poisoned.
     storage = torch.full((num_pages * stride * layout.record_dtype.itemsize,), 255, dtype=torch.uint8)
     cache = storage.view(layout.record_dtype).as_strided(
         (num_pages, page_size, 1, layout.record_width), (stride, layout.record_width, layout.record_width, 1)

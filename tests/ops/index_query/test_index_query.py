@@ -75,7 +75,7 @@ def test_against_float64(
     expected, scale = oracle(
         q, weights, cos_sin, positions, rope_first, interleaved, hadamard, 1e-4, rounding == "power_of_two"
     )
-    # What was rotated may be rounded to q's dtype one ulp apart before the transform.
+    # Rotated values may be rounded to q's dtype one ulp differently before the transform.
     slack = 4 * torch.finfo(dtype).eps if hadamard and rope is not None else 1e-6
     factor = folded.double() / (weights.double() * head_dim**-0.5 * heads**-0.5)
     if rounding == "exact":
@@ -177,7 +177,7 @@ def test_mxfp4_against_float64(backend, heads, sizes, hadamard, dtype, seed):
     factors = torch.exp2(scales.double() - 127).unsqueeze(-1)
     restored = magnitudes[codes & 7] * torch.where(codes > 7, -1.0, 1.0) * factors
     slack = 8 * torch.finfo(dtype).eps if hadamard else 1e-6
-    # The largest of a tile is at most 6 steps, and above 3; no value is farther off than half the gap it lies in.
+    # The largest value of a tile is at most 6 steps, and above 3; errors are at most half the gap between codes.
     assert (tiles.abs().amax(dim=-1, keepdim=True) <= 6 * factors * (1 + slack)).all()
     assert (tiles.abs().amax(dim=-1, keepdim=True) > 3 * factors * (1 - slack)).all()
     assert ((restored - tiles).abs() <= (tiles.abs() / 5).clamp_min(0.25 * factors) * (1 + slack) + 6 * slack).all()

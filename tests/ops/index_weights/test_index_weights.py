@@ -10,7 +10,7 @@ from flashlatte.ops.index_weights import api, index_weights
 from flashlatte.runtime import machine
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 )
 def test_against_float64(tokens, heads, width, dtype, gap, seed):
     generator = torch.Generator().manual_seed(seed)
-    # What lies beside the rows is not looked at.
+    # Memory between the rows is not read.
     hidden = torch.full((tokens, width + gap), torch.nan, dtype=dtype)
     hidden[:, :width] = torch.randn(tokens, width, generator=generator)
     weight = torch.full((heads, width + gap), torch.nan)

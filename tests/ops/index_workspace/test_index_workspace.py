@@ -15,7 +15,7 @@ from flashlatte.ops.index_workspace import api
 from flashlatte.runtime import machine
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 
@@ -56,7 +56,7 @@ def test_against_a_walk(spans, window, ratio, topk, first, select, gather, paddi
     begins = [first]
     for count, _, _ in spans:
         begins.append(begins[-1] + count)
-    # The last request's tokens may be more than it is long, which nobody should ask for.
+    # The last request may have more tokens than its length, which is invalid input.
     lengths = [count + before - (3 if before == 13 else 0) for count, before, _ in spans]
     gathers = [min(length, count + more) for (count, _, more), length in zip(spans, lengths, strict=True)]
     tokens = begins[-1] - first + padding

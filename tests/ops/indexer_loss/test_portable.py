@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dicts of mixed values.
+# Keyword arguments are built in dicts of mixed values.
 # pyright: reportArgumentType=false
 
 """The Triton kernels of the indexer's loss against the reference and the oracle, in Triton's interpreter."""

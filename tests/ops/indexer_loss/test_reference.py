@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dicts of mixed values.
+# Keyword arguments are built in dicts of mixed values.
 # pyright: reportArgumentType=false
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ def attention_lse(given):
             chosen = chosen.masked_fill(torch.arange(chosen.shape[1]) >= given["topk_length"][:, None], -1)
         counts = (chosen.unsqueeze(-1) == position).sum(dim=1)
     scores = torch.einsum("shd,nd->shn", q, kv.nan_to_num()) * given["softmax_scale"]
-    # A token that is selected twice counts twice.
+    # A token that is selected twice is included twice.
     scores = torch.where(counts[:, None] > 0, scores + counts[:, None].clamp_min(1).log(), -torch.inf)
     return scores.logsumexp(dim=-1).float()
 

@@ -18,7 +18,7 @@ from flashlatte.runtime import machine
 from flashlatte.testing.byte_oracles import E4M3_VALUES
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 

@@ -13,7 +13,7 @@ from flashlatte.testing import compare, oracles
 from flashlatte.testing.compare import assert_close
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 EXACT = compare.Tolerance(1e-5, 2e-4, 1e-8)
 

@@ -12,7 +12,7 @@ from flashlatte.ops.mhc import api, mhc_post, mhc_pre
 from flashlatte.runtime import machine
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 

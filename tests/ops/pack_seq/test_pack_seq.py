@@ -13,7 +13,7 @@ from flashlatte.ops.pack_seq import api
 from flashlatte.runtime import machine
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernels within.
+# Run both without the interpreter (reference) and with it (kernels).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 

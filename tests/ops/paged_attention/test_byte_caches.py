@@ -101,7 +101,7 @@ def test_a_warp_for_each_key_head(monkeypatch: pytest.MonkeyPatch, kv_heads: int
     call = {"tokens": 128, "requests": 128, "heads": 4 * kv_heads, "kv_heads": kv_heads, "cache_dtype": E4M3}
     (attention,) = main_kernels(launches(Recording(monkeypatch), "paged_attention", "portable", **call))
     assert attention.launch.arguments["STEP"].key_heads == attention.launch.options["num_warps"] == together
-    # Each token has one tile; with 8 key heads 132 SMs take whole requests.
+    # Each token has one tile; with 8 key heads, CTAs process whole requests.
     arguments = attention.launch.arguments
     assert arguments["tile_lengths_num_tiles"] == 128
     assert kv_heads != 8 or arguments["grid_num_splits"] == 128

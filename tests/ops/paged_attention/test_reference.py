@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dictionaries of any values.
+# Keyword arguments are built in dicts of mixed values.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 """The reference of paged attention against the float64 oracle, and both against PyTorch's own attention."""

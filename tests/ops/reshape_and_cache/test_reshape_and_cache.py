@@ -17,7 +17,7 @@ E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 QUANTISED = (E4M3, E5M2, INT8)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 # The numbers from 0 up, in the order of their codes. An e5m2 number is the upper byte of an fp16 one.

@@ -12,7 +12,7 @@ from flashlatte.ops.rope_cache_write import api
 from flashlatte.runtime import machine
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 PLAIN = ("bf16", "fp16", "fp32", "fp8")
 FORMATS = PLAIN if machine.interpreting() else (*PLAIN, "v32")
@@ -78,13 +78,13 @@ def test_keys_and_queries(name, widths, slots, padding, heads, interleaved, dtyp
             assert k_rope[token].equal(given_k[token])
             continue
         cosine, sine = cos_sin[positions[token].clamp(0, 6)].double().chunk(2)
-        # Half a unit in the last place of the largest number of a pair, and float32's own error.
+        # Half an ulp of the larger element of a pair, and float32's own error.
         for rope, source in ((k_rope, given_k), (q_rope, given_q)):
             if rope is not None and source is not None:
                 expected = rotated(source[token], cosine, sine, interleaved)
                 allowed = (expected.abs() / 2 + 1e-3) * torch.finfo(dtype).eps * 1.01 + 2e-6
                 assert ((rope[token].double() - expected).abs() <= allowed).all()
-    # The cache holds the rounded rows, and nothing else of it has changed.
+    # The cache has the rounded rows, and is otherwise unchanged.
     expected = before
     kv_cache.write(
         expected,

@@ -18,7 +18,7 @@ from flashlatte.runtime import machine
 from flashlatte.testing.byte_oracles import model1_decode_page, model1_encode_page, v41_encode, v41_fp4_encode
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 
 
@@ -56,7 +56,7 @@ def draw(tokens, heads, head_dim, rope, dtype, seed) -> dict[str, Any]:
 def test_against_float64(tokens, heads, shape, dtype, q_eps, in_place, seed):
     arguments = draw(tokens, heads, *shape, dtype=dtype, seed=seed)
     q, table, head_dim = arguments["q"].clone(), arguments["cos_sin"], shape[0]
-    # Ten slots: the last that is drawn lies beyond.
+    # Ten slots: the largest index is outside.
     cache = torch.zeros(5, 2, 1, head_dim)
     given_out = arguments["q"] if in_place else None
     out = rotate_and_cache(**arguments, cache=cache, q_eps=q_eps, out=given_out, backend=BACKEND)

@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dicts of mixed values.
+# Keyword arguments are built in dicts of mixed values.
 # pyright: reportArgumentType=false
 
 import math

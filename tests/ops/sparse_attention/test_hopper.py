@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dicts of mixed values.
+# Keyword arguments are built in dicts of mixed values.
 # pyright: reportArgumentType=false
 
 """The Hopper kernels of sparse attention's backward pass, emulated on the CPU."""

@@ -1,4 +1,4 @@
-# Keyword arguments are put together in dicts of mixed values.
+# Keyword arguments are built in dicts of mixed values.
 # pyright: reportArgumentType=false
 
 """The Triton kernels of sparse attention's backward pass against the reference, in Triton's interpreter."""

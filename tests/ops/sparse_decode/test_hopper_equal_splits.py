@@ -89,7 +89,7 @@ def test_values_are_rounded_to_16_bits():
 
 
 def test_nan_and_infinities_are_preserved():
-    nan = number_of(0x7FFFFFFF)  # the one that arithmetic on a GPU makes
+    nan = number_of(0x7FFFFFFF)  # the NaN that GPU arithmetic produces
     special = [math.inf, -math.inf, nan, 0.0, -0.0, 2.0**-126, -(2.0**127), 1.0]
     for turn in range(8):
         turned = special[turn:] + special[:turn]

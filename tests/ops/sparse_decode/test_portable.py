@@ -262,7 +262,7 @@ def test_any_scale_is_honoured():
     expected_out, expected_lse = sparse_decode(
         **arguments | {"k_cache": rounded, "cache_format": "bf16"}, backend="reference"
     )
-    # Numbers of one size, as what cancels in a sum is wrong by a part of that.
+    # Elements of equal magnitude, since cancellation amplifies relative errors.
     actual, expected = (each.double() / sizes[:512] for each in (out, expected_out))
     compare.assert_close(actual, expected, compare.Tolerance(1e-5, 2**-7, 1e-5), "out")
     compare.assert_close(lse, expected_lse, compare.DECODE_LSE, "lse")

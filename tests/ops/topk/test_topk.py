@@ -61,7 +61,7 @@ def check(logits, k, start, end, next_n, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", mostly_full(KINDS, "normal", "equal", "nan"))
 def test_rows_of_every_kind(kind, backend):
-    # Wider than the candidates' places, so that rows are sampled.
+    # Wider than the candidate buffer, so that rows are sampled.
     check(rows_of(kind, 2, 9000, 5), 100, None, None, 1, backend)
     check(rows_of(kind, 2, 700, 6), 100, None, None, 1, backend)
 

@@ -31,7 +31,7 @@ class Assembler:
             registers = run(text, {"$1": one, "%laneid": one * 0 + 9})
             self.kept = {name: word for name, word in registers.items() if name.startswith("tq_")}
             return None
-        # Neighbours of the last axis stand for those that a thread holds.
+        # Adjacent elements of the last axis represent the elements of one thread.
         flat = torch.from_numpy(words.handle.data.astype(np.int64)).reshape(-1, pack)
         outputs = constraints.count("=")
         kept = {name: word.expand(len(flat)) for name, word in self.kept.items()}

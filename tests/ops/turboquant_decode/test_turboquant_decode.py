@@ -16,7 +16,7 @@ from flashlatte.runtime import machine
 from flashlatte.testing.turboquant_oracle import attend
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 pytestmark = pytestmark if machine.interpreting() else []
 PAGES = 9

@@ -15,7 +15,7 @@ from flashlatte.runtime import machine
 from flashlatte.testing.turboquant_oracle import decode_record
 
 BACKEND = "portable" if machine.interpreting() else "reference"
-# Collected by both runs of the suite: the reference without the interpreter, the kernel within.
+# Run both without the interpreter (reference) and with it (kernel).
 pytestmark = [pytest.mark.interpreter] if machine.interpreting() else []
 PAGES, PAGE_SIZE = 4, 3
 

@@ -11,7 +11,7 @@ from support.emulator.elements import FROM, LANE, LANES, TO, TYPES, Array, halve
 from support.emulator.program import Instruction
 
 Operation = tuple[Callable[..., Array], list[Any]]
-# A source that is a literal, which the function takes as an int.
+# A literal operand, which the function takes as an int.
 LITERAL = "literal"
 
 _NUMPY = {

@@ -20,7 +20,7 @@ TYPES: dict[str, Any] = {
     **{f"{kind}{bits}": np.dtype(f"u{bits // 8}").type for kind in "bu" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": np.dtype(f"i{bits // 8}").type for bits in (8, 16, 32, 64)},
 }
-# How a register of so many bits is stored.
+# Dtype of the storage of a register, by its number of bits.
 STORED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 Array = Any

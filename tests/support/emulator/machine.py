@@ -17,7 +17,7 @@ SHARED_BYTES = 232_448
 CTA_WINDOW = 1 << 24
 # A kernel's parameters: 256 bytes each.
 PARAMETERS = 1 << 36
-# Turns of all warps without progress.
+# Maximum number of turns of all warps without progress.
 _PATIENCE = 300
 _TURN = range(8, 200)
 _TICKS_PER_TURN = 25

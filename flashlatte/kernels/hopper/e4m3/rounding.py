@@ -40,8 +40,8 @@ def two_terms(x):
 def _round(x):
     """float32 ``x`` rounded to the four significant bits of e4m3 (below 2^-6, e4m3 has fewer).
 
-    By integer operations: where a loop converts numbers to e4m3 and back, ptxas (12.8) reads those of the previous
-    iteration (docs/notes/dense-decode-fp8.md).
+    Computed by integer operations: in a loop that converts values to e4m3 and back, ptxas 12.8 reads those of the
+    previous iteration (docs/notes/dense-decode-fp8.md).
     """
     bits = x.to(gl.int32, bitcast=True)
     return ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(gl.float32, bitcast=True)

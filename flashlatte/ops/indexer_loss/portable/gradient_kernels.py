@@ -36,7 +36,7 @@ def index_queries_kernel(
     token = first_token + row
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
     in_heads = head < indexer.h_i
-    # index_q and indexer.weights of a token that sees no key may be NaN.
+    # index_q and indexer.weights of a token without visible keys may be NaN.
     in_use = in_heads & (tl.load(sees_keys + token) != 0)
     query = load_tile(indexer.q, query_offset(indexer, token, head), in_use, STEP)
     begin, end = slot_range(slots, token)
@@ -159,7 +159,7 @@ def range_keys_kernel(
         seen = (key >= begin) & (key < end)
         d_logit = tl.load(d_logits + row * slots.s_kv + key, mask=seen, other=0.0)
         head = (step % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
-        # index_q and indexer.weights of a token that sees no key may be NaN.
+        # index_q and indexer.weights of a token without visible keys may be NaN.
         in_heads = (head < indexer.h_i) & (begin < end)
         query = load_tile(indexer.q, query_offset(indexer, token, head), in_heads, STEP)
         weight = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=in_heads, other=0)
