@@ -5,7 +5,7 @@ last item is the tokens after the last request. The blocks of an item are in the
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

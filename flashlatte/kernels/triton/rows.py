@@ -1,4 +1,4 @@
-"""Rows of tensors and of paged caches, as records of kernels."""
+"""Records of kernels: rows of tensors and of paged caches, block tables and windows."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import row_alignment
-from flashlatte.runtime.kernel_records import Constant, Int64, Pointer
+from flashlatte.runtime.kernel_records import Constant, ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 
 
@@ -56,6 +56,21 @@ class CacheRows(NamedTuple):
     align: Constant
 
 
+class BlockTable(NamedTuple):
+    """The pages of requests: ``pages`` at [request · stride], with page ids below ``num_pages``."""
+
+    pages: ElementPointer
+    stride: Int64
+    num_pages: Int32
+
+
+class Window(NamedTuple):
+    """Number of keys before and after its own position that are visible to a query."""
+
+    left: Int32
+    right: Int32
+
+
 def token_rows(x: torch.Tensor | None, align: int | None = None) -> TokenRows:
     """The rows of x [T, width], or of nothing. ``align`` defaults to their alignment."""
     if x is None:
@@ -64,11 +79,11 @@ def token_rows(x: torch.Tensor | None, align: int | None = None) -> TokenRows:
     return TokenRows(x, stride_in_use(x, 0) // align, align)
 
 
-def head_rows(x: torch.Tensor | None) -> HeadRows:
-    """The rows of x [T, H, width], or of nothing."""
+def head_rows(x: torch.Tensor | None, align: int | None = None) -> HeadRows:
+    """The rows of x [T, H, width], or elements [T, H], or of nothing. ``align`` defaults to their alignment."""
     if x is None:
         return HeadRows(None, 0, 0, 1)
-    align = row_alignment(x, 0, 1)
+    align = align or row_alignment(x, 0, 1)
     return HeadRows(x, stride_in_use(x, 0) // align, stride_in_use(x, 1) // align, align)
 
 

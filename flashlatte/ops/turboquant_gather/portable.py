@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import RequestPages, Requests, locate_rows, pages_of, requests_of
-from flashlatte.kernels.triton.cache_layout import cdiv, row_alignment
+from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, from_float32
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
-from flashlatte.kernels.triton.packed import PackedRows, packed_rows
+from flashlatte.kernels.triton.rows import HeadRows, head_row, head_rows
 from flashlatte.kernels.triton.turboquant import (
     RecordCache,
     centroids_of,
@@ -41,19 +41,16 @@ def turboquant_gather(params: TurboQuantGatherParams) -> None:
     tokens, interpreted = key.shape[0], machine.interpreting()
     block = BLOCK_R if not interpreted else 16
     records, form = records_of(cache, params.layout, 4, native=converts_e4m3(cache.device), interpreted=interpreted)
-    k_align, v_align = row_alignment(key, 0, 1), row_alignment(value, 0, 1)
     programs = min(cdiv(tokens * heads, block), machine.num_sms(cache.device) * PROGRAMS)
     turboquant_gather_kernel[(programs, 2)](
         requests_of(params.cu_seqlens, block_table.shape[0], params.seq_starts),
         pages_of(block_table, num_pages, page_size),
         records,
-        packed_rows(key, k_align),
-        packed_rows(value, v_align),
+        head_rows(key),
+        head_rows(value),
         num_tokens=tokens,
         heads=heads,
         FORM=form,
-        K_ALIGN=k_align,
-        V_ALIGN=v_align,
         WIDE=max(block_table.shape[1] * page_size, tokens * heads + programs * block) >= 2**31,
         BLOCK_R=block,
         num_warps=NUM_WARPS,
@@ -66,17 +63,14 @@ def turboquant_gather_kernel(
     requests: Requests,
     pages: RequestPages,
     cache: RecordCache,
-    key: PackedRows,
-    value: PackedRows,
+    key: HeadRows,
+    value: HeadRows,
     num_tokens: tl.int64,
     heads: tl.int64,
     FORM: tl.constexpr,
-    K_ALIGN: tl.constexpr,
-    V_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Strides of ``key`` and ``value`` are in units of K_ALIGN and V_ALIGN elements."""
     D: tl.constexpr = FORM.head_dim
     KEY_BITS: tl.constexpr = FORM.key_bits
     VALUE_BITS: tl.constexpr = FORM.value_bits
@@ -111,16 +105,16 @@ def turboquant_gather_kernel(
                 # Multiply by the matrix again: it is D times its own inverse.
                 k = tl.dot(rotated.to(operand), rotation, input_precision="ieee")
                 k *= (norm / length * (1.0 / D**0.5))[:, None]
-            k_row = key.base + (token * key.stride_token + head * key.stride_head) * K_ALIGN
+            k_row = head_row(key, token, head)
             tl.store(
-                k_row[:, None] + col, from_float32(k, key.base.dtype.element_ty, INTERPRETED), mask=inside[:, None]
+                k_row[:, None] + col, from_float32(k, key.start.dtype.element_ty, INTERPRETED), mask=inside[:, None]
             )
         else:
             steps = load_codes(record + FORM.value_offset, found, D, VALUE_BITS, VALUE_ALIGN).to(tl.float32)
             scale = load_half(record + FORM.scale_offset, found, HALF_ALIGN)
             minimum = load_half(record + FORM.scale_offset + 2, found, HALF_ALIGN)
             v = steps * scale[:, None] + minimum[:, None]
-            v_row = value.base + (token * value.stride_token + head * value.stride_head) * V_ALIGN
+            v_row = head_row(value, token, head)
             tl.store(
-                v_row[:, None] + col, from_float32(v, value.base.dtype.element_ty, INTERPRETED), mask=inside[:, None]
+                v_row[:, None] + col, from_float32(v, value.start.dtype.element_ty, INTERPRETED), mask=inside[:, None]
             )

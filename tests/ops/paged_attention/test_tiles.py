@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashlatte.kernels.triton.packed import Window
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
+from flashlatte.kernels.triton.rows import Window
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, VisibleRanges, find_tiles_kernel
 from flashlatte.ops.paged_attention.reference import PagedAttentionRequests
 

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import tiles as e4m3_tiles
 from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
-from flashlatte.kernels.triton.packed import BlockTable
+from flashlatte.kernels.triton.rows import BlockTable
 from flashlatte.ops.dense_decode.hopper import (
     consumers,
     epilogue,

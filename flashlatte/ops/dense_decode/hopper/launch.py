@@ -11,7 +11,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
-from flashlatte.kernels.triton.packed import BlockTable
+from flashlatte.kernels.triton.rows import BlockTable
 from flashlatte.ops.dense_decode.hopper import fixup, schedule
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E
-from flashlatte.kernels.triton.packed import PackedRows, Window
+from flashlatte.kernels.triton.rows import HeadRows, Window
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_queries,
     find_tile,
@@ -31,17 +31,16 @@ from flashlatte.runtime.triton_kernel import kernel
 
 @kernel
 def row_sums_kernel(
-    out: PackedRows,
-    dout: PackedRows,
-    lse: PackedRows,
-    dlse: PackedRows,
+    out: HeadRows,
+    dout: HeadRows,
+    lse: HeadRows,
+    dlse: HeadRows,
     sums,
     total_q: tl.int32,
     heads: tl.int32,
     D_V: tl.constexpr,
     WIDTH_V: tl.constexpr,
     BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Compute lse in base 2 and Σ out · dout - dlse, interleaved [heads, total_q, 2]; +inf and 0 for rows without
@@ -51,15 +50,15 @@ def row_sums_kernel(
     in_use = token < total_q
     cols = tl.arange(0, WIDTH_V)
     mask = in_use[:, None] & (cols < D_V)[None, :]
-    out_offset = (token * out.stride_token + head * out.stride_head)[:, None] * ALIGN + cols[None, :]
-    dout_offset = (token * dout.stride_token + head * dout.stride_head)[:, None] * ALIGN + cols[None, :]
-    x = to_float32(tl.load(out.base + out_offset, mask=mask, other=0), INTERPRETED)
-    product = x * to_float32(tl.load(dout.base + dout_offset, mask=mask, other=0), INTERPRETED)
+    out_offset = (token * out.token_stride + head * out.head_stride)[:, None] * out.align + cols[None, :]
+    dout_offset = (token * dout.token_stride + head * dout.head_stride)[:, None] * dout.align + cols[None, :]
+    x = to_float32(tl.load(out.start + out_offset, mask=mask, other=0), INTERPRETED)
+    product = x * to_float32(tl.load(dout.start + dout_offset, mask=mask, other=0), INTERPRETED)
     # Before the sum, so that all loads are in flight together.
-    row_lse = tl.load(lse.base + token * lse.stride_token + head * lse.stride_head, mask=in_use, other=0.0)
+    row_lse = tl.load(lse.start + token * lse.token_stride + head * lse.head_stride, mask=in_use, other=0.0)
     delta = tl.sum(product, axis=1)
-    if dlse.base is not None:
-        delta -= tl.load(dlse.base + token * dlse.stride_token + head * dlse.stride_head, mask=in_use, other=0.0)
+    if dlse.start is not None:
+        delta -= tl.load(dlse.start + token * dlse.token_stride + head * dlse.head_stride, mask=in_use, other=0.0)
     empty = tl.abs(row_lse) == float("inf")
     pair = sums + (head * total_q + token) * 2
     tl.store(pair, tl.where(empty, float("inf"), row_lse * LOG2_E), mask=in_use)
@@ -68,12 +67,12 @@ def row_sums_kernel(
 
 @kernel
 def keys_kernel(
-    q: PackedRows,
-    k: PackedRows,
-    v: PackedRows,
-    dout: PackedRows,
-    dk: PackedRows,
-    dv: PackedRows,
+    q: HeadRows,
+    k: HeadRows,
+    v: HeadRows,
+    dout: HeadRows,
+    dk: HeadRows,
+    dv: HeadRows,
     requests: DensePrefillRequests,
     window: Window,
     sums,
@@ -145,19 +144,19 @@ def keys_kernel(
 
     token = (k_begin + key).to(tl.int64)
     in_use = key < s_k
-    dk_rows = dk.base + (token * dk.stride_token + kv_head * dk.stride_head)[:, None] * STEP.align
-    dv_rows = dv.base + (token * dv.stride_token + kv_head * dv.stride_head)[:, None] * STEP.align
+    dk_rows = dk.start + (token * dk.token_stride + kv_head * dk.head_stride)[:, None] * dk.align
+    dv_rows = dv.start + (token * dv.token_stride + kv_head * dv.head_stride)[:, None] * dv.align
     store_parts(dk_rows, dk_first, dk_rest, softmax_scale, in_use, STEP)
     store_columns(dv_rows, dvalue, in_use, 0, STEP.head_dim_v, STEP.interpreted)
 
 
 @kernel
 def queries_kernel(
-    q: PackedRows,
-    k: PackedRows,
-    v: PackedRows,
-    dout: PackedRows,
-    dq: PackedRows,
+    q: HeadRows,
+    k: HeadRows,
+    v: HeadRows,
+    dout: HeadRows,
+    dq: HeadRows,
     requests: DensePrefillRequests,
     window: Window,
     sums,
@@ -208,5 +207,5 @@ def queries_kernel(
             dq_rest = tl.dot(ds, k_rest, dq_rest)
 
     token = (queries.q_begin + queries.row).to(tl.int64)
-    dq_rows = dq.base + (token * dq.stride_token + head * dq.stride_head)[:, None] * STEP.align
+    dq_rows = dq.start + (token * dq.token_stride + head * dq.head_stride)[:, None] * dq.align
     store_parts(dq_rows, dq_first, dq_rest, softmax_scale, in_use, STEP)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E, finish, softmax
-from flashlatte.kernels.triton.packed import PackedRows, Window
+from flashlatte.kernels.triton.rows import HeadRows, Window
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_queries,
     load_parts,
@@ -31,11 +31,11 @@ def _masked(scores, key, lower, upper):
 
 @kernel
 def forward_kernel(
-    q: PackedRows,
-    k: PackedRows,
-    v: PackedRows,
-    out: PackedRows,
-    lse: PackedRows,
+    q: HeadRows,
+    k: HeadRows,
+    v: HeadRows,
+    out: HeadRows,
+    lse: HeadRows,
     requests: DensePrefillRequests,
     window: Window,
     slots: tl.int32,
@@ -82,6 +82,6 @@ def forward_kernel(
     row_lse = tl.where(lse2 == float("-inf"), empty_lse, lse2 * LN_2)
     token = (queries.q_begin + queries.row).to(tl.int64)
     in_use = queries.row < queries.s_q
-    out_rows = out.base + (token * out.stride_token + head * out.stride_head)[:, None] * STEP.align
+    out_rows = out.start + (token * out.token_stride + head * out.head_stride)[:, None] * out.align
     store_columns(out_rows, values, in_use, 0, STEP.head_dim_v, STEP.interpreted)
-    tl.store(lse.base + token * lse.stride_token + head * lse.stride_head, row_lse, mask=in_use)
+    tl.store(lse.start + token * lse.token_stride + head * lse.head_stride, row_lse, mask=in_use)

@@ -9,8 +9,8 @@ import triton
 
 from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import gpu_class
-from flashlatte.kernels.triton.packed import Window, packed_rows
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
+from flashlatte.kernels.triton.rows import Window, head_rows
 from flashlatte.ops.dense_prefill.portable.backward import keys_kernel, queries_kernel, row_sums_kernel
 from flashlatte.ops.dense_prefill.portable.config import PrefillConfig, choose
 from flashlatte.ops.dense_prefill.portable.forward import forward_kernel
@@ -29,12 +29,12 @@ def forward(params: DensePrefillParams, out: torch.Tensor, lse: torch.Tensor) ->
     if total_q == 0:
         return
     align = _align(q, k, v, out)
-    config, step = _steps(gpu_class(q.device), q.shape[2], v.shape[2], align)["forward"]
+    config, step = _steps(gpu_class(q.device), q.shape[2], v.shape[2], align > 1)["forward"]
     requests = requests_of(params)
     slots = tile_slots(total_q, requests.count, config.block_m)
     forward_kernel[(slots * heads,)](
-        *(packed_rows(rows, align) for rows in (q, k, v, out)),
-        packed_rows(lse),
+        *(head_rows(rows, align) for rows in (q, k, v, out)),
+        head_rows(lse, 1),
         requests,
         Window(params.window_left, params.window_right),
         slots=slots,
@@ -53,49 +53,50 @@ def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> No
     total_k, kv_heads, head_dim_v = params.v.shape
     align = _align(params.q, params.k, params.v, out, dout, dq, dk, dv)
     gpu = gpu_class(params.q.device)
-    steps = _steps(gpu, head_dim, head_dim_v, align)
+    steps = _steps(gpu, head_dim, head_dim_v, align > 1)
     requests, window = requests_of(params), Window(params.window_left, params.window_right)
     sums = torch.empty(heads, total_q, 2, dtype=torch.float32, device=params.q.device)
-    inputs = [packed_rows(rows, align) for rows in (params.q, params.k, params.v, dout)]
+    inputs = [head_rows(rows, align) for rows in (params.q, params.k, params.v, dout)]
     others = {"sums": sums, "group": heads // kv_heads, "softmax_scale": params.softmax_scale}
     if total_q:
         row_sums_kernel[(triton.cdiv(total_q, _ROW_SUMS_BLOCK) * heads,)](
-            packed_rows(out, align),
-            packed_rows(dout, align),
-            packed_rows(lse),
-            packed_rows(dlse),
+            head_rows(out, align),
+            head_rows(dout, align),
+            head_rows(lse, 1),
+            head_rows(dlse, 1),
             sums=sums,
             total_q=total_q,
             heads=heads,
             D_V=head_dim_v,
             WIDTH_V=padded(head_dim_v),
             BLOCK=_ROW_SUMS_BLOCK,
-            ALIGN=align,
             INTERPRETED=gpu == "interpreter",
             num_warps=4,
         )
     if total_k:
         config, step = steps["keys"]
         slots = tile_slots(total_k, requests.count, config.block_n)
-        of_keys = packed_rows(dk, align), packed_rows(dv, align)
+        of_keys = head_rows(dk, align), head_rows(dv, align)
         keys_kernel[(slots * kv_heads,)](
             *inputs, *of_keys, requests, window, slots=slots, STEP=step, num_warps=config.num_warps, **others
         )
     if total_q:
         config, step = steps["queries"]
         slots = tile_slots(total_q, requests.count, config.block_m)
-        dq_rows = packed_rows(dq, align)
+        dq_rows = head_rows(dq, align)
         queries_kernel[(slots * heads,)](
             *inputs, dq_rows, requests, window, slots=slots, STEP=step, num_warps=config.num_warps, **others
         )
 
 
 @functools.lru_cache(maxsize=64)
-def _steps(gpu: str, head_dim: int, head_dim_v: int, align: int) -> dict[str, tuple[PrefillConfig, DensePrefillStep]]:
+def _steps(
+    gpu: str, head_dim: int, head_dim_v: int, aligned: bool
+) -> dict[str, tuple[PrefillConfig, DensePrefillStep]]:
     """The configuration and the constants of each kernel."""
     first, rest = tile_widths(head_dim)
     width = padded(head_dim_v)
-    configs = choose(gpu, first + rest + width, align > 1)
+    configs = choose(gpu, first + rest + width, aligned)
     return {
         name: (
             config,
@@ -109,7 +110,6 @@ def _steps(gpu: str, head_dim: int, head_dim_v: int, align: int) -> dict[str, tu
                 block_n=config.block_n,
                 num_stages=config.num_stages,
                 branches=name == "forward" and gpu in _BRANCHING,
-                align=align,
                 interpreted=gpu == "interpreter",
             ),
         )

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
-from flashlatte.kernels.triton.packed import PackedRows
 from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment
+from flashlatte.kernels.triton.rows import HeadRows
 
 
 class DensePrefillStep(NamedTuple):
@@ -28,7 +28,6 @@ class DensePrefillStep(NamedTuple):
         block_m, block_n: queries and keys of a tile; the program's own tile and the loop's.
         num_stages: pipeline stages of the loop over keys.
         branches: whether the forward loop applies masks in a branch.
-        align: unit of the strides of rows, in elements.
         interpreted: the kernel runs in Triton's interpreter.
     """
 
@@ -41,7 +40,6 @@ class DensePrefillStep(NamedTuple):
     block_n: int
     num_stages: int
     branches: bool
-    align: int
     interpreted: bool
 
 
@@ -138,8 +136,8 @@ def phases(first, rows, others, shift, before, after, BLOCK_ROWS: tl.constexpr, 
 @triton.jit
 def rows_of(rows, token, head, step: tl.constexpr):
     """``rows`` from ``token`` on, of one head."""
-    base = rows.base + (token.to(tl.int64) * rows.stride_token + head * rows.stride_head) * step.align
-    return PackedRows(base, rows.stride_token, rows.stride_head)
+    base = rows.start + (token.to(tl.int64) * rows.token_stride + head * rows.head_stride) * rows.align
+    return HeadRows(base, rows.token_stride, rows.head_stride, rows.align)
 
 
 @triton.jit
@@ -158,12 +156,12 @@ def load_tile(
     before row ``seen`` if that is not None.
     """
     row = tl.arange(0, BLOCK)
-    stride = rows.stride_token
-    offsets = row.to(tl.int64) * stride * step.align
+    stride = rows.token_stride
+    offsets = row.to(tl.int64) * stride * rows.align
     in_use = row < limit - start
     if seen is not None:
         in_use = in_use & (row >= seen - start)
-    return load_rows(rows.base + stride * start * step.align, offsets, in_use, FIRST, COUNT, WIDTH, step.interpreted)
+    return load_rows(rows.start + stride * start * rows.align, offsets, in_use, FIRST, COUNT, WIDTH, step.interpreted)
 
 
 @triton.jit

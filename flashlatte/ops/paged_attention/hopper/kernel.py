@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import triton.language as tl
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.prefill_consumers import consume
@@ -17,6 +18,12 @@ from flashlatte.ops.paged_attention.hopper.producer import PagedPrefillInputs
 from flashlatte.ops.paged_attention.hopper.schedule import PagedPrefillWork
 from flashlatte.ops.paged_attention.hopper.tiles import read_work_tile
 from flashlatte.runtime.triton_kernel import gluon_kernel
+
+
+@gluon.jit
+def _consume(args, FIRST_ROW: gl.constexpr, CONFIG: gl.constexpr):
+    # Triton 3.6 accepts no functions among the arguments of a partition.
+    consume(args, FIRST_ROW, CONFIG, read_work_tile, zero_values, store)
 
 
 @gluon_kernel
@@ -33,8 +40,8 @@ def paged_prefill_kernel(
     args = PrefillArgs(shared, work.window, scale_log2, results)
     gl.warp_specialize(
         [
-            (consume, (args, 0, CONFIG, read_work_tile, zero_values, store)),
-            (consume, (args, ROWS, CONFIG, read_work_tile, zero_values, store)),
+            (_consume, (args, 0, CONFIG)),
+            (_consume, (args, ROWS, CONFIG)),
             (producer.produce, (inputs, work, shared, CONFIG)),
         ],
         [4, 1],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
-from flashlatte.kernels.triton.packed import BlockTable, Window
+from flashlatte.kernels.triton.rows import BlockTable, Window
 from flashlatte.ops.paged_attention.hopper.epilogue import PagedPrefillResults
 from flashlatte.ops.paged_attention.hopper.kernel import paged_prefill_kernel
 from flashlatte.ops.paged_attention.hopper.producer import PagedPrefillInputs

@@ -34,7 +34,7 @@ from flashlatte.kernels.hopper.two_consumers import (
     write_scalar,
     write_scalars,
 )
-from flashlatte.kernels.triton.packed import BlockTable
+from flashlatte.kernels.triton.rows import BlockTable
 from flashlatte.ops.paged_attention.hopper import schedule
 from flashlatte.ops.paged_attention.hopper.tiles import (
     KEYS,

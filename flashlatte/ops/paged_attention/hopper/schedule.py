@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper import prefill_schedule
 from flashlatte.kernels.hopper.two_consumers import TILE
-from flashlatte.kernels.triton.packed import Window
+from flashlatte.kernels.triton.rows import Window
 from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillTile
 from flashlatte.ops.paged_attention.reference import PagedAttentionRequests
 from flashlatte.runtime.kernel_records import ElementPointer, Int32

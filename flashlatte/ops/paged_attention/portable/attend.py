@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import finish, softmax, within
-from flashlatte.kernels.triton.packed import BlockTable, PackedRows
+from flashlatte.kernels.triton.rows import BlockTable, HeadRows
 from flashlatte.ops.paged_attention.portable.keys import KeyAddresses, PagedRows, load_operand
 from flashlatte.ops.paged_attention.portable.scores import ScoreTerms, add_terms, is_visible
 from flashlatte.ops.paged_attention.portable.tiles import VisibleRanges, seen_by, seen_by_all
@@ -37,7 +37,6 @@ class PagedStep(NamedTuple):
         branches: whether fully visible blocks skip the mask in a branch. Not on GPUs for which Triton then does not
             detect the chain of two MMAs, and splits rows of P over several warps.
         ahead: whether the next block's QK MMA overlaps this block's softmax.
-        q_align: unit of the strides of q, in elements.
         has_terms: whether scores have terms other than the scale; softcap, alibi, alibi_sqrt: which of them.
         scaled_keys: whether each key and value has its own scale.
         halves: operands are fp16 instead of q's dtype. Rows of q are scaled to its range; P is scaled by 2^P_SHIFT.
@@ -57,7 +56,6 @@ class PagedStep(NamedTuple):
     num_stages: int
     branches: bool
     ahead: bool
-    q_align: int
     has_terms: bool
     softcap: bool
     alibi: bool
@@ -72,10 +70,10 @@ class PagedStep(NamedTuple):
 class PagedInputs(NamedTuple):
     """The inputs of the kernel, and of the loops with pointers to the rows of their key heads.
 
-    ``query``: q [tokens, h_q, d], strides in units of ``PagedStep.q_align`` elements.
+    ``query``: q [tokens, h_q, d].
     """
 
-    query: PackedRows
+    query: HeadRows
     k: PagedRows
     v: PagedRows
     table: BlockTable
@@ -169,7 +167,7 @@ def _scales_of(scales, addresses):
 def _masked(scores, addresses, start, inputs, request, position, lower, upper, step: tl.constexpr):
     """Scores [rows, keys] of the block at ``start``, -inf where masked."""
     visible = is_visible(inputs.visible, request, position, lower, upper, start + tl.arange(0, step.block_n))
-    exists = addresses.in_cache if inputs.k.new.base is None else addresses.in_cache | addresses.is_new
+    exists = addresses.in_cache if inputs.k.new.start is None else addresses.in_cache | addresses.is_new
     return tl.where(visible & exists[None, :], scores, float("-inf"))
 
 

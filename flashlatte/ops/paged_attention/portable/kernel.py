@@ -17,7 +17,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, load_rows
-from flashlatte.kernels.triton.packed import PackedRows
+from flashlatte.kernels.triton.rows import HeadRows
 from flashlatte.ops.paged_attention.portable.attend import PagedInputs, PagedQueries, attend, fit_halves
 from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, first_pages
 from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
@@ -78,19 +78,19 @@ def _find_group(grid, outputs, step: tl.constexpr):
 def _load_queries(query, group, tile, slopes, step: tl.constexpr):
     """The queries of a tile; for ``attend_bytes``, with their dims in the order of ``key_dims``."""
     in_use = group.in_use & (group.token < tile.tokens)
-    offsets = (tile.first_token + group.token).to(tl.int64) * query.stride_token + group.head * query.stride_head
-    offsets *= step.q_align
+    offsets = (tile.first_token + group.token).to(tl.int64) * query.token_stride + group.head * query.head_stride
+    offsets *= query.align
     if step.in_words:
-        pointers = query.base + offsets[:, None] + key_dims(step.head_dim)[None, :]
+        pointers = query.start + offsets[:, None] + key_dims(step.head_dim)[None, :]
         q = tl.load(pointers, mask=in_use[:, None], other=0.0)
         if step.interpreted:
             q = to_float32(q, True)
     else:
-        q = load_rows(query.base, offsets, in_use, 0, min(step.head_dim, step.first), step.first, step.interpreted)
+        q = load_rows(query.start, offsets, in_use, 0, min(step.head_dim, step.first), step.first, step.interpreted)
     rest = q
     if step.rest > 0:
         rest = load_rows(
-            query.base, offsets, in_use, step.first, step.head_dim - step.first, step.rest, step.interpreted
+            query.start, offsets, in_use, step.first, step.head_dim - step.first, step.rest, step.interpreted
         )
     inverse = 1.0
     if step.halves:
@@ -122,7 +122,7 @@ def _attend_tile(
         values, lse2 = attend_bytes(queries, inputs, tile, pages, first_block, stop_block, scale, K_FORM, V_FORM, step)
     else:
         queries = _load_queries(inputs.query, group, tile, slopes, step)
-        dtype: tl.constexpr = tl.float16 if step.halves else inputs.query.base.dtype.element_ty
+        dtype: tl.constexpr = tl.float16 if step.halves else inputs.query.start.dtype.element_ty
         values, lse2 = attend(queries, inputs, tile, first_block, stop_block, scale, K_FORM, V_FORM, step, dtype)
     if not step.scaled_keys:
         v_scale = inputs.v.scales.value
@@ -152,11 +152,11 @@ def paged_attention_kernel(
     group = _find_group(grid, outputs, STEP)
     kv_head = group.rows.kv_head
     # Not in a function: Triton 3.6 returns no None.
-    k_new = inputs.k.new.base
-    v_new = inputs.v.new.base
+    k_new = inputs.k.new.start
+    v_new = inputs.v.new.start
     if k_new is not None:
-        k_new += kv_head * inputs.k.new.stride_head
-        v_new += kv_head * inputs.v.new.stride_head
+        k_new += kv_head * inputs.k.new.head_stride
+        v_new += kv_head * inputs.v.new.head_stride
     k_scales = inputs.k.scales.scales
     k_scale = inputs.k.scales.value
     if k_scales is not None:
@@ -171,12 +171,12 @@ def paged_attention_kernel(
             v_scale = tl.load(v_scales)
     k = PagedRows(
         cache_of_heads(inputs.k.cache, group.cache_head, K_FORM),
-        PackedRows(k_new, inputs.k.new.stride_token, inputs.k.new.stride_head),
+        HeadRows(k_new, inputs.k.new.token_stride, inputs.k.new.head_stride, 1),
         RowScales(k_scales, inputs.k.scales.stride_page, inputs.k.scales.stride_token, 0, k_scale),
     )
     v = PagedRows(
         cache_of_heads(inputs.v.cache, group.cache_head, V_FORM),
-        PackedRows(v_new, inputs.v.new.stride_token, inputs.v.new.stride_head),
+        HeadRows(v_new, inputs.v.new.token_stride, inputs.v.new.head_stride, 1),
         RowScales(v_scales, inputs.v.scales.stride_page, inputs.v.scales.stride_token, 0, v_scale),
     )
     terms = inputs.terms

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
-from flashlatte.kernels.triton.packed import PackedRows
+from flashlatte.kernels.triton.rows import HeadRows
 from flashlatte.runtime.kernel_records import Float32, Int64, Pointer
 
 # The storage dtype of a cache's elements.
@@ -76,7 +76,7 @@ class PagedRows(NamedTuple):
     """Keys or values: in pages, and of new tokens [tokens, h_kv, d]."""
 
     cache: RowCache
-    new: PackedRows
+    new: HeadRows
     scales: RowScales
 
 
@@ -139,9 +139,9 @@ def load_operand(
     x = tl.load(pointers + cols[None, :], mask=mask, other=0)
     x = _converted(x, dtype, form)
     new = rows.new
-    if new.base is not None:
-        token = addresses.token * new.stride_token
-        new_x = load_rows(new.base, token, addresses.is_new, FIRST, COUNT, WIDTH, form.interpreted)
+    if new.start is not None:
+        token = addresses.token * new.token_stride
+        new_x = load_rows(new.start, token, addresses.is_new, FIRST, COUNT, WIDTH, form.interpreted)
         x = tl.where(addresses.is_new[:, None], new_x, x)
     return x
 

@@ -10,8 +10,8 @@ import torch
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
-from flashlatte.kernels.triton.packed import BlockTable, Window, packed_rows
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
+from flashlatte.kernels.triton.rows import BlockTable, Window, head_rows
 from flashlatte.ops.paged_attention.portable.attend import PagedInputs, PagedStep
 from flashlatte.ops.paged_attention.portable.config import PagedConfig, choose, choose_in_words
 from flashlatte.ops.paged_attention.portable.kernel import paged_attention_kernel
@@ -107,7 +107,7 @@ def attend(params: PagedAttentionParams, max_queries: int = 0) -> None:
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     paged_attention_kernel[(split.ctas(slots) // config.key_heads,)](
         PagedInputs(
-            query=packed_rows(params.q, step.q_align),
+            query=head_rows(params.q, row_align(params.q)),
             k=_rows(params.k_cache, k_form, params.k, params.k_scale, params.k_scale_value),
             v=_rows(params.v_cache.unsqueeze(3), v_form, params.v, params.v_scale, params.v_scale_value),
             table=table,
@@ -177,7 +177,6 @@ def _step(params: PagedAttentionParams, gpu: str, launch_plan: PagedAttentionLau
         and is_whole
         and page_size % config.block_n == 0
         and config.block_m >= _AHEAD_ROWS.get(gpu, config.block_m + 1),
-        q_align=row_align(params.q),
         has_terms=_has_terms(params),
         softcap=params.softcap > 0,
         alibi=params.alibi_slopes is not None,
@@ -322,7 +321,7 @@ def _rows(
             piece,
             element,
         ),
-        packed_rows(new),
+        head_rows(new, 1),
         RowScales(scales, scale_page, scale_token, scale_head, scale),
     )
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.packed import Window
 from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment, find_segment_of_row
+from flashlatte.kernels.triton.rows import Window
 from flashlatte.ops.paged_attention.reference import PagedAttentionRequests
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import within
-from flashlatte.kernels.triton.packed import BlockTable
+from flashlatte.kernels.triton.rows import BlockTable
 from flashlatte.kernels.triton.turboquant import RecordCache
 from flashlatte.ops.turboquant_decode.portable.records import load_keys, load_norms, load_values, records_at, section
 from flashlatte.ops.turboquant_decode.portable.words import keep_tables, key_dims, value_dims, value_unit

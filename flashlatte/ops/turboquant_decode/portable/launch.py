@@ -10,7 +10,7 @@ import torch
 from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
-from flashlatte.kernels.triton.packed import BlockTable
+from flashlatte.kernels.triton.rows import BlockTable
 from flashlatte.kernels.triton.turboquant import records_of
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
 from flashlatte.ops.turboquant_decode.portable.kernel import RotatedQueries, TurboQuantStep, turboquant_decode_kernel

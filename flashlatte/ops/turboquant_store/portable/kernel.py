@@ -19,7 +19,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, to_float32
-from flashlatte.kernels.triton.packed import PackedRows
+from flashlatte.kernels.triton.rows import HeadRows
 from flashlatte.kernels.triton.turboquant import RecordCache, parity
 from flashlatte.kv_cache.turboquant import LARGEST_HALF, NORM_EPSILON, SMALLEST_VALUE_SCALE
 from flashlatte.ops.turboquant_store.portable.codes import codes_of, quotient
@@ -38,7 +38,6 @@ class StoreStep(NamedTuple):
         midpoints: the positive ones, for N(0, 1).
         entry: magnitude of the Hadamard matrix's entries, chosen so that squares do not exceed those of a key.
         inverse_entry, length_factor: 1 / entry, and the factor that corrects squares of rotated rows.
-        align: alignment of the strides of rows, in elements.
         wide: slots may exceed 2^31.
         in_order: rows are float32; only keys are multiplied, with the matrix's columns in order.
         shifted: values begin in the middle of a word; words begin with dim 4, and dims 0 to 3 are last.
@@ -50,7 +49,6 @@ class StoreStep(NamedTuple):
     entry: float
     inverse_entry: float
     length_factor: float
-    align: int
     wide: bool
     in_order: bool
     shifted: bool
@@ -148,17 +146,17 @@ def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.const
     """Store a program's tiles, of values or of keys."""
     tokens = step.block // tiles.heads
     IS_ROTATED: tl.constexpr = not VALUES and form.key_bits < 8
-    matrix = _matrix(tl.float32 if form.interpreted else rows.base.dtype.element_ty, VALUES, form, step)
+    matrix = _matrix(tl.float32 if form.interpreted else rows.start.dtype.element_ty, VALUES, form, step)
     dims = tl.arange(0, form.head_dim)
     row = tl.arange(0, step.block)
     row_token, row_head = (row // tiles.heads).to(tl.int64), (row % tiles.heads).to(tl.int64)
-    row_offset = (row_token * rows.stride_token + row_head * rows.stride_head) * step.align
+    row_offset = (row_token * rows.token_stride + row_head * rows.head_stride) * rows.align
     # Four programs per SM hide each other's loads; prefetching would leave room for two only.
     for tile in tl.range(tl.program_id(0), tiles.count, tl.num_programs(0), num_stages=1):
         first_token = (tile // tiles.groups).to(tl.int64) * tokens
         first_head = (tile % tiles.groups).to(tl.int64) * tiles.heads
         token = first_token + row_token
-        first_row = rows.base + (first_token * rows.stride_token + first_head * rows.stride_head) * step.align
+        first_row = rows.start + (first_token * rows.token_stride + first_head * rows.head_stride) * rows.align
         # [BLOCK_R, D]
         x = tl.load(
             first_row + row_offset[:, None] + dims[None, :], mask=(token < slots.num_tokens)[:, None], other=0.0
@@ -183,15 +181,14 @@ def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.const
 
 @kernel
 def turboquant_store_kernel(
-    key: PackedRows,
-    value: PackedRows,
+    key: HeadRows,
+    value: HeadRows,
     cache: RecordCache,
     slots: Slots,
     tiles: StoreTiles,
     FORM: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Strides of ``key`` and ``value`` are in units of STEP.align elements."""
     if tl.program_id(1) == 1:
         _store_tiles(value, cache, slots, tiles, True, FORM, STEP)
     else:

@@ -8,7 +8,7 @@ from flashlatte.kernels.triton.cache_address import slots_of
 from flashlatte.kernels.triton.cache_layout import cdiv, row_alignment
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
-from flashlatte.kernels.triton.packed import packed_rows
+from flashlatte.kernels.triton.rows import head_rows
 from flashlatte.kernels.triton.turboquant import records_of
 from flashlatte.kv_cache.lloyd_max import midpoints
 from flashlatte.ops.turboquant_store.portable.kernel import StoreStep, StoreTiles, turboquant_store_kernel
@@ -42,7 +42,6 @@ def turboquant_store(params: TurboQuantStoreParams) -> None:
         entry=entry,
         inverse_entry=1 / entry,
         length_factor=1 / (head_dim * entry**2),
-        align=align,
         wide=slots.num_slots >= 2**31,
         in_order=in_order,
         shifted=layout.value_bits == 4 and layout.value_offset % 4 == 2 and form.align >= 4 and not in_order,
@@ -50,8 +49,8 @@ def turboquant_store(params: TurboQuantStoreParams) -> None:
         block=block,
     )
     turboquant_store_kernel[(min(tiles, machine.num_sms(device) * PROGRAMS // 2), 2)](
-        packed_rows(key, align),
-        packed_rows(value, align),
+        head_rows(key, align),
+        head_rows(value, align),
         records,
         slots,
         StoreTiles(tiles, tile_heads, heads // tile_heads),

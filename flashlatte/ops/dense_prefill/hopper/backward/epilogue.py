@@ -8,24 +8,13 @@ The stores run after the warpgroups have joined, because they would cost the con
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.triton.packed import PackedRows
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS
-from flashlatte.runtime.kernel_records import Constant
 
 # A thread stores 16 bytes at a time.
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
-
-class Gradient(NamedTuple):
-    """dK or dV. Strides are in units of ``align`` elements: 8 if rows are aligned to 16 bytes, else 1."""
-
-    rows: PackedRows
-    align: Constant
 
 
 @gluon.jit
@@ -40,9 +29,8 @@ def store_gradient(gradient, tile, block, kv_head, OWN: gl.constexpr, FIRST: gl.
     COLUMNS: gl.constexpr = tile.shape[2]
     key = OWN * OWN_KEYS + gl.arange(0, OWN_KEYS, gl.SliceLayout(1, STORE))
     column = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORE))
-    rows = gradient.rows
-    start = (block.k_token + key).to(gl.int64) * rows.stride_token + kv_head.to(gl.int64) * rows.stride_head
-    pointers = rows.base + (start * gradient.align)[:, None] + column[None, :]
+    start = (block.k_token + key).to(gl.int64) * gradient.token_stride + kv_head.to(gl.int64) * gradient.head_stride
+    pointers = gradient.start + (start * gradient.align)[:, None] + column[None, :]
     gl.store(pointers, tile.index(0).load(STORE), mask=(key < block.keys)[:, None])
 
 

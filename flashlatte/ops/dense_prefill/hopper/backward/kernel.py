@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.triton.packed import Window
+from flashlatte.kernels.triton.rows import HeadRows, Window
 from flashlatte.ops.dense_prefill.hopper.backward.consumers import consume
 from flashlatte.ops.dense_prefill.hopper.backward.dq import QueryGradient
-from flashlatte.ops.dense_prefill.hopper.backward.epilogue import Gradient, store_gradients
+from flashlatte.ops.dense_prefill.hopper.backward.epilogue import store_gradients
 from flashlatte.ops.dense_prefill.hopper.backward.producer import BackwardInputs, produce
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import block_of
 from flashlatte.ops.dense_prefill.hopper.backward.state import allocate
@@ -27,8 +27,8 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 def backward_kernel(
     inputs: BackwardInputs,
     dq: QueryGradient,
-    dk: Gradient,
-    dv: Gradient,
+    dk: HeadRows,
+    dv: HeadRows,
     requests: DensePrefillRequests,
     window: Window,
     bisections: tl.int32,
@@ -44,7 +44,7 @@ def backward_kernel(
         # Additions are ordered from later blocks to earlier ones: blocks that others wait for must start first.
         slot = slots - 1 - slot
     block = block_of(slot, requests, window, bisections)
-    shared = allocate(inputs.q.rows.base.dtype.element_ty, HAS_ROPE)
+    shared = allocate(inputs.q.start.dtype.element_ty, HAS_ROPE)
     gl.warp_specialize(
         [
             (consume, (scale_log2, block, group, shared, 0, HAS_ROPE)),

@@ -8,11 +8,10 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlatte.kernels.triton.packed import PackedRows, Window, packed_rows
+from flashlatte.kernels.triton.rows import HeadRows, Window, head_rows
 from flashlatte.ops.dense_prefill.hopper.backward.dq import SUM_COLUMNS, QueryGradient
-from flashlatte.ops.dense_prefill.hopper.backward.epilogue import Gradient
 from flashlatte.ops.dense_prefill.hopper.backward.kernel import backward_kernel
-from flashlatte.ops.dense_prefill.hopper.backward.producer import BackwardInputs, TileSource
+from flashlatte.ops.dense_prefill.hopper.backward.producer import ALIGN, BackwardInputs, TileSource
 from flashlatte.ops.dense_prefill.hopper.backward.rows import TOKENS, finish_kernel, prepare_kernel
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams, requests_of
@@ -47,15 +46,13 @@ def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> No
     prepare_kernel[(heads * blocks,)](
         _rows(out),
         _rows(dout),
-        packed_rows(lse),
-        packed_rows(dlse),
+        head_rows(lse, 1),
+        head_rows(dlse, 1),
         QueryGradient(dq_sums, semaphores, tiles_per_head),
         row_lse=row_lse,
         delta=delta,
         tokens=q_total,
         heads=heads,
-        OUT_ALIGN=row_align(out),
-        DOUT_ALIGN=row_align(dout),
         V_DIM=d_v,
         QK_DIM=d_qk,
         num_warps=4,
@@ -73,8 +70,8 @@ def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> No
     backward_kernel[(slots * kv_heads,)](
         inputs,
         QueryGradient(sum_tiles, semaphores, tiles_per_head),
-        Gradient(_rows(dk), row_align(dk)),
-        Gradient(_rows(dv), row_align(dv)),
+        _rows(dk),
+        _rows(dv),
         requests,
         Window(params.window_left, params.window_right),
         bisections=(requests.count + 1).bit_length(),
@@ -90,19 +87,18 @@ def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> No
         tokens=q_total,
         heads=heads,
         softmax_scale=params.softmax_scale,
-        DQ_ALIGN=row_align(dq),
         QK_DIM=d_qk,
         num_warps=4,
     )
 
 
-def _rows(x: torch.Tensor) -> PackedRows:
-    """Strides in units of ``row_align``; arbitrary for an axis of size 1."""
-    return packed_rows(x, row_align(x))
+def _rows(x: torch.Tensor) -> HeadRows:
+    return head_rows(x, row_align(x))
 
 
 def _source(x: torch.Tensor, has_rope: bool = False) -> TileSource:
-    return TileSource(_rows(x), _descriptor(x, 128), _descriptor(x, 64) if has_rope else None)
+    token_stride, head_stride = (stride // ALIGN.value for stride in strides_in_use(x))
+    return TileSource(x, token_stride, head_stride, _descriptor(x, 128), _descriptor(x, 64) if has_rope else None)
 
 
 def _descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:

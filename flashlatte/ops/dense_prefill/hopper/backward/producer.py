@@ -18,13 +18,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from flashlatte.kernels.hopper import barriers
-from flashlatte.kernels.triton.packed import PackedRows
 from flashlatte.ops.dense_prefill.hopper.backward import state
 from flashlatte.ops.dense_prefill.hopper.backward.dq import add_staged, signal_earlier_block, wait_later_blocks
 from flashlatte.ops.dense_prefill.hopper.backward.schedule import KEYS, QUERIES
 from flashlatte.ops.dense_prefill.hopper.backward.state import MAIN, OWN_KEYS, ROPE, STAGES, V_DIM
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
-from flashlatte.runtime.kernel_records import Int32, Pointer
+from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 
 # A thread copies 16 bytes at a time, eight adjacent threads the 128 bytes of a swizzled row.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -37,12 +36,14 @@ class TileSource(NamedTuple):
     """A tensor [tokens, heads, columns] to load tiles from.
 
     Attributes:
-        rows: strides are in units of 16 bytes.
+        start: the tensor, with strides in units of 16 bytes.
         main, rope: TMA descriptors of columns 0 to 127 and 128 to 191 of 64 rows of a head; rope is None if there are
             no such columns.
     """
 
-    rows: PackedRows
+    start: Pointer
+    token_stride: Int64
+    head_stride: Int64
     main: Pointer
     rope: Pointer
 
@@ -62,13 +63,13 @@ class BackwardInputs(NamedTuple):
 @gluon.jit
 def _gather(tile, source, head, token, begin, count, FIRST: gl.constexpr):
     """Copy rows ``begin`` to count - 1 from ``token`` on into a tile of 64 rows, with zeros for the others."""
-    rows = source.rows
     row = gl.arange(0, 64, gl.SliceLayout(1, _GATHER))
     column = gl.arange(0, 64, gl.SliceLayout(0, _GATHER))
     valid = (row >= begin) & (row < count)
-    start = gl.where(valid, token + row, 0).to(gl.int64) * rows.stride_token + head.to(gl.int64) * rows.stride_head
+    start = gl.where(valid, token + row, 0).to(gl.int64) * source.token_stride
+    start += head.to(gl.int64) * source.head_stride
     for part in gl.static_range(tile.shape[1] // 64):
-        pointers = rows.base + (start * ALIGN)[:, None] + (FIRST + part * 64 + column)[None, :]
+        pointers = source.start + (start * ALIGN)[:, None] + (FIRST + part * 64 + column)[None, :]
         cp_async(tile.slice(part * 64, 64, dim=1), pointers, mask=valid[:, None])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LOG2_E
-from flashlatte.kernels.triton.packed import PackedRows
+from flashlatte.kernels.triton.rows import HeadRows
 from flashlatte.ops.dense_prefill.hopper.backward.dq import QueryGradient
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -20,17 +20,15 @@ SEMAPHORES = tl.constexpr(128)
 
 @kernel
 def prepare_kernel(
-    out: PackedRows,
-    dout: PackedRows,
-    lse: PackedRows,
-    dlse: PackedRows,
+    out: HeadRows,
+    dout: HeadRows,
+    lse: HeadRows,
+    dlse: HeadRows,
     dq: QueryGradient,
     row_lse,
     delta,
     tokens: tl.int32,
     heads: tl.int32,
-    OUT_ALIGN: tl.constexpr,
-    DOUT_ALIGN: tl.constexpr,
     V_DIM: tl.constexpr,
     QK_DIM: tl.constexpr,
 ):
@@ -43,14 +41,14 @@ def prepare_kernel(
     inside = token < tokens
     column = tl.arange(0, V_DIM)
     token = token.to(tl.int64)
-    out_row = (token * out.stride_token + head * out.stride_head) * OUT_ALIGN
-    dout_row = (token * dout.stride_token + head * dout.stride_head) * DOUT_ALIGN
-    result = tl.load(out.base + out_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    gradient = tl.load(dout.base + dout_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    out_row = (token * out.token_stride + head * out.head_stride) * out.align
+    dout_row = (token * dout.token_stride + head * dout.head_stride) * dout.align
+    result = tl.load(out.start + out_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    gradient = tl.load(dout.start + dout_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     sums = tl.sum(result * gradient, 1)
-    if dlse.base is not None:
-        sums -= tl.load(dlse.base + token * dlse.stride_token + head * dlse.stride_head, mask=inside, other=0.0)
-    natural = tl.load(lse.base + token * lse.stride_token + head * lse.stride_head, mask=inside, other=0.0)
+    if dlse.start is not None:
+        sums -= tl.load(dlse.start + token * dlse.token_stride + head * dlse.head_stride, mask=inside, other=0.0)
+    natural = tl.load(lse.start + token * lse.token_stride + head * lse.head_stride, mask=inside, other=0.0)
     empty = tl.abs(natural) == float("inf")
     tl.store(delta + head * tokens + token, tl.where(empty, 0.0, sums), mask=inside)
     tl.store(row_lse + head * tokens + token, tl.where(empty, float("inf"), natural * LOG2_E), mask=inside)
@@ -69,12 +67,11 @@ def prepare_kernel(
 
 @kernel
 def finish_kernel(
-    dq: PackedRows,
+    dq: HeadRows,
     dq_sums,
     tokens: tl.int32,
     heads: tl.int32,
     softmax_scale: tl.float32,
-    DQ_ALIGN: tl.constexpr,
     QK_DIM: tl.constexpr,
 ):
     """Write dQ from its sums: undo the permutation of columns, scale, and cast."""
@@ -82,12 +79,12 @@ def finish_kernel(
     token = (tl.program_id(0) // heads) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     token = token.to(tl.int64)
-    row = (token * dq.stride_token + head * dq.stride_head) * DQ_ALIGN
+    row = (token * dq.token_stride + head * dq.head_stride) * dq.align
     for first in tl.static_range(0, QK_DIM, 64):
         column = first + tl.arange(0, 64)
         start = (head * tokens + token) * QK_DIM
         # 32 columns are stored as [4 threads, 2 groups of 16, 2 groups of 8, 2 adjacent columns].
         sums = tl.load(dq_sums + start[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         sums = sums.reshape([TOKENS, 2, 4, 2, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([TOKENS, 64])
-        result = (sums * softmax_scale).to(dq.base.dtype.element_ty)
-        tl.store(dq.base + row[:, None] + column[None, :], result, mask=inside[:, None])
+        result = (sums * softmax_scale).to(dq.start.dtype.element_ty)
+        tl.store(dq.start + row[:, None] + column[None, :], result, mask=inside[:, None])

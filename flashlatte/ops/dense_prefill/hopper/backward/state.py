@@ -1,7 +1,7 @@
 """Register layouts, tiles in shared memory and barriers of the three warpgroups."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

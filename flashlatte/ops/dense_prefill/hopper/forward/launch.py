@@ -13,7 +13,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, TILE
-from flashlatte.kernels.triton.packed import Window
+from flashlatte.kernels.triton.rows import Window
 from flashlatte.ops.dense_prefill.hopper.forward.epilogue import DensePrefillResults
 from flashlatte.ops.dense_prefill.hopper.forward.kernel import dense_prefill_forward_kernel
 from flashlatte.ops.dense_prefill.hopper.forward.producer import DensePrefillInputs

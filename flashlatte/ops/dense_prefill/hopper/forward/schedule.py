@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from flashlatte.kernels.hopper import prefill_schedule
 from flashlatte.kernels.hopper.prefill_schedule import boundary
 from flashlatte.kernels.hopper.two_consumers import TILE
-from flashlatte.kernels.triton.packed import Window
+from flashlatte.kernels.triton.rows import Window
 from flashlatte.ops.dense_prefill.hopper.forward.tiles import DensePrefillTile
 from flashlatte.ops.dense_prefill.reference import DensePrefillRequests
 from flashlatte.runtime.kernel_records import ElementPointer, Int32
