@@ -40,7 +40,7 @@ SCORES = 64 * 256 // 128
 def record(monkeypatch):
     """Calls a launcher and returns its launches by kernel."""
     recorders = {name: Recorder(fn) for name, fn in KERNELS.items()}
-    monkeypatch.setattr(launch, "num_sms", lambda device: PROGRAMS)
+    monkeypatch.setattr(machine, "num_sms", lambda device: PROGRAMS)
     for name, kernel in KERNELS.items():
         monkeypatch.setattr(launch, kernel.jitted.__name__, recorders[name])
 

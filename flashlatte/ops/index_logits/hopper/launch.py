@@ -29,7 +29,7 @@ from flashlatte.ops.index_logits.hopper.scores import LogitsOutput
 from flashlatte.ops.index_logits.hopper.tiles import KEYS, MAX_COLUMNS, scalars_layout, vectors_layout
 from flashlatte.ops.index_logits.key_ranges import key_ranges, query_lengths
 from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams
-from flashlatte.runtime.machine import num_sms
+from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.tma_descriptors import Address
 
@@ -44,7 +44,7 @@ def ragged(params: IndexLogitsParams) -> None:
     q, k, logits = params.q, params.k, params.logits
     num_queries, heads, head_dim = q.shape
     num_keys, width = k.shape[0], logits.shape[1]
-    sms = num_sms(q.device)
+    sms = machine.num_sms(q.device)
     queries = 2 * COLUMNS.value // heads
     item_keys = keys_per_item(num_queries, num_keys, queries, sms)
     items = -(-num_queries // queries) * -(-num_keys // item_keys)
@@ -87,7 +87,7 @@ def paged(params: PagedIndexLogitsParams) -> None:
         stride_in_use(block_table, 0),
         block_table.shape[1],
     )
-    programs = num_sms(q.device)
+    programs = machine.num_sms(q.device)
     index_logits_paged_kernel[(programs,)](
         queries,
         index_cache,
