@@ -47,10 +47,10 @@ def run(body: str, threads: int = 64, size: int = 64, seed: int = 0) -> list[int
 
 def test_sums_of_e4m3_products_keep_14_bits():
     """Of the largest of the products and the sum so far, each truncated toward 0."""
-    sums = np.float32([8192, 8191.5, -16384, 0, 1, np.inf])
-    products = np.float32([[1.75, -0.75], [0.25, 0.25], [-3.5, 3.5], [3e-4, -1e-9], [np.nan, 1], [1, 1]])
+    sums = np.array([8192, 8191.5, -16384, 0, 1, np.inf], np.float32)
+    products = np.array([[1.75, -0.75], [0.25, 0.25], [-3.5, 3.5], [3e-4, -1e-9], [np.nan, 1], [1, 1]], np.float32)
     result = _add_e4m3(sums, products)
-    np.testing.assert_array_equal(result[[0, 1, 2, 4, 5]], np.float32([8193, 8191.5, -16384, np.nan, np.inf]))
+    np.testing.assert_array_equal(result[[0, 1, 2, 4, 5]], np.array([8193, 8191.5, -16384, np.nan, np.inf]))
     np.testing.assert_allclose(result[3], 3e-4, rtol=2.0**-13)
 
 

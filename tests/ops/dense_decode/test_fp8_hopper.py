@@ -104,7 +104,7 @@ def test_a_nan_stays_with_its_request(emulate) -> None:
 @pytest.mark.full
 def test_zero_queries_over_tiny_keys(emulate) -> None:
     """The product of both scales is 0 in float32."""
-    inputs = replace(CASE, s_k=70, h_q=3).inputs() | {"k_scale": 1e-13}
+    inputs: dict[str, Any] = replace(CASE, s_k=70, h_q=3).inputs() | {"k_scale": 1e-13}
     inputs["q"] = torch.zeros_like(inputs["q"])
     expected = dense_decode(**inputs, precision="fp8", backend="reference")
     for result, reference in zip(emulate(inputs, 4), expected, strict=True):
