@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
-# Neighbours run in one process, which compiles once what several of them look at.
+# Neighbors run in one process, which compiles once what several of them look at.
 # Without bytecode on disk every worker, and every process that a test starts, would compile all modules again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --quiet --progress
 # A worker takes ten seconds of processor time to import and to collect what it runs.

@@ -118,7 +118,7 @@ def flash_attn_varlen_func(
         q: [T_q, h, d_qk], bf16 or fp16 (float32 on the reference).
         k, v: [T_k, h_k, d_qk] and [T_k, h_k, d_v] in q's dtype. h is a multiple of h_k.
         cu_seqlens_q, cu_seqlens_k: int32 or int64 [b + 1], cumulative lengths of the requests.
-        max_seqlen_q, max_seqlen_k: length of the longest request. A tensor is read, which synchronises with its device.
+        max_seqlen_q, max_seqlen_k: length of the longest request. A tensor is read, which synchronizes with its device.
         softmax_scale: above 0; d_qk^-0.5 if None.
         causal: bottom-right alignment: the last query of a request sees all of its keys.
         window_size: keys to the left and right of a query's position that it sees; -1 is no bound.

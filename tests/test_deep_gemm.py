@@ -27,27 +27,27 @@ def relative_difference(actual, expected):
     return float(1 - 2 * (actual * expected).sum() / (actual.square().sum() + expected.square().sum()))
 
 
-def check(actual, exact, quantised, seen):
-    actual, exact, quantised = actual[seen], exact[seen], quantised[seen]
+def check(actual, exact, quantized, seen):
+    actual, exact, quantized = actual[seen], exact[seen], quantized[seen]
     assert relative_difference(actual, exact) < 1e-3
-    assert relative_difference(actual, quantised) < 5e-6
+    assert relative_difference(actual, quantized) < 5e-6
 
 
 @pytest.fixture
 def fp8():
-    """q, (k, scales), weights, and the logits of exact and of quantised values."""
+    """q, (k, scales), weights, and the logits of exact and of quantized values."""
     q, k, weights = draw(M, H, D, seed=0), draw(N, D, seed=1), draw(M, H, seed=2)
     q8 = q.to(torch.float8_e4m3fn)
     k8, scales = quantize_rows(k, "exact")
     exact = logits_of(q, k, weights)
-    quantised = logits_of(q8.float(), k8.float() * scales.unsqueeze(1), weights)
-    return q8, (k8, scales), weights, exact, quantised
+    quantized = logits_of(q8.float(), k8.float() * scales.unsqueeze(1), weights)
+    return q8, (k8, scales), weights, exact, quantized
 
 
 def test_contiguous_fp8(fp8):
-    q, kv, weights, exact, quantised = fp8
+    q, kv, weights, exact, quantized = fp8
     clean = deep_gemm.fp8_mqa_logits(q, kv, weights, STARTS, ENDS)
-    check(clean, exact, quantised, SEEN)
+    check(clean, exact, quantized, SEEN)
     assert clean.shape == (M, N)
     assert clean.stride() == (320, 1)  # rows begin at multiples of 128 bytes
     assert clean[~SEEN].eq(-torch.inf).all()
@@ -76,7 +76,7 @@ def test_contiguous_mxfp4_with_bf16_logits():
     q, k, weights = draw(M, H, D, seed=0), draw(N, D, seed=1), draw(M, H, seed=2)
     q4, q_scales = fp4.quantize_mxfp4(q)
     k4, k_scales = fp4.quantize_mxfp4(k)
-    quantised = logits_of(fp4.dequantize_mxfp4(q4, q_scales), fp4.dequantize_mxfp4(k4, k_scales), weights)
+    quantized = logits_of(fp4.dequantize_mxfp4(q4, q_scales), fp4.dequantize_mxfp4(k4, k_scales), weights)
     logits = deep_gemm.fp8_fp4_mqa_logits(
         (q4.view(torch.int8), q_scales.view(torch.int32).squeeze(-1)),
         (k4.view(torch.int8), k_scales.view(torch.int32).squeeze(-1)),
@@ -86,7 +86,7 @@ def test_contiguous_mxfp4_with_bf16_logits():
         logits_dtype=torch.bfloat16,
     )
     assert logits.dtype == torch.bfloat16
-    check(logits, quantised, quantised.to(torch.bfloat16), SEEN)
+    check(logits, quantized, quantized.to(torch.bfloat16), SEEN)
 
 
 @pytest.mark.parametrize("next_n", [1, 2])

@@ -3,7 +3,7 @@
     flashlatte bench cache-quantization [--json FILE]
 
 One new token attends to a request of 128 to 32,768 tokens, 8 query heads over 2 key heads of 128 elements. Keys are
-normal, with four channels per head that are 10 times as large and not centred at zero, as rotated keys of real models
+normal, with four channels per head that are 10 times as large and not centered at zero, as rotated keys of real models
 have them; values have two channels 5 times as large; a query is close to some keys, so that its weights differ. Errors
 are against the same keys and values in bf16.
 """

@@ -14,9 +14,9 @@ from flashlatte.bench.results import read_newest
 
 ROW_INCHES, HEAD_INCHES, WIDTH_INCHES = 0.3, 1.6, 11.0
 CHIP, FLASHMLA, FLASHMLA_CHIP = "share of the chip", "speed over FlashMLA's", "FlashMLA's share of the chip"
-# The same implementation has the same colour in every picture.
-COLOURS = {"hopper": "tab:blue", "portable": "tab:orange", "reference": "tab:gray"}
-OTHER_COLOUR = "tab:green"
+# The same implementation has the same color in every picture.
+COLORS = {"hopper": "tab:blue", "portable": "tab:orange", "reference": "tab:gray"}
+OTHER_COLOR = "tab:green"
 # GPUs, in the order of the alphabet.
 HATCHES = ("", "//", "..", "xx")
 
@@ -81,8 +81,8 @@ def _bars(axes: Axes, rows: pd.DataFrame, cases: list[str], column: str) -> None
     shares = rows.pivot_table(index="case", columns="series", values=column, sort=False, observed=True)
     shares = shares.reindex(cases)
     series = [str(name).partition(", ") for name in shares.columns]
-    colours = [COLOURS.get(backend, OTHER_COLOUR) for backend, _, _ in series]
-    shares.plot.barh(ax=axes, width=0.75, legend=False, color=colours)
+    colors = [COLORS.get(backend, OTHER_COLOR) for backend, _, _ in series]
+    shares.plot.barh(ax=axes, width=0.75, legend=False, color=colors)
     gpus = sorted({gpu for _, _, gpu in series})
     for bars, (_, _, gpu) in zip(axes.containers, series, strict=True):
         for bar in bars:

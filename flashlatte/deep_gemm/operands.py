@@ -17,7 +17,7 @@ IndexQuery = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
 def query(q: IndexQuery) -> torch.Tensor:
-    """float8_e4m3fn queries unchanged; mxfp8 and mxfp4 queries dequantised to bf16, which is exact."""
+    """float8_e4m3fn queries unchanged; mxfp8 and mxfp4 queries dequantized to bf16, which is exact."""
     if isinstance(q, torch.Tensor):
         return q
     check_pair("q", q)
@@ -28,7 +28,7 @@ def query(q: IndexQuery) -> torch.Tensor:
 
 
 def keys(k: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys and scales for ``index_logits``. mxfp8 keys are dequantised to bf16, which is exact."""
+    """Keys and scales for ``index_logits``. mxfp8 keys are dequantized to bf16, which is exact."""
     if k.dtype.itemsize != 1 or (k.dtype == torch.float8_e4m3fn and not _is_int32(scales)):
         return k, scales
     scale_bytes = _scale_bytes("kv", scales)
@@ -38,7 +38,7 @@ def keys(k: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _dequantized(name: str, values: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
-    """Dequantise float8_e4m3fn (mxfp8) or packed mxfp4 values with E8M0 bytes [..., 4] to bf16 [..., 128]."""
+    """Dequantize float8_e4m3fn (mxfp8) or packed mxfp4 values with E8M0 bytes [..., 4] to bf16 [..., 128]."""
     is_mxfp8 = values.dtype == torch.float8_e4m3fn
     width = _SCALED_VALUES if is_mxfp8 else _SCALED_VALUES // 2
     if values.dtype.itemsize != 1 or values.shape != (*scale_bytes.shape[:-1], width):

@@ -60,7 +60,7 @@ def plan_rows(
 ) -> GatheredRows:
     """Plan to gather the tokens starts[i] to starts[i] + cu_tokens[i + 1] - cu_tokens[i] - 1 of m requests.
 
-    It runs on the device without synchronisation.
+    It runs on the device without synchronization.
 
     Args:
         local_table: int [m, max_pages], this rank's pages of each request.

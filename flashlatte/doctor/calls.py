@@ -133,6 +133,6 @@ def takes_sink(operation: str) -> bool:
 
 
 def _formats_of(latent_dim: int, rope_dim: int) -> list[str]:
-    """The quantised formats for rows of these sizes."""
+    """The quantized formats for rows of these sizes."""
     layouts = [layout for layout in map(get_format, FORMAT_NAMES) if not layout.plain]
     return [layout.name for layout in layouts if (layout.latent_dim, layout.rope_dim) == (latent_dim, rope_dim)]

@@ -44,7 +44,7 @@ def window_format(config: V4Config, cache_format: Any, dtype: torch.dtype | None
     """The format of a DeepSeek-V4's rows.
 
     Args:
-        dtype: dtype of the model and of unquantised rows; None: not known yet.
+        dtype: dtype of the model and of unquantized rows; None: not known yet.
 
     Raises:
         ValueError: the model does not support the format; lists those that it supports.

@@ -48,7 +48,7 @@ def layer_configs(config: Any) -> tuple[MLAConfig, ...]:
 def _sharing_layer(config: Any, traits: models.Traits, rotates: bool) -> MLAConfig:
     """A layer of Mistral Large 4. Without rotation, a key has no RoPE dims besides the latent."""
     # Frequencies that depend on a request's length would not match the keys that are already in the cache.
-    models.standardised_rope(models.rope_parameters(config.to_dict()), traits.rope_theta, traits.max_position)
+    models.standardized_rope(models.rope_parameters(config.to_dict()), traits.rope_theta, traits.max_position)
     if rotates:
         return _layer(config, traits, _SHARING_FIELDS, models.INTERLEAVED)
     sizes = {"qk_nope_head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim, "qk_rope_head_dim": 0}

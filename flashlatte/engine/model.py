@@ -73,9 +73,9 @@ class Model(PagedModel):
         ModuleNotFoundError: transformers is not installed.
         OSError: no checkpoint can be read there, or one of its files is missing.
         TypeError: a model without a head; layers with hooks or a replaced forward, with several ranks also within
-            their MLPs; quantised weights of ``kv_b_proj`` from which the matrix cannot be recovered.
+            their MLPs; quantized weights of ``kv_b_proj`` from which the matrix cannot be recovered.
         ValueError: a model of another type; a checkpoint with a damaged file, or without some of the model's weights; a
-            dtype or device for a loaded model; with several ranks, weights that are quantised in another way than
+            dtype or device for a loaded model; with several ranks, weights that are quantized in another way than
             float8 with scales, or whose blocks would be split.
     """
 

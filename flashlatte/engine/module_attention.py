@@ -32,7 +32,7 @@ class ModuleAttention:
         indexer: the module's indexer; None for a module that shares the selection of the layer before.
 
     Raises:
-        TypeError: a module with other parts than MLA's, or quantised weights from which the matrix cannot be recovered.
+        TypeError: a module with other parts than MLA's, or quantized weights from which the matrix cannot be recovered.
     """
 
     def __init__(self, module: Any, config: MLAConfig, backend: str | None) -> None:

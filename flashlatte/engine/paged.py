@@ -90,7 +90,7 @@ class PagedModel:
 
     @property
     def plain_format(self) -> str:
-        """The cache format of unquantised rows in the model's dtype."""
+        """The cache format of unquantized rows in the model's dtype."""
         for name in kv_cache.FORMAT_NAMES:
             layout = kv_cache.get_format(name)
             if layout.plain and layout.record_dtype == self.dtype:

@@ -62,13 +62,13 @@ def _gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> to
     """Noise -log(-log u), float32 [rows, vocabulary], u in (0, 1) by hashing seed, position and token."""
     row = _mixed(_mixed(seeds) + positions)
     bits = _mixed(row[:, None] + torch.arange(vocabulary, device=seeds.device))
-    # 24 bits, centred, so that u is neither 0 nor 1.
+    # 24 bits, centered, so that u is neither 0 nor 1.
     uniform = ((bits >> 40) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
     return -torch.log(-torch.log(uniform))
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64 (Steele et al., 2014) on int64, in which PyTorch's arithmetic wraps."""
+    """The finalizer of SplitMix64 (Steele et al., 2014) on int64, in which PyTorch's arithmetic wraps."""
     x = x + -0x61C8864680B583EB
     x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15

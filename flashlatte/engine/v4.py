@@ -47,7 +47,7 @@ class V4Model(PagedModel):
             process. All ranks store all keys.
 
     Raises:
-        TypeError: a model without a head; layers with hooks or a replaced forward; quantised weights of ``o_a_proj``
+        TypeError: a model without a head; layers with hooks or a replaced forward; quantized weights of ``o_a_proj``
             from which the matrix cannot be recovered.
         OSError: no checkpoint can be read there, or one of its files is missing.
         ValueError: a model of another type; a checkpoint with a damaged file, or without some of the model's weights;

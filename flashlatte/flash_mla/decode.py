@@ -269,7 +269,7 @@ def _refuse_given(reason: str, **arguments: object) -> None:
 
 
 def _query(q: torch.Tensor, descale_q: float | torch.Tensor | None) -> torch.Tensor:
-    """q unchanged, or a float8_e4m3fn q dequantised to bf16."""
+    """q unchanged, or a float8_e4m3fn q dequantized to bf16."""
     if not _is_e4m3(q):
         if descale_q is not None:
             raise ValueError(f"descale_q belongs to a float8_e4m3fn q, got {_kind(q)}")

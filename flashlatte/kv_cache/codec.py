@@ -1,4 +1,4 @@
-"""Allocation of caches, and quantisation and dequantisation of whole caches and of token records."""
+"""Allocation of caches, and quantization and dequantization of whole caches and of token records."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def quantize(
     scale: float | torch.Tensor | None = None,
     scale_rounding: str = "power_of_two",
 ) -> torch.Tensor:
-    """Quantise rows to token records: each record is the concatenation of the token's planes.
+    """Quantize rows to token records: each record is the concatenation of the token's planes.
 
     Args:
         x: [..., head_dim] rows, or [..., latent_dim] latents if ``rope`` is given; bf16, fp16 or float32.
         cache_format: a format or its name.
         rope: [..., 64] rotated dims, stored unchanged as bf16 by ``v32`` and ``model1``.
         scale: the per-tensor scale of format ``fp8`` (default 1); an error for other formats.
-        scale_rounding: "power_of_two" rounds scales up as FlashMLA's quantiser does; "exact" keeps amax / 448, in
+        scale_rounding: "power_of_two" rounds scales up as FlashMLA's quantizer does; "exact" keeps amax / 448, in
             ``v32`` and ``v32_no_rope``. Other formats have a single rounding.
 
     Returns:
@@ -91,7 +91,7 @@ def dequantize(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Dequantise token records [..., width], the result of ``quantize``, to rows [..., head_dim].
+    """Dequantize token records [..., width], the result of ``quantize``, to rows [..., head_dim].
 
     Args:
         cache_format: the records' format; inferred from their dtype and width if None.
@@ -114,7 +114,7 @@ def pack(
     scale: float | torch.Tensor | None = None,
     scale_rounding: str = "power_of_two",
 ) -> torch.Tensor:
-    """Quantise the rows of a whole cache to a new cache, allocated as by ``allocate``.
+    """Quantize the rows of a whole cache to a new cache, allocated as by ``allocate``.
 
     Args:
         rows: [pages, page_size, 1, head_dim], bf16, fp16 or float32.
@@ -144,7 +144,7 @@ def unpack(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Dequantise a whole cache; the inverse of ``pack``.
+    """Dequantize a whole cache; the inverse of ``pack``.
 
     Args:
         cache: [pages, page_size, 1, width] or [pages, page_size, width].
@@ -252,7 +252,7 @@ def split_rows(layout: CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) 
 
 
 def check_float_dtype(dtype: object) -> None:
-    """Check the dtype that rows are dequantised to."""
+    """Check the dtype that rows are dequantized to."""
     if dtype not in checks.FLOAT_DTYPES:
         raise TypeError(f"dtype must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {dtype}")
 

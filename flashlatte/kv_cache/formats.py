@@ -112,7 +112,7 @@ class CacheFormat(abc.ABC):
     head_dim: int = 576
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether rows are stored with less precision than 16 bits."""
         return self.takes_scale or not self.plain
 
@@ -155,7 +155,7 @@ class CacheFormat(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, latent: torch.Tensor, rope: torch.Tensor, scale: Scale, scale_rounding: str) -> PlaneRows:
-        """Quantise [..., latent_dim] and [..., rope_dim] to one tensor [..., width] for each plane."""
+        """Quantize [..., latent_dim] and [..., rope_dim] to one tensor [..., width] for each plane."""
 
     @abc.abstractmethod
     def decode(self, planes: PlaneRows, scale: Scale) -> torch.Tensor:
@@ -176,7 +176,7 @@ class CacheFormat(abc.ABC):
 
 @dataclass(frozen=True)
 class ByteFormat(CacheFormat):
-    """Base of the quantised formats: a token is bytes, and rows have the class's ``head_dim``."""
+    """Base of the quantized formats: a token is bytes, and rows have the class's ``head_dim``."""
 
     record_dtype = torch.uint8
     accepted_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)

@@ -49,7 +49,7 @@ def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise [..., n · 32] to packed bytes [..., n · 16] and E8M0 bytes [..., n], both uint8.
+    """Quantize [..., n · 32] to packed bytes [..., n · 16] and E8M0 bytes [..., n], both uint8.
 
     The scale is amax / 6 rounded up to a power of two. A byte has value 2i in its low half and 2i + 1 in its high half.
     A tile with a NaN or an infinity gets a NaN scale.
@@ -70,7 +70,7 @@ def dequantize_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 
 
 def quantize_nvfp4(x: torch.Tensor, rounds_up: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise [..., n · 16] to packed bytes [..., n · 8] and e4m3 bytes [..., n], both uint8.
+    """Quantize [..., n · 16] to packed bytes [..., n · 8] and e4m3 bytes [..., n], both uint8.
 
     The scale is amax / 6, at least 2^-9 and at most 448, in e4m3, rounded to nearest or (``rounds_up``) up. Values
     beyond 2,688 therefore saturate. A block with a NaN or an infinity has a NaN scale.

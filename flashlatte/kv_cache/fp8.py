@@ -28,10 +28,10 @@ def round_up_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_tiles(x: torch.Tensor, tile: int, scale_rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise [..., n · tile] float values to e4m3 [..., n · tile] and float32 scales [..., n].
+    """Quantize [..., n · tile] float values to e4m3 [..., n · tile] and float32 scales [..., n].
 
     The scale is the tile's amax / 448: rounded up to a power of two of at least 2^-13 ("power_of_two", as in FlashMLA's
-    quantiser), or not rounded ("exact", as in vLLM up to 0.26). A tile with a NaN gets a NaN scale.
+    quantizer), or not rounded ("exact", as in vLLM up to 0.26). A tile with a NaN gets a NaN scale.
     """
     tiles = x.float().unflatten(-1, (-1, tile))
     scales = divide(tiles.abs().amax(dim=-1), E4M3_MAX)

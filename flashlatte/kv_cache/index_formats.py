@@ -6,8 +6,8 @@
     bytes 128·B to 132·B - 1    for each token a float32 scale
 
 ``index_mxfp4``, 68 bytes (DeepSeek-V4): first 64 bytes of e2m1 pairs per token, then four E8M0 bytes per token, one for
-32 values. ``index_bf16`` and ``index_fp32`` store the values unquantised. Keys have no separate rope part: all values
-are quantised alike. The cache tensor's row strides of 132 and 68 are nominal: a token's values and scales are not
+32 values. ``index_bf16`` and ``index_fp32`` store the values unquantized. Keys have no separate rope part: all values
+are quantized alike. The cache tensor's row strides of 132 and 68 are nominal: a token's values and scales are not
 contiguous.
 """
 
@@ -145,7 +145,7 @@ FORMAT_BY_KEY_DTYPE: dict[torch.dtype, str] = {
 def quantize_rows(
     x: torch.Tensor, scale_rounding: str, smallest_amax: float = SMALLEST_AMAX
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows [..., d] to e4m3 and float32 scales [...].
+    """Quantize rows [..., d] to e4m3 and float32 scales [...].
 
     The scale is max(amax, smallest_amax) / 448, not rounded ("exact") or rounded up to a power of two ("power_of_two").
     """

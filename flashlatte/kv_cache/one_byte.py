@@ -1,4 +1,4 @@
-"""One-byte dtypes of quantised key and value caches: e4m3, e5m2 and int8."""
+"""One-byte dtypes of quantized key and value caches: e4m3, e5m2 and int8."""
 
 from __future__ import annotations
 

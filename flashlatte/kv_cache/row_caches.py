@@ -45,7 +45,7 @@ def as_row_cache(
 
 
 def encode_rows(layout: CacheFormat, x: torch.Tensor, scale_rounding: str) -> tuple[torch.Tensor, ...]:
-    """Quantise rows [..., head_dim] to one tensor [..., width] for each of the format's planes."""
+    """Quantize rows [..., head_dim] to one tensor [..., width] for each of the format's planes."""
     latent_dim = layout.latent_dim
     return layout.encode(x[..., :latent_dim], x[..., latent_dim:], 1.0, scale_rounding)
 

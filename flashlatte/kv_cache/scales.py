@@ -1,4 +1,4 @@
-"""The scale of a per-tensor quantised cache: a number, or a tensor that stays on its device."""
+"""The scale of a per-tensor quantized cache: a number, or a tensor that stays on its device."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Sharding(NamedTuple):
 
     A page of the sharded cache has the same page number on all ranks. It holds ``page_tokens`` tokens of a request, and
     each rank holds page_tokens / size of them. All ranks therefore use the same block table, which a page manager makes
-    for pages of ``page_tokens`` tokens. The methods run on the device of their tensors and do not synchronise.
+    for pages of ``page_tokens`` tokens. The methods run on the device of their tensors and do not synchronize.
     """
 
     rank: int = 0

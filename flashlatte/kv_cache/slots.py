@@ -17,7 +17,7 @@ def read(
     scale: float | torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The dequantised rows at ``slots``, to inspect a cache.
+    """The dequantized rows at ``slots``, to inspect a cache.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).

@@ -2,8 +2,8 @@
 
 A record stores one head of a token: the key's codes and norm, and the value's codes, scale and minimum. A key is
 divided by its norm and rotated by a Hadamard matrix. Its elements are then approximately normal with variance 1 / d,
-even if the key has outlier channels, and each is quantised to the nearest centroid of the Lloyd-Max codebook for this
-distribution. A dequantised key is rescaled to its norm ("norm correction", nc). A value is quantised uniformly between
+even if the key has outlier channels, and each is quantized to the nearest centroid of the Lloyd-Max codebook for this
+distribution. A dequantized key is rescaled to its norm ("norm correction", nc). A value is quantized uniformly between
 its minimum and maximum, without a rotation. Source: TurboQuant, arXiv:2504.19874, without its residual sketch; the
 layout is that of vLLM's ``turboquant_*`` caches.
 """
@@ -85,7 +85,7 @@ class TurboQuantFormat:
         return -(-self.record_bytes // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
 
     def encode(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Quantise keys and values [..., head_dim] to records uint8 [..., record_bytes].
+        """Quantize keys and values [..., head_dim] to records uint8 [..., record_bytes].
 
         Norms, scales and minima beyond the range of fp16 saturate; those of a row with a NaN or an infinity are NaN.
         """
@@ -93,7 +93,7 @@ class TurboQuantFormat:
         return torch.cat((*key_parts, *self._encode_value(value.float())), dim=-1)
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantise records to float32 keys and values [..., head_dim]."""
+        """Dequantize records to float32 keys and values [..., head_dim]."""
         codes = records[..., : self.norm_offset]
         if not self.rotates:
             key = from_bytes(codes, torch.float8_e4m3fn).float()

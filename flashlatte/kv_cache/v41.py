@@ -1,4 +1,4 @@
-"""``v41`` and ``v41_fp4``: DeepSeek-V4.1's caches, with all 512 values of a row quantised, including the rotated ones.
+"""``v41`` and ``v41_fp4``: DeepSeek-V4.1's caches, with all 512 values of a row quantized, including the rotated ones.
 
 ``v41``, 528 bytes per token (mxfp8):
 

@@ -105,7 +105,7 @@ def attend_pages(
         )
         apply_sink(out, lse.transpose(1, 2), sink)
         return _by_token(out, part)
-    # dense_decode would need a dequantised copy of the whole history at every step. sparse_decode reads the stored
+    # dense_decode would need a dequantized copy of the whole history at every step. sparse_decode reads the stored
     # bytes, given the slots of all tokens.
     if part.all_slots is None:
         raise ValueError(

@@ -52,7 +52,7 @@ class MLAAttention(nn.Module):
             of this format. None: exact products.
         shares_selection: reuse the selection of the layer before; this layer has no indexer
             (``config.indexer.shared_layers`` lists such layers).
-        dtype, device: dtype and device of the parameters, which are not initialised.
+        dtype, device: dtype and device of the parameters, which are not initialized.
 
     Raises:
         TypeError, ValueError: a head range outside of the layer, an unknown backend or precision, ``shares_selection``
@@ -156,7 +156,7 @@ class MLAAttention(nn.Module):
 
     @property
     def w_uk(self) -> torch.Tensor:
-        """W_UK [h, nope, latent], a view of kv_b_proj's weight, or of its dequantised weight."""
+        """W_UK [h, nope, latent], a view of kv_b_proj's weight, or of its dequantized weight."""
         return self._up_projections()[0]
 
     @property
@@ -172,7 +172,7 @@ class MLAAttention(nn.Module):
         """Copy the whole layer's weights, by transformers' names below ``self_attn`` ("q_a_proj.weight", …).
 
         A shard keeps the part of its heads. Float8 weights with a ``weight_scale_inv`` of 128 x 128 blocks, as in
-        DeepSeek-V3's checkpoints, are dequantised.
+        DeepSeek-V3's checkpoints, are dequantized.
 
         Args:
             ignore: patterns (``*`` and ``?``) of weights to skip. ``"indexer.*"`` skips the indexer of DeepSeek-V3.2:

@@ -52,7 +52,7 @@ class MLAMetadataBuilder:
         topk: maximum number of tokens that the layers' indexers select; None for layers without an indexer.
         logit_bytes: limit on the index logits allocated at once (at least those of one token); only with ``topk``.
         gather_tokens: limit on the cached tokens that prefill gathers at once: their index keys, and their rows if
-            the cache is quantised; only with ``topk``.
+            the cache is quantized; only with ``topk``.
         windows: widths of the layers' sliding windows.
 
     Raises:
@@ -132,7 +132,7 @@ class MLAMetadataBuilder:
             query_start_loc: n + 1 ints, the offset of each request's new tokens in the flat batch. Decode requests
                 come first.
             seq_lens: n ints, tokens of each request including the new ones. Both are read on the host: passing a GPU
-                tensor synchronises.
+                tensor synchronizes.
             block_table: int32 or int64 [n, pages], the pages of each request in order. On the CPU, the used entries
                 are checked.
             slot_mapping: int32 or int64 [tokens], the slot of each new token; below 0 the token is not stored. By
@@ -154,7 +154,7 @@ class MLAMetadataBuilder:
         decoding = self._decode_requests(query_lens)
         pads, queries = self._padding(pad_requests_to, pad_queries, query_lens, decoding)
         spans = [range(length - count, length) for count, length in zip(query_lens, lengths, strict=True)]
-        # On the CPU whatever the default device is: copying a list to a GPU would synchronise.
+        # On the CPU whatever the default device is: copying a list to a GPU would synchronize.
         positions = torch.tensor(list(itertools.chain.from_iterable(spans)), dtype=torch.int64, device="cpu")
         table = block_table[:, : self.max_pages] if requests else self._table[:0]
         selects_in_prefill = self._selects_in_prefill(query_lens, lengths, decoding)
@@ -212,7 +212,7 @@ class MLAMetadataBuilder:
                 slots[:total] = window_slots(self._positions[:total], ids, self._table, self.page_size, width)
 
     def _copy_in(self, buffer: torch.Tensor, values: Sequence[int] | torch.Tensor) -> None:
-        """Copy values into a buffer, in stream order and without synchronising."""
+        """Copy values into a buffer, in stream order and without synchronizing."""
         if buffer.numel():
             buffer.copy_(to_device(values, buffer.device, buffer.dtype))
 

@@ -34,8 +34,8 @@ class LatentCache:
         return self.pages.shape[1]
 
     @property
-    def is_quantised(self) -> bool:
-        return self.layout.is_quantised
+    def is_quantized(self) -> bool:
+        return self.layout.is_quantized
 
     @property
     def value_dim(self) -> int:
@@ -48,17 +48,17 @@ class LatentCache:
     def gather(
         self, block_table: torch.Tensor, cu_keys: torch.Tensor, tokens: int, dtype: torch.dtype, **options: Any
     ) -> torch.Tensor:
-        """``cache_gather`` with its ``options``: dequantised rows [tokens, head_dim], in the order of the requests."""
+        """``cache_gather`` with its ``options``: dequantized rows [tokens, head_dim], in the order of the requests."""
         options |= {"cache_format": self.layout, "scale": self.scale, "total_tokens": tokens, "dtype": dtype}
         return cache_gather(self.pages, block_table, cu_keys, **options)
 
     def query_dtype(self, dtype: torch.dtype, reference: bool = False) -> torch.dtype:
         """The dtype of queries over this cache, for hidden states of ``dtype``.
 
-        An unquantised cache takes queries of its own dtype, a quantised one those of the model. GPU kernels take
-        float32 queries over a quantised cache as bf16, whose rounding error is smaller than the cache's.
+        An unquantized cache takes queries of its own dtype, a quantized one those of the model. GPU kernels take
+        float32 queries over a quantized cache as bf16, whose rounding error is smaller than the cache's.
         """
-        if not self.is_quantised:
+        if not self.is_quantized:
             return self.layout.record_dtype
         for_kernels = dtype == torch.float32 and machine.device_type(self.pages.device) != "cpu" and not reference
         return torch.bfloat16 if for_kernels else dtype

@@ -1,4 +1,4 @@
-"""Loads the weights of an MLA layer from a checkpoint: checks, dequantises and slices them to a shard's heads."""
+"""Loads the weights of an MLA layer from a checkpoint: checks, dequantizes and slices them to a shard's heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flashlatte.layers.config import MLAConfig
-from flashlatte.layers.quantised import apply_block_scales
+from flashlatte.layers.quantized import apply_block_scales
 
 BLOCK = 128
 _SCALE = "_scale_inv"

@@ -40,9 +40,9 @@ class IndexerConfig:
         rope_layout: layout of the rotated dims of queries and keys, "half" (DeepSeek-V3.2) or "interleaved" (GLM-5).
         rope_last: whether the rotated dims are the last ones of a head (Hy4) instead of the first.
         norm_eps: epsilon of the keys' LayerNorm.
-        hadamard: whether queries and keys are multiplied by a Hadamard matrix before quantisation, as in DeepSeek's
+        hadamard: whether queries and keys are multiplied by a Hadamard matrix before quantization, as in DeepSeek's
             code. It changes scores by rounding only.
-        scale_rounding: rounding of quantisation scales: "exact", or "power_of_two" (DeepSeek's ue8m0).
+        scale_rounding: rounding of quantization scales: "exact", or "power_of_two" (DeepSeek's ue8m0).
         shared_layers: indices of layers without an indexer, which reuse the selection of the layer before.
     """
 
@@ -86,7 +86,7 @@ class MLAConfig:
         rope: the rotary embedding.
         norm_eps: epsilon of the RMSNorms of latents and of keys' rope dims.
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
-        query_factor, latent_factor: factors of queries, and of normalised latents (LongCat-Flash).
+        query_factor, latent_factor: factors of queries, and of normalized latents (LongCat-Flash).
         query_scaling: position-dependent factor of queries; None: none.
         indexer: selects the tokens that a query attends to; None: a query attends to all tokens up to its own.
             ``MLAAttention``'s needs a q_lora_rank.
@@ -267,7 +267,7 @@ def _rope_parameters(fields: Mapping[str, Any], traits: models.Traits) -> dict[s
     if name in fields:
         # The top-level field takes precedence over the one in rope_parameters.
         parameters = {**parameters, name: fields[name]}
-    return models.standardised_rope(
+    return models.standardized_rope(
         parameters,
         fields.get("rope_theta", traits.rope_theta),
         fields.get("max_position_embeddings", traits.max_position),
@@ -275,7 +275,7 @@ def _rope_parameters(fields: Mapping[str, Any], traits: models.Traits) -> dict[s
 
 
 def _rope(fields: Mapping[str, Any], parameters: Mapping[str, Any], traits: models.Traits) -> Rope:
-    """The rotary embedding of a config with these standardised ``rope_parameters``."""
+    """The rotary embedding of a config with these standardized ``rope_parameters``."""
     layout, positions = traits.layout(fields.get("rope_interleave", True)), traits.max_position
     rope = Rope.from_rope_parameters(parameters, layout, max_position_embeddings(fields, positions))
     if rope.yarn is None or traits.yarn_scales_softmax:

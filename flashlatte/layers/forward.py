@@ -81,7 +81,7 @@ def forward(
     rows, q_latent = store_latents(module, hidden, rotary, cache, metadata.slot_mapping)
     sink = sinks(module)
     if overlapped is not None:
-        overlapped.select(hidden if q_latent is None else q_latent.normalised)
+        overlapped.select(hidden if q_latent is None else q_latent.normalized)
     query, gate = project_query(module, hidden, q_latent, query_factors)
     tokens, heads = query.shape[:2]
     out = query.new_empty(tokens, heads, module.v_head_dim)
@@ -161,19 +161,19 @@ def store_latents(
         q_weight = norm_weight(module, "q_a_layernorm")
         query_latent = {"q_a": q_a[0], "q_weight": q_weight, "q_eps": eps_of(module.q_a_layernorm)}
     if key_rope_norm(module) is not None:
-        _normalise_rope(module, kv_a[:, module.kv_lora_rank :])
-    # latent_rows also stores the rows in an unquantised cache. Other formats have their own write kernels.
-    target: dict[str, Any] = {} if cache.is_quantised else {"cache": cache.pages, "slot_mapping": slot_mapping}
+        _normalize_rope(module, kv_a[:, module.kv_lora_rank :])
+    # latent_rows also stores the rows in an unquantized cache. Other formats have their own write kernels.
+    target: dict[str, Any] = {} if cache.is_quantized else {"cache": cache.pages, "slot_mapping": slot_mapping}
     factor = latent_factor(module)
     weight = norm_weight(module, "kv_a_layernorm")
     weight, eps = weight if factor == 1.0 else weight * factor, eps_of(module.kv_a_layernorm)
     if module.qk_rope_head_dim:
-        rows, normalised = latent_rows(kv_a, weight, rotary, eps, **query_latent, **target)
+        rows, normalized = latent_rows(kv_a, weight, rotary, eps, **query_latent, **target)
     else:
-        rows, normalised = _unrotated_rows(kv_a, weight, eps, **query_latent)
-    if cache.is_quantised or not module.qk_rope_head_dim:
+        rows, normalized = _unrotated_rows(kv_a, weight, eps, **query_latent)
+    if cache.is_quantized or not module.qk_rope_head_dim:
         cache.write(slot_mapping, rows)
-    return rows, None if normalised is None else QueryLatent(q_a[0], normalised)
+    return rows, None if normalized is None else QueryLatent(q_a[0], normalized)
 
 
 def _query_latent(module: Projections, hidden: torch.Tensor) -> QueryLatent | None:
@@ -204,8 +204,8 @@ def _unrotated_rows(
     return rows, functional.rms_norm(q_a, q_weight.shape, q_weight, q_eps)
 
 
-def _normalise_rope(module: Projections, rope: torch.Tensor) -> None:
-    """Normalise keys' rope dims [T, rope] in place."""
+def _normalize_rope(module: Projections, rope: torch.Tensor) -> None:
+    """Normalize keys' rope dims [T, rope] in place."""
     weight = norm_weight(module, "k_rope_only_layernorm")
     rope.copy_(functional.rms_norm(rope, weight.shape, weight, eps_of(key_rope_norm(module))))
 

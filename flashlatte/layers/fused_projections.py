@@ -20,7 +20,7 @@ from flashlatte.runtime import checks
 def linear(
     inputs: int, outputs: int, dtype: torch.dtype | None, device: torch.device | str | None, *, bias: bool = False
 ) -> nn.Linear:
-    """A linear layer with uninitialised parameters, on the CPU if ``device`` is None."""
+    """A linear layer with uninitialized parameters, on the CPU if ``device`` is None."""
     layer: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype, device=device or "cpu")
     return layer
 

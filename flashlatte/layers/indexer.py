@@ -33,7 +33,7 @@ MAX_OVERLAPPED_TOKENS = 64
 class IndexProjections(Protocol):
     """An indexer module of this package or of transformers (DeepseekV32, GlmMoeDsa).
 
-    Mistral-Large-4's indexer projects queries from hidden states, which ``q_input_norm`` normalises for ``wq_b``, and
+    Mistral-Large-4's indexer projects queries from hidden states, which ``q_input_norm`` normalizes for ``wq_b``, and
     ``softmax_scaling`` scales the queries (``head_factors``).
     """
 
@@ -49,8 +49,8 @@ class Indexer(nn.Module):
     Args:
         config: configuration of the indexer.
         hidden_size, q_lora_rank: widths of its inputs: keys and head weights are projected from hidden states, queries
-            from the query's normalised latent.
-        dtype, device: dtype and device of the parameters, which are not initialised. ``weights_proj`` is float32
+            from the query's normalized latent.
+        dtype, device: dtype and device of the parameters, which are not initialized. ``weights_proj`` is float32
             whatever the dtype, as in DeepSeek's code and transformers.
     """
 
@@ -119,7 +119,7 @@ class StepIndexer:
         """Index queries [T, H, head_dim] in the cache's query dtype, and scaled float32 head weights [T, H].
 
         Args:
-            q_input: [T, q_lora_rank], the query's normalised latents; [T, hidden_size], hidden states, for a model
+            q_input: [T, q_lora_rank], the query's normalized latents; [T, hidden_size], hidden states, for a model
                 without these latents.
             weights: [T, H], ``head_weights`` of the same tokens.
         """

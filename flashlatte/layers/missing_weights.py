@@ -1,4 +1,4 @@
-"""Detects weights that a checkpoint lacks, which transformers would initialise at random."""
+"""Detects weights that a checkpoint lacks, which transformers would initialize at random."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ def _list_names(names: Collection[str]) -> str:
 
 
 def warn_of_missing(decoder: nn.Module, head: nn.Module | None) -> None:
-    """Warn of weights of a loaded model that its checkpoint lacked and transformers initialised.
+    """Warn of weights of a loaded model that its checkpoint lacked and transformers initialized.
 
     It is not an error, since the caller may have set their values later. transformers marks the parameters that it
-    loaded and the modules that it finished. Models that it did not load have no marks, quantised models only some.
+    loaded and the modules that it finished. Models that it did not load have no marks, quantized models only some.
     """
     if getattr(getattr(decoder, "config", None), "quantization_config", None) is not None:
         return
@@ -138,7 +138,7 @@ def warn_of_missing(decoder: nn.Module, head: nn.Module | None) -> None:
                     marked[getattr(parameter, "_is_hf_initialized", False)].append(name)
     if marked[True] and marked[False]:
         warnings.warn(
-            "the model's checkpoint lacked weights, which transformers initialised at random; unless they were set "
+            "the model's checkpoint lacked weights, which transformers initialized at random; unless they were set "
             f"later, outputs are wrong: {_list_names(marked[False])}",
             stacklevel=3,
         )

@@ -27,7 +27,7 @@ class Traits:
         rope_theta: default base of the frequencies.
         max_position: default number of positions.
         scales_queries: whether queries are multiplied by a factor that grows with their position (Mistral 4).
-        scales_latents: whether the two normalised latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
+        scales_latents: whether the two normalized latents are multiplied by √(hidden_size / rank) (LongCat-Flash,
             arXiv:2509.01322, §2.1).
         yarn_scales_softmax: whether YaRN's ``mscale_all_dim`` also scales the softmax.
         model_eps: whether the norms of latents have the config's ``rms_norm_eps`` instead of 1e-6.
@@ -220,7 +220,7 @@ def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return sub_config(config, "rope_scaling") or sub_config(config, "rope_parameters")
 
 
-def standardised_rope(parameters: Mapping[str, Any], rope_theta: Any, original: Any) -> dict[str, Any]:
+def standardized_rope(parameters: Mapping[str, Any], rope_theta: Any, original: Any) -> dict[str, Any]:
     """``rope_parameters`` with missing fields filled in as transformers does.
 
     Args:

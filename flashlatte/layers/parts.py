@@ -21,7 +21,7 @@ class Projections(Protocol):
 
     Parts that only some models have, described in ``MLAConfig``: the output's gate ``g_proj``, ``gate_proj`` or
     ``q_gate_proj`` (which replaces ``q_b_proj``), ``sinks``, ``k_rope_only_layernorm``; and factors of queries
-    (``mla_scale_q_lora``, ``q_lora_scale``) and of normalised latents (``mla_scale_kv_lora``, ``kv_lora_scale``).
+    (``mla_scale_q_lora``, ``q_lora_scale``) and of normalized latents (``mla_scale_kv_lora``, ``kv_lora_scale``).
 
     Mistral-Large-4 has learned factors of queries, ``softmax_scaling`` (``head_factors``), and layers without
     ``kv_a_proj_with_mqa``: they attend to latents that an earlier layer has stored.
@@ -55,10 +55,10 @@ NAMES = frozenset(
 
 @dataclass(frozen=True)
 class QueryLatent:
-    """The query's latents [T, rank], as projected and normalised."""
+    """The query's latents [T, rank], as projected and normalized."""
 
     projected: torch.Tensor
-    normalised: torch.Tensor
+    normalized: torch.Tensor
 
 
 def part(module: Any, name: str) -> Any:
@@ -148,7 +148,7 @@ def sinks(module: Any) -> torch.Tensor | None:
 
 
 def latent_factor(module: Any) -> float:
-    """The factor of normalised latents."""
+    """The factor of normalized latents."""
     return part(module, "mla_scale_kv_lora") or part(module, "kv_lora_scale") or 1.0
 
 
@@ -178,12 +178,12 @@ def project_query(
     query_dim = module.qk_nope_head_dim + module.qk_rope_head_dim
     joint = part(module, "q_gate_proj")
     if joint is not None and latent is not None:
-        both = joint(torch.cat((latent.normalised, latent.projected), dim=-1))
+        both = joint(torch.cat((latent.normalized, latent.projected), dim=-1))
         query, gate = both.unflatten(-1, (-1, query_dim + module.v_head_dim)).split((query_dim, module.v_head_dim), -1)
         # Rotation is in place, and would otherwise write into a view.
         query = query.contiguous()
     else:
-        query = (module.q_proj(hidden) if latent is None else module.q_b_proj(latent.normalised)).unflatten(
+        query = (module.q_proj(hidden) if latent is None else module.q_b_proj(latent.normalized)).unflatten(
             -1, (-1, query_dim)
         )
         gate = _gate_of_hidden(module, hidden)

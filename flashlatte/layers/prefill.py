@@ -58,7 +58,7 @@ def attend_heads(
 
     Args:
         query: [T, h, nope + rope], rotated.
-        rows: [T, latent + rope], unquantised rows of the new tokens.
+        rows: [T, latent + rope], unquantized rows of the new tokens.
         sink: float32 [h], a logit in the denominator of each head's softmax; None: none.
     """
     keys, values = expand.keys_and_values(rows)
@@ -91,7 +91,7 @@ def _attend_chunk(
 def _cached_rows(
     cache: LatentCache, chunk: ContextChunk, dtype: torch.dtype, workspace: torch.Tensor | None
 ) -> torch.Tensor:
-    """Dequantised rows [tokens, latent + rope] of the chunk."""
+    """Dequantized rows [tokens, latent + rope] of the chunk."""
     if chunk.sharded is not None:
         return chunk.sharded.latents(cache, dtype)
     out = workspace[: chunk.tokens] if workspace is not None and workspace.dtype == dtype else None

@@ -52,7 +52,7 @@ class Yarn:
 
     @classmethod
     def from_rope_parameters(cls, parameters: Mapping[str, Any], max_position: int) -> Yarn:
-        """Read standardised ``rope_parameters``; a factor of None is ``max_position`` over the original length.
+        """Read standardized ``rope_parameters``; a factor of None is ``max_position`` over the original length.
 
         Raises:
             TypeError, ValueError: a field is not a number in its range.
@@ -121,7 +121,7 @@ class Rope:
 
     @classmethod
     def from_rope_parameters(cls, parameters: Mapping[str, Any], layout: str, max_position: int) -> Rope:
-        """Read standardised ``rope_parameters`` (``models.standardised_rope``).
+        """Read standardized ``rope_parameters`` (``models.standardized_rope``).
 
         Raises:
             TypeError, ValueError: a field is not a number in its range.

@@ -66,7 +66,7 @@ class TrainingOutput(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """Normalised latents [T, kv_lora_rank] and rotated keys [T, 1, rope] of a batch's tokens."""
+    """Normalized latents [T, kv_lora_rank] and rotated keys [T, 1, rope] of a batch's tokens."""
 
     latent: torch.Tensor
     k_rope: torch.Tensor
@@ -133,7 +133,7 @@ def attend(
     if has_query_latent(module):
         projected = module.q_a_proj(hidden)
         q_latent = QueryLatent(projected, module.q_a_layernorm(projected))
-        of_heads = QueryLatent(to_heads(projected), to_heads(q_latent.normalised))
+        of_heads = QueryLatent(to_heads(projected), to_heads(q_latent.normalized))
     query, gate = project_query(module, to_heads(hidden), of_heads, query_factors)
     q_nope, q_rope = query.split((module.qk_nope_head_dim, rope), dim=-1)
     latent, k_rope = key_rows(module, hidden, rotation) if rows is None else rows
@@ -150,7 +150,7 @@ def attend(
     # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
     trains_indexer = indexer is not None and requires_gradient(indexer)
     if indexer is not None and config is not None and (trains_indexer or not dense):
-        q_input = (hidden if q_latent is None else q_latent.normalised).detach()
+        q_input = (hidden if q_latent is None else q_latent.normalized).detach()
         unlearned = None if rotation is None else rotation.detach()
         operands = index_operands(indexer, config, hidden.detach(), q_input, unlearned, dtype, positions)
         if ranks is not None:
@@ -210,11 +210,11 @@ def index_operands(
     dtype: torch.dtype,
     positions: torch.Tensor | None = None,
 ) -> IndexOperands:
-    """Operands of index logits in ``dtype``, unquantised.
+    """Operands of index logits in ``dtype``, unquantized.
 
     Args:
         hidden: [T, hidden_size].
-        q_input: queries' normalised latents [T, q_lora_rank], or hidden states for a model without these.
+        q_input: queries' normalized latents [T, q_lora_rank], or hidden states for a model without these.
         positions: as for ``attend``.
     """
     norm, scaling = part(indexer, "q_input_norm"), part(indexer, "softmax_scaling")

@@ -21,7 +21,7 @@ from flashlatte.runtime import machine
 # Lengths of a short request, whose history needs few splits, and of a long one.
 FEW_TOKENS, MANY_TOKENS = 256, 32_768
 _NEW_TOKENS = 48
-# From this many query tokens per SM on, sparse prefill may put neighbouring tokens into one tile.
+# From this many query tokens per SM on, sparse prefill may put neighboring tokens into one tile.
 _TOKENS_PER_SM = 4
 
 
@@ -37,7 +37,7 @@ def warmup_steps(
     decode_precision: str | None = None,
     device: str = "cpu",
 ) -> Iterator[str]:
-    """Run a layer's prefill and decode steps; yields the name of each. Weights and results are uninitialised.
+    """Run a layer's prefill and decode steps; yields the name of each. Weights and results are uninitialized.
 
     Args:
         cache_format: format of the latents; index keys have the matching format.

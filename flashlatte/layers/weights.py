@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashlatte.layers.quantised import dequantised_weight, is_quantised
+from flashlatte.layers.quantized import dequantized_weight, is_quantized
 from flashlatte.runtime import checks
 
 # The module of transformers' hooks that collect hidden states on request. They stay registered after the first such
@@ -86,26 +86,26 @@ def linear_weight(layer: Any, name: str, dtype: torch.dtype, *, of_subclass: boo
     """The weight [n, inputs] of the linear layer ``name`` without bias, if reading it can replace a call of the module.
 
     Args:
-        dtype: dtype of a dequantised weight; other weights keep theirs.
+        dtype: dtype of a dequantized weight; other weights keep theirs.
         of_subclass: whether subclasses of ``nn.Linear`` are accepted.
 
     Raises:
         TypeError: as ``norm_weight``; another class or forward, a bias, or a weight of another dtype.
     """
     weight, module = norm_weight(layer, name), getattr(layer, name)
-    quantised = is_quantised(module, weight)
-    if not quantised and type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
+    quantized = is_quantized(module, weight)
+    if not quantized and type(module) is not nn.Linear and not (of_subclass and isinstance(module, nn.Linear)):
         raise TypeError(_refusal(layer, name, type(module).__name__))
     if has_custom_forward(module):
         raise TypeError(_refusal(layer, name, "one with another forward"))
-    if module.bias is not None or not (quantised or weight.dtype in (*checks.FLOAT_DTYPES, torch.float64)):
+    if module.bias is not None or not (quantized or weight.dtype in (*checks.FLOAT_DTYPES, torch.float64)):
         raise TypeError(_refusal(layer, name, f"a bias, or a weight of {weight.dtype}"))
-    return dequantised_weight(module, dtype) if quantised else weight
+    return dequantized_weight(module, dtype) if quantized else weight
 
 
 def _refusal(layer: Any, name: str, got: str) -> str:
     where = f" of layer {layer.layer_idx}" if hasattr(layer, "layer_idx") else ""
     return (
         f"{name}{where} must be a plain module, since its weight is read without calling it, got {got}: merge "
-        "adapters, remove hooks, and load its weight dequantised and not offloaded"
+        "adapters, remove hooks, and load its weight dequantized and not offloaded"
     )

@@ -1,6 +1,6 @@
 """Argument checks: each raises TypeError or ValueError with the argument's name, its value and the accepted values.
 
-No check reads the values of a device tensor, so none synchronises.
+No check reads the values of a device tensor, so none synchronizes.
 """
 
 from __future__ import annotations

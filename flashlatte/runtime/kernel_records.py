@@ -1,7 +1,7 @@
 """Kernels whose parameters are records: named tuples of pointers and scalars, which Triton takes one by one.
 
 A kernel states ``query: Query``, and a launch passes a ``Query``. Triton would take the tuple too, but as one
-parameter: it would specialise on the scalars inside, and compile a variant for each stride of 1 or beyond 2^31. This
+parameter: it would specialize on the scalars inside, and compile a variant for each stride of 1 or beyond 2^31. This
 module generates the function that Triton compiles: it has a parameter for each field, makes the records, and calls the
 kernel's body, which Triton inlines.
 
@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 Pointer: TypeAlias = Any
 # A pointer of any alignment that is accessed element by element, such as lengths in the middle of a buffer.
 ElementPointer: TypeAlias = Any
-# Run-time values: Triton does not specialise on them.
+# Run-time values: Triton does not specialize on them.
 Int32: TypeAlias = Any
 Int64: TypeAlias = Any
 Float32: TypeAlias = Any

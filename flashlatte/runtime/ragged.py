@@ -15,7 +15,7 @@ UNLIMITED = 2**31 - 1
 def check_boundaries(name: str, cu_seqlens: torch.Tensor, total: int) -> None:
     """Check that boundaries on the CPU do not decrease and do not exceed ``total``.
 
-    Values on a device are read only with FLASHLATTE_CHECK=1, since reading them synchronises; kernels are safe on any.
+    Values on a device are read only with FLASHLATTE_CHECK=1, since reading them synchronizes; kernels are safe on any.
     """
     if not checks.has_values(cu_seqlens) and not value_checks.readable(cu_seqlens):
         return

@@ -116,7 +116,7 @@ def _isolated(function: Callable[..., Any], mutates: Sequence[str]) -> Callable[
 
 
 def _mutating_fake(positions: Sequence[int]) -> Callable[..., None]:
-    """The fake of a function that writes to the arguments at ``positions``: specialises on their storage offsets.
+    """The fake of a function that writes to the arguments at ``positions``: specializes on their storage offsets.
 
     Inductor drops a symbolic storage offset, so the compiled program would write to the first row, cache or layer
     instead of the given one (PyTorch issue 198068).

@@ -11,7 +11,7 @@ import torch
 def to_device(
     values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Copy host values to a device without synchronising.
+    """Copy host values to a device without synchronizing.
 
     A copy from pageable memory waits for all earlier work of the GPU. This one goes through pinned memory, which
     PyTorch keeps until the copy is complete, so ``values`` may be changed after the call. A tensor that is already on a

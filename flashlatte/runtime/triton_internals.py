@@ -1,4 +1,4 @@
-"""The code that depends on undocumented behaviour of Triton.
+"""The code that depends on undocumented behavior of Triton.
 
 ``tests/runtime/test_triton_internals.py`` checks each assumption with every supported Triton, without a GPU. If an
 assumption does not hold, launches go through Triton's own launcher, and no clusters are used.

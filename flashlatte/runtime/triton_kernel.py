@@ -34,7 +34,7 @@ def kernel(
 
     Args:
         by_element: pointers of any alignment (such as lengths in the middle of a buffer) that are accessed element by
-            element; specialising on their alignment would only add variants. In a record: ``ElementPointer``.
+            element; specializing on their alignment would only add variants. In a record: ``ElementPointer``.
         cluster: the cluster that CTAs are launched in, if any.
         same: fields of records, "outputs_tokens", that are the same value as another field, "key_lengths_tokens". The
             kernel then has one parameter for both, and divides by it once.

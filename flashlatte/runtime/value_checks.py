@@ -1,7 +1,7 @@
 """Checks of the values of index tensors, enabled by the environment variable FLASHLATTE_CHECK=1.
 
 Kernels treat a page, slot, index or length that is out of range as absent, which can hide an error of a page manager.
-These checks read the values and raise an error; each synchronises with the device. A call inside torch.compile, on
+These checks read the values and raise an error; each synchronizes with the device. A call inside torch.compile, on
 fake tensors, or during CUDA-graph capture is not checked, because the values are not available.
 """
 

@@ -77,7 +77,7 @@ def sparse_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashlatte.sparse_decode``: out [b, s_q, h_q, head_dim_v] in ``dtype`` and lse [b, h_q, s_q] in float64.
 
-    ``kv_cache.unpack`` dequantises the pages of a query's keys; ``byte_oracles`` checks it.
+    ``kv_cache.unpack`` dequantizes the pages of a query's keys; ``byte_oracles`` checks it.
     """
     batch, s_q, h_q, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale

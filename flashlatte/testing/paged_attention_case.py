@@ -110,7 +110,7 @@ class PagedAttentionCase:
             scale = self._scale(draw, factor, unwritten)
             factors = scale.unsqueeze(-1) if isinstance(scale, torch.Tensor) else scale
             # In place: a cache of 2^31 elements and its quotient do not fit a GPU that tests share.
-            cache = _quantised(rows.div_(factors), dtype)
+            cache = _quantized(rows.div_(factors), dtype)
             if dtype != torch.int8:
                 raw_view(cache)[unwritten] = 0x7F  # NaN in both kinds of fp8
             arguments[f"{name}_scale"] = scale
@@ -154,7 +154,7 @@ class PagedAttentionCase:
         return terms
 
 
-def _quantised(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _quantized(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cache = torch.empty_like(rows, dtype=dtype)
     # In chunks of pages, to save memory.
     for chunk, values in zip(cache.split(_CHUNK_PAGES), rows.split(_CHUNK_PAGES), strict=True):

@@ -14,7 +14,7 @@ from flashlatte.bench.timing import Ceilings
 H100 = environment.Environment("NVIDIA H100 80GB HBM3", "2.11", "3.6", "0.1", "abc", "2026-11-21T00:00:00+00:00")
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
 # Measured without a GPU.
-ON_CPU = ("cache_quantisation.jsonl", "compile_time.jsonl")
+ON_CPU = ("cache_quantization.jsonl", "compile_time.jsonl")
 
 
 def result_line(
@@ -82,7 +82,7 @@ def test_plot_draws_a_picture_for_each_operation(tmp_path: Path) -> None:
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_an_implementation_has_one_colour_and_flashmlas_mark_is_where_its_time_is(tmp_path: Path) -> None:
+def test_an_implementation_has_one_color_and_flashmlas_mark_is_where_its_time_is(tmp_path: Path) -> None:
     plot = pytest.importorskip("flashlatte.bench.plot", exc_type=ImportError)
     case = cases.CASES[0]
     seen = {}
@@ -99,7 +99,7 @@ def test_an_implementation_has_one_colour_and_flashmlas_mark_is_where_its_time_i
         # FlashMLA took 259.3 µs, so its mark stands left of the bar of 250 µs, as the right half has it ahead.
         bar = next(bars for bars in left.containers if "hopper" in bars.get_label())[0].get_width()
         assert mark == pytest.approx(bar * 250 / 259.3)
-    assert {label: len(colours) for label, colours in seen.items()} == {"hopper, H100": 1, "portable, H100": 1}
+    assert {label: len(colors) for label, colors in seen.items()} == {"hopper, H100": 1, "portable, H100": 1}
     assert seen["hopper, H100"] != seen["portable, H100"]
 
 

@@ -167,9 +167,9 @@ def test_missing_weights_are_detected_without_reading_the_checkpoint(tmp_path, m
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("missing", ["layers.1.self_attn.o_proj", "layers.1.mlp.experts.2.up_proj"])
 def test_scales_that_are_missing_are_named(missing, kept, read, tmp_path, monkeypatch):
-    """Whether weights stay in float8 or are dequantised."""
+    """Whether weights stay in float8 or are dequantized."""
     if kept:
-        fp8_linears.keep_quantised(monkeypatch)
+        fp8_linears.keep_quantized(monkeypatch)
     fp8_linears.save(copy.deepcopy(model(**fp8_linears.SIZES)).bfloat16(), tmp_path)
     rewrite(tmp_path, without(f"{missing}.weight_scale_inv"))
     with pytest.raises(ValueError, match=f"lacks model.{missing}.weight_scale_inv$"):
@@ -263,9 +263,9 @@ def test_a_loaded_model_whose_checkpoint_lacked_weights_is_warned_of(family, sta
 
 
 @pytest.mark.parametrize("start", [Engine, enable])
-def test_a_quantised_model_gives_no_warning(start, tmp_path, recwarn, monkeypatch):
+def test_a_quantized_model_gives_no_warning(start, tmp_path, recwarn, monkeypatch):
     """transformers does not mark all of its scales as loaded."""
-    fp8_linears.keep_quantised(monkeypatch)
+    fp8_linears.keep_quantized(monkeypatch)
     fp8_linears.save(copy.deepcopy(model(**fp8_linears.SIZES)).bfloat16(), tmp_path, scale_fmt="ue8m0")
     start(AutoModelForCausalLM.from_pretrained(tmp_path))
     assert not [warning for warning in recwarn if "at random" in str(warning.message)]

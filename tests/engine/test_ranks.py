@@ -182,7 +182,7 @@ def test_a_float8_checkpoint_is_divided(two, family, sizes, tmp_path, monkeypatc
     ran = two.run(rank_engine_jobs.generate_in_float8, tmp_path, PROMPTS, GREEDY, page_size=8)
     (outputs, _), (numbers, _) = ran
     fp8_linears.install(monkeypatch)
-    fp8_linears.keep_quantised(monkeypatch)
+    fp8_linears.keep_quantized(monkeypatch)
     settings: dict[str, Any] = rank_engine_jobs.SIZES | {"page_size": 8}
     alone = Engine(tmp_path, **settings)
     assert [tokens for tokens, _, _ in outputs] == [

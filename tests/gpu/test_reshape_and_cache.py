@@ -15,7 +15,7 @@ from flashlatte.testing.draws import Draw
 pytestmark = pytest.mark.gpu
 
 BACKEND = "portable"
-QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 GRID = harness.pairwise(
     {
         "tokens": (1, 7, 700),
@@ -23,7 +23,7 @@ GRID = harness.pairwise(
         "widths": ((128, 128), (192, 128), (80, 80), (256, 5)),
         "page_size": (16, 64, 5),
         "layout": ("tokens first", "heads first", "apart"),
-        "cache_dtype": (None, *QUANTISED),
+        "cache_dtype": (None, *QUANTIZED),
         "scale": ("number", "head", "token"),
         "dtype": (torch.bfloat16, torch.float16, torch.float32),
     }

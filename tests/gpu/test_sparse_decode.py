@@ -124,7 +124,7 @@ ON_EVERY_FORMAT = pytest.mark.parametrize(
     [TYPICAL, NO_ROPE, WITH_EXTRA, V41_WITH_EXTRA, FP4_WITH_EXTRA],
     ids=["v32", "v32_no_rope", "model1", "v41", "v41_fp4"],
 )
-# Quantised columns, and bytes of a row.
+# Quantized columns, and bytes of a row.
 SIZES = {"v32": (512, 656), "v32_no_rope": (512, 528), "model1": (448, 576), "v41": (512, 528), "v41_fp4": (512, 288)}
 
 

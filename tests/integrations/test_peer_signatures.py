@@ -157,7 +157,7 @@ def test_vllms_calls_of_candidate_blocks_run() -> None:
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_vllms_sparse_attention_runs(heads: int) -> None:
-    """Methods of its backend FLASHMLA_SPARSE: decode over an fp8 cache, and over an unquantised one."""
+    """Methods of its backend FLASHMLA_SPARSE: decode over an fp8 cache, and over an unquantized one."""
     space = {"torch": torch, "logger": SimpleNamespace(warning_once=print)}
     space |= {name: getattr(flash_mla, name) for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")}
     names = ["_fp8_flash_mla_kernel", "_bf16_flash_mla_kernel"]

@@ -219,7 +219,7 @@ def test_forward_pass_with_positional_arguments_and_loss(make_model, prompts):
         assert type(out.past_key_values).__name__ == "PagedLatentCache"
         assert_same_logits(out.last_hidden_state, stock.model(ids, mask).last_hidden_state)
         hidden = [model(ids, output_hidden_states=True).hidden_states for model in (stock, enabled)]
-    # Not normalised: its elements are up to 20.
+    # Not normalized: its elements are up to 20.
     torch.testing.assert_close(torch.stack(hidden[1]), torch.stack(hidden[0]), rtol=1e-4, atol=1e-3)
 
 

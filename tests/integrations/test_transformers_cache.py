@@ -309,7 +309,7 @@ class RoundTripCache(DynamicCache):
     ("cache_format", "kv_lora_rank", "scale"),
     [("fp8", 512, None), ("fp8", 512, 0.25), ("v32", 512, None), ("model1", 448, None)],
 )
-def test_decode_over_quantised_latents_is_that_of_stock_attention(
+def test_decode_over_quantized_latents_is_that_of_stock_attention(
     make_model, prompts, cache_format, kv_lora_rank, scale
 ):
     stock = make_model(kv_lora_rank=kv_lora_rank)

@@ -106,7 +106,7 @@ BOUNDS = {None: 0.12, "index_bf16": 0.05, "index_mxfp4": 0.28}
 
 
 @pytest.mark.parametrize("index_format", BOUNDS)
-def test_v32_pages_with_quantised_index_keys(prompts, index_format):
+def test_v32_pages_with_quantized_index_keys(prompts, index_format):
     stock = make("DeepseekV32", INDEXED | V32_SIZES | {"initializer_range": 0.1})
     inputs = prompts((0, 0), length=60)
     enabled = enable(copy.deepcopy(stock), cache_format="v32", index_format=index_format)

@@ -24,7 +24,7 @@ def e4m3(x):
 
 
 @pytest.mark.parametrize(("width", "rope"), [(320, 64), (576, 64), (512, 0)])
-def test_concat_and_cache_mla_copies_or_quantises_the_whole_row(width, rope):
+def test_concat_and_cache_mla_copies_or_quantizes_the_whole_row(width, rope):
     kv_c, k_pe = draw(5, width - rope, dtype=torch.bfloat16), draw(5, rope, seed=1, dtype=torch.bfloat16)
     slots = torch.tensor([6, -1, 0, 99])  # two tokens are skipped, the fifth is padding
     rows = torch.cat((kv_c, k_pe), dim=1)

@@ -136,7 +136,7 @@ def test_fp8_is_the_row_over_one_scale(scale):
 
 
 @pytest.mark.parametrize("name", ["v32", "model1", "fp8"])
-def test_a_nan_row_does_not_touch_its_neighbours(name):
+def test_a_nan_row_does_not_touch_its_neighbors(name):
     rows = draw_rows(0, 3, kv_cache.get_format(name).head_dim)
     clean = kv_cache.quantize(rows, name)
     rows[1] = math.nan

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flashlatte.kv_cache import fp8
 from flashlatte.testing import byte_oracles
 
-HALF_ULP = 2.0**-4  # three mantissa bits: neighbours are at most 2^-3 of a value apart
+HALF_ULP = 2.0**-4  # three mantissa bits: neighbors are at most 2^-3 of a value apart
 HALF_SUBNORMAL_STEP = 2.0**-10
 
 

@@ -1,4 +1,4 @@
-"""The layer over quantised caches: its error relative to the stock module, which comes from rounding only."""
+"""The layer over quantized caches: its error relative to the stock module, which comes from rounding only."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def test_bfloat16_model(cache_format):
 
 
 def test_decode_over_v32_reads_what_was_written():
-    """Compared with the float32 layer over the dequantised cache: only float32 rounding differs."""
+    """Compared with the float32 layer over the dequantized cache: only float32 rounding differs."""
     model, sequences = model_for("v32"), hidden_states((20,))
-    quantised = Engine(layer_like(model), sequences, "v32", max_decode_queries=3)
+    quantized = Engine(layer_like(model), sequences, "v32", max_decode_queries=3)
     exact = Engine(layer_like(model), sequences, "fp32", max_decode_queries=3)
-    for engine in (quantised, exact):
+    for engine in (quantized, exact):
         engine.step({0: 17})
-    exact.cache.copy_(kv_cache.unpack(quantised.cache, dtype=torch.float32))
+    exact.cache.copy_(kv_cache.unpack(quantized.cache, dtype=torch.float32))
     results = []
-    for engine in (quantised, exact):
+    for engine in (quantized, exact):
         engine.step({0: 1})
         results.append(engine.results()[0][-1:])
         engine.cache = engine.cache.clone()

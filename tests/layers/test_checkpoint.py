@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlatte.layers import IndexerConfig, MLAAttention, MLAConfig
-from flashlatte.layers.quantised import apply_block_scales
+from flashlatte.layers.quantized import apply_block_scales
 
 CONFIG = MLAConfig(160, 2, 136, 8, 4, 8, q_lora_rank=24, attention_bias=True)
 LITE = MLAConfig(160, 2, 136, 8, 4, 8)
@@ -94,7 +94,7 @@ def test_float8_weights_are_scaled_by_the_block(save, config):
         assert torch.equal(weight, expected.to(dtype)), name
 
 
-def test_dequantised_blocks():
+def test_dequantized_blocks():
     weight = torch.ones(130, 257).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     result = apply_block_scales(weight, scale, (128, 128))

@@ -137,7 +137,7 @@ def test_modules_that_are_more_than_a_product_are_called(hidden, products, chang
     fuse_weights(*projections)
     change(projections[number])
     check(projections, hidden)
-    # The other two are still neighbours if the changed one is not between them.
+    # The other two are still neighbors if the changed one is not between them.
     assert products == ([] if number == 1 else [sum(WIDTHS) - WIDTHS[number]])
 
 
@@ -191,7 +191,7 @@ def test_parts_of_something_stay_where_they_are(hidden):
     check(projections, hidden)
 
 
-def test_neighbours_by_chance_are_no_neighbours(hidden, products):
+def test_neighbors_by_chance_are_no_neighbors(hidden, products):
     """Two separate tensors whose memory happens to be adjacent."""
     memory = torch.randn(48, 64)
     projections = linears()[:2]

@@ -1,4 +1,4 @@
-"""``MLAAttention`` with an indexer compared with transformers' modules, in float32, and over quantised caches."""
+"""``MLAAttention`` with an indexer compared with transformers' modules, in float32, and over quantized caches."""
 
 # The drawn engines have an index cache and a selection.
 # pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false, reportOptionalSubscript=false
@@ -183,7 +183,7 @@ def test_hadamard_changes_rounding_only():
 
 
 @pytest.mark.parametrize("index_format", ["index_fp8", "index_bf16"])
-def test_v32_pages_and_quantised_keys(index_format):
+def test_v32_pages_and_quantized_keys(index_format):
     """Rounded keys change the selection among close scores, so only most outputs are close; all are finite."""
     model = stock("v32", (("kv_lora_rank", 512), ("qk_rope_head_dim", 64), ("index_head_dim", 128)))
     engine = engine_of(model, (60, 44), "v32", index_format=index_format, max_decode_queries=2, page_size=64)

@@ -64,13 +64,13 @@ def expected(layer: MLAAttention, hidden: torch.Tensor) -> torch.Tensor:
         query = project("q_proj", x)
     else:
         latent = project("q_a_proj", x)
-        normalised = norm(latent, weights["q_a_layernorm.weight"], eps)
+        normalized = norm(latent, weights["q_a_layernorm.weight"], eps)
         if config.output_gate == "query":
-            both = project("q_gate_proj", torch.cat((normalised, latent), -1)).unflatten(-1, (3, -1))
+            both = project("q_gate_proj", torch.cat((normalized, latent), -1)).unflatten(-1, (3, -1))
             query, gate = both.split((config.qk_head_dim, config.v_head_dim), -1)
             query = query.flatten(1)
         else:
-            query = project("q_b_proj", normalised)
+            query = project("q_b_proj", normalized)
     if config.output_gate == "head":
         gate = project("g_proj", x)[..., None]
     elif config.output_gate == "channel":
@@ -134,7 +134,7 @@ def test_shards_sum_to_the_layer(name):
     assert_within(total.double(), expected(whole, hidden[0]))
 
 
-def test_sinks_over_a_quantised_cache():
+def test_sinks_over_a_quantized_cache():
     """``sparse_decode`` over the slots of all tokens, in a format without dense decode."""
     layer = made({"attn_sink": True, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
     engine = Engine(layer, hidden_states((12,), width=32), "v32")
@@ -144,7 +144,7 @@ def test_sinks_over_a_quantised_cache():
     assert_within(engine.results()[0].double(), expected(layer, engine.sequences[0]), 0.1)
 
 
-def test_no_rope_dims_over_a_quantised_cache():
+def test_no_rope_dims_over_a_quantized_cache():
     layer = made({"qk_rope_head_dim": 0, "kv_lora_rank": 512})
     engine = Engine(layer, hidden_states((12,), width=32), "fp8")
     engine.step({0: 11})

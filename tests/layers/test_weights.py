@@ -58,7 +58,7 @@ def test_a_step_is_refused(change, name, decoding):
         engine.step({0: 1}) if decoding else Engine(engine.layer, hidden_states((40,))).step({0: 40})
 
 
-def test_a_bias_and_a_quantised_weight_are_refused():
+def test_a_bias_and_a_quantized_weight_are_refused():
     layer = nn.Module()
     layer.kv_b_proj = nn.Linear(8, 4)
     with pytest.raises(TypeError, match="got a bias"):

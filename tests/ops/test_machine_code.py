@@ -332,7 +332,7 @@ def test_limits(record, variant):
         expected = counts.pop(variant.products, 1)
         assert expected > 0, code
         assert not any(counts.values()), code
-        # A compiler that is short of registers serialises products: it waits after each of them.
+        # A compiler that is short of registers serializes products: it waits after each of them.
         assert code.waits <= code.hgmma / 4, code
         spills = loop_spills(code.sass) if variant.products else code.spills
         assert spills <= allowed(str(variant), variant.spills), code

@@ -1,6 +1,6 @@
 """Triton's hook after a compilation (``knobs.runtime.jit_post_compile_hook``), which vLLM always sets.
 
-Triton writes all that a kernel was compiled for down as JSON for the hook, so every constant must be serialisable.
+Triton writes all that a kernel was compiled for down as JSON for the hook, so every constant must be serializable.
 """
 
 from __future__ import annotations

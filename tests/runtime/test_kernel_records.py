@@ -81,7 +81,7 @@ def test_a_parameter_for_each_field() -> None:
 
 
 @compiled_only
-def test_run_time_fields_are_not_specialised() -> None:
+def test_run_time_fields_are_not_specialized() -> None:
     recorder = Recorder(scale_kernel)
     variants = set()
     for call in (pair(1), pair(16, stride=16), pair(100, stride=3)):

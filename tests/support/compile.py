@@ -222,9 +222,9 @@ def _arguments(fn: Any, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]
     constexprs: dict[str, Any] = {}
     for parameter in fn.params:
         value = launch.arguments[parameter.name]
-        # Triton specialises on None, and on 1 if the parameter allows it.
-        specialised = value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize)
-        if parameter.is_constexpr or specialised:
+        # Triton specializes on None, and on 1 if the parameter allows it.
+        specialized = value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize)
+        if parameter.is_constexpr or specialized:
             constexprs[parameter.name] = value
         elif isinstance(value, (torch.Tensor, tuple)) or hasattr(value, "block_shape"):
             signature[parameter.name] = _type_of(value)

@@ -1,4 +1,4 @@
-"""Queries and keys as DeepGEMM's callers pass them, with their dequantised values, and logits in float64."""
+"""Queries and keys as DeepGEMM's callers pass them, with their dequantized values, and logits in float64."""
 
 import torch
 
@@ -20,14 +20,14 @@ def logits_of(q, k, weights):
 
 
 def mxfp8(x):
-    """float8_e4m3fn values, int32 scales, and their dequantised values."""
+    """float8_e4m3fn values, int32 scales, and their dequantized values."""
     values, scales = quantize_tiles(x, 32, "power_of_two")
     packed = scales.to(torch.float8_e8m0fnu).view(torch.int32).squeeze(-1)
     return (values, packed), dequantize_tiles(values, scales, 32)
 
 
 def drawn_query(q, mxfp4):
-    """q as DeepGEMM's callers pass it, and its dequantised values."""
+    """q as DeepGEMM's callers pass it, and its dequantized values."""
     if not mxfp4:
         values = q.to(torch.float8_e4m3fn)
         return (values, None), values.double()

@@ -192,10 +192,10 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     # Arguments are tuples, which can be cached.
     sizes = {name: [*size] if isinstance(size, tuple) else size for name, size in sizes.items() if name not in absent}
     config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
-    # Some parameters of linear attention keep the values with which transformers initialises them.
+    # Some parameters of linear attention keep the values with which transformers initializes them.
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        made = _initialised(transformers, family, config)
+        made = _initialized(transformers, family, config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in made.named_parameters():
@@ -209,7 +209,7 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
     return made.eval()
 
 
-def _initialised(transformers: Any, family: str, config: Any) -> Any:
+def _initialized(transformers: Any, family: str, config: Any) -> Any:
     """A model of the language model's config, with the model around it if transformers has none without."""
     name = CLASSES.get(family, family)
     if hasattr(transformers, f"{name}ForCausalLM"):

@@ -1,6 +1,6 @@
 """Models whose projections are transformers' ``FP8Linear``, on a CPU, and checkpoints of such weights.
 
-Its kernels need a GPU and are replaced by a product with the dequantised weight.
+Its kernels need a GPU and are replaced by a product with the dequantized weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 BLOCK = 16
-# Modules of a checkpoint that are not quantised, including DeepSeek-V4's compressors and hyper-connections.
+# Modules of a checkpoint that are not quantized, including DeepSeek-V4's compressors and hyper-connections.
 _PLAIN = ("embed", "head", ".gate.", "weights_proj", "compressor.", ".ape", "hc_")
 # Changes to the models of tests/support/engine_models.py: whole blocks for every head.
 SIZES = {"q_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
@@ -43,8 +43,8 @@ def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(finegrained_fp8.FP8GroupedLinear, "forward", grouped_forward)
 
 
-def quantised(model: Any, *, in_blocks: bool = True) -> Any:
-    """``model``, with the linear layers of its attention quantised in place."""
+def quantized(model: Any, *, in_blocks: bool = True) -> Any:
+    """``model``, with the linear layers of its attention quantized in place."""
     from transformers.integrations.finegrained_fp8 import FP8GroupedLinear, FP8Linear
 
     block = (BLOCK, BLOCK) if in_blocks else None
@@ -81,8 +81,8 @@ def save(model: Any, path: Path, *, scale_fmt: str | None = None, block: int = B
     (path / "config.json").write_text(json.dumps(config))
 
 
-def keep_quantised(monkeypatch: Any) -> None:
-    """Make transformers keep such checkpoints quantised, as on a GPU that supports fp8 products."""
+def keep_quantized(monkeypatch: Any) -> None:
+    """Make transformers keep such checkpoints quantized, as on a GPU that supports fp8 products."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     def keep(self: Any, **options: Any) -> None:
@@ -102,7 +102,7 @@ def codes_and_scales(
 
 
 def dense(module: Any) -> torch.Tensor:
-    """The dequantised weight, float32, computed element by element."""
+    """The dequantized weight, float32, computed element by element."""
     if module.block_size is None:
         return module.weight.float() * module.weight_scale_inv
     return _times(module.weight, module.weight_scale_inv)

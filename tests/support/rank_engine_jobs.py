@@ -58,7 +58,7 @@ def generate_in_float8(path: Path, prompts: list[list[int]], sampling: SamplingP
     """``generate`` with a float8 checkpoint whose weights stay float8."""
     with pytest.MonkeyPatch.context() as patched:
         fp8_linears.install(patched)
-        fp8_linears.keep_quantised(patched)
+        fp8_linears.keep_quantized(patched)
         return generate(path, prompts, sampling, **options)
 
 

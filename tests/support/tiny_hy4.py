@@ -21,7 +21,7 @@ OPTIONS = {
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
     "pad_token_id": 258,
-    # vLLM normalises latents of queries and index keys with 1e-6, transformers some of them with rms_norm_eps.
+    # vLLM normalizes latents of queries and index keys with 1e-6, transformers some of them with rms_norm_eps.
     "rms_norm_eps": 1e-6,
     "num_hidden_layers": 4,
     "indexer_types": ["full", "shared", "full", "shared"],

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 from flashlatte.bench.pictures import latest_run, plain
 
-COLOURS = {
+COLORS = {
     "fp8": "#bdbdbd",
     "fp8, token and head": "#757575",
     "int8, token and head": "#212121",
@@ -23,11 +23,11 @@ def draw(lines: list[dict[str, Any]]) -> Figure:
     lines = [line for line in latest_run(lines) if line["cache"] != "bf16"]
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, colour in COLOURS.items():
+    for name, color in COLORS.items():
         own = [line for line in lines if line["cache"] == name]
         lengths, label = [line["length"] for line in own], f"{name} ({own[0]['bytes']} bytes)"
-        left.plot(lengths, [1 - line["cosine"] for line in own], "o-", color=colour, label=label)
-        right.plot(lengths, [line["largest_error"] for line in own], "o-", color=colour)
+        left.plot(lengths, [1 - line["cosine"] for line in own], "o-", color=color, label=label)
+        right.plot(lengths, [line["largest_error"] for line in own], "o-", color=color)
     for axes, what in ((left, "1 − cosine similarity"), (right, "largest error / rms of the output")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -18,7 +18,7 @@ PICTURES = {
     "cost-growth": ("cost_growth", "cost_growth.jsonl", "bench-cost-growth.png"),
     "distributed": ("distributed", "h200-several.jsonl", "bench-distributed.png"),
     "dsa-layer": ("dsa_layer", "dsa_layer.jsonl", "bench-dsa-layer.png"),
-    "cache-quantization": ("cache_quantization", "cache_quantisation.jsonl", "bench-cache-quantisation.png"),
+    "cache-quantization": ("cache_quantization", "cache_quantization.jsonl", "bench-cache-quantization.png"),
 }
 
 

@@ -34,8 +34,8 @@ def draw(lines: list[dict[str, Any]]) -> Figure:
     for axes, (heads, curves) in zip(panels, ours.items(), strict=True):
         for number, (batch, points) in enumerate(curves.items()):
             axes.plot(*zip(*flashmla[heads][batch], strict=True), ":", color=GREY, linewidth=1)
-            colour = colormaps["viridis"](number / len(curves))
-            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1, label=f"b {batch}")
+            color = colormaps["viridis"](number / len(curves))
+            axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=3, linewidth=1, label=f"b {batch}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(f"{heads} heads", fontsize=10)

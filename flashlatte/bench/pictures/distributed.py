@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-COLOURS = {2: "#80cbc4", 4: "#00695c", 8: "#8d6e63"}
+COLORS = {2: "#80cbc4", 4: "#00695c", 8: "#8d6e63"}
 
 
 def draw(lines: list[dict[str, Any]]) -> Figure:
@@ -19,9 +19,9 @@ def draw(lines: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for gpus, curve in sorted(curves.items()):
-        colour, keys = COLOURS.get(gpus), sorted(curve)
-        axes.plot(keys, [curve[key] for key in keys], "o-", color=colour, label=f"{gpus} GPUs")
-        axes.axhline(gpus, color=colour, linestyle=":", linewidth=1)
+        color, keys = COLORS.get(gpus), sorted(curve)
+        axes.plot(keys, [curve[key] for key in keys], "o-", color=color, label=f"{gpus} GPUs")
+        axes.axhline(gpus, color=color, linestyle=":", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of a request")

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 from flashlatte.bench.pictures import latest_run, plain
 
-COLOURS = {("sparse", "v32"): "#00695c", ("sparse", "bf16"): "#80cbc4", ("dense", "bf16"): "#8d6e63"}
+COLORS = {("sparse", "v32"): "#00695c", ("sparse", "bf16"): "#80cbc4", ("dense", "bf16"): "#8d6e63"}
 Curve = dict[int, float]
 
 
@@ -42,7 +42,7 @@ def draw(lines: list[dict[str, Any]]) -> Figure:
     for axes, (batch, curves) in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches.items(), strict=True):
         for kind, curve in curves.items():
             keys = sorted(curve)
-            axes.plot(keys, [curve[key] for key in keys], "o-", color=COLOURS[kind], label=" over ".join(kind))
+            axes.plot(keys, [curve[key] for key in keys], "o-", color=COLORS[kind], label=" over ".join(kind))
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         axes.set_title(f"{batch} requests")

@@ -43,7 +43,7 @@ class CacheCopy(Problem, operation="cache_copy", pattern="copy-{cache_format}-pa
 @dataclass(frozen=True)
 class ReshapeAndCache(Problem, operation="reshape_and_cache", pattern="reshape-{dtype}-t{tokens}-h{heads}"):
     """bf16 keys and values of 128 elements into random slots of pages of ``dtype`` ("bf16", "e4m3" or "int8"); with a
-    scale for each token and head if it is quantised.
+    scale for each token and head if it is quantized.
     """
 
     tokens: int

@@ -9,7 +9,7 @@ from flashlatte.bench.problems.base import Problem
 
 @dataclass(frozen=True)
 class LatentRows(Problem, operation="latent_rows", pattern="latent-rows-t{tokens}-{rank}"):
-    """Latents of 512 + 64 elements and queries' latents of ``rank``, normalised, rotated, and written to a cache."""
+    """Latents of 512 + 64 elements and queries' latents of ``rank``, normalized, rotated, and written to a cache."""
 
     tokens: int
     rank: int = 1536

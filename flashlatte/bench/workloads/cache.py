@@ -57,7 +57,7 @@ class CacheGatherWorkload(Workload, problem=problems.CacheGather):
         tokens_each = problem.tokens // problem.requests
         pages_each = -(-tokens_each // problem.page_size)
         self.cache_format = problem.cache_format
-        self.cache = draw.quantised_cache(layout.name, problem.requests * pages_each, problem.page_size, rng)
+        self.cache = draw.quantized_cache(layout.name, problem.requests * pages_each, problem.page_size, rng)
         self.block_table = draw.block_table(problem.requests, pages_each, rng)
         self.cu_seqlens = torch.arange(problem.requests + 1, dtype=torch.int32, device=device) * tokens_each
         self.total_tokens = problem.requests * tokens_each
@@ -85,7 +85,7 @@ class CacheCopyWorkload(Workload, problem=problems.CacheCopy):
     def __init__(self, problem: problems.CacheCopy, device: torch.device) -> None:
         rng, pages = draw.generator(device), problem.pages
         layout = kv_cache.get_format(problem.cache_format)
-        self.cache = draw.quantised_cache(layout.name, 2 * pages, problem.page_size, rng)
+        self.cache = draw.quantized_cache(layout.name, 2 * pages, problem.page_size, rng)
         self.source, target = (torch.randperm(pages, generator=rng, device=device) for _ in range(2))
         self.target = target + pages
         self.bytes_moved = nbytes(self.cache)

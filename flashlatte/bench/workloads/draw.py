@@ -64,8 +64,8 @@ def drifting(rows: int, population: int, count: int, overlap: float, rng: torch.
     return order[(row[:, None] * new + column) % population]
 
 
-def quantised_cache(cache_format: str, pages: int, page_size: int, rng: torch.Generator) -> torch.Tensor:
-    """A cache in this format filled with quantised randn / 10."""
+def quantized_cache(cache_format: str, pages: int, page_size: int, rng: torch.Generator) -> torch.Tensor:
+    """A cache in this format filled with quantized randn / 10."""
     layout = kv_cache.get_format(cache_format)
     cache = kv_cache.allocate(layout, pages, page_size, device=rng.device)
     step = max(CHUNK_ELEMENTS // (page_size * layout.head_dim), 1)

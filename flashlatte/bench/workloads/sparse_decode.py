@@ -100,7 +100,7 @@ class SparseDecodeWorkload(Workload, problem=SparseDecode):
 
 def _select(problem: SparseDecode, tokens: int, page_size: int, topk: int, rng: torch.Generator) -> SelectedTokens:
     pages_each = -(-tokens // page_size)
-    cache = draw.quantised_cache(problem.cache_format, problem.batch * pages_each, page_size, rng)
+    cache = draw.quantized_cache(problem.cache_format, problem.batch * pages_each, page_size, rng)
     table = draw.block_table(problem.batch, pages_each, rng)
     positions = draw.distinct(problem.batch * problem.s_q, tokens, topk, rng)
     positions = positions.view(problem.batch, problem.s_q, topk)

@@ -15,11 +15,11 @@ from flashlatte.distributed.model.shards import inner_range
 from flashlatte.distributed.model.weight_names import in_transformers
 from flashlatte.layers.checkpoint import open_safetensors, safetensors_files
 from flashlatte.layers.missing_weights import check_loaded, check_stored, own_tensors
-from flashlatte.layers.quantised import apply_block_scales
+from flashlatte.layers.quantized import apply_block_scales
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = _FLOATS | {"I64": torch.int64, "I32": torch.int32}
-# Dtypes of weights and scales in a quantised checkpoint.
+# Dtypes of weights and scales in a quantized checkpoint.
 _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 # Two 4-bit elements packed into a byte.
 _MXFP4 = {"I8": torch.int8}
@@ -35,7 +35,7 @@ class Slices:
         model: the transformers model of the checkpoint on PyTorch's meta device.
     """
 
-    def __init__(self, path: Path, config: Any, dtype: torch.dtype | None, quantiser: Any = None) -> None:
+    def __init__(self, path: Path, config: Any, dtype: torch.dtype | None, quantizer: Any = None) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         self._files = {file: open_safetensors(file) for file in _files(path)}
@@ -45,14 +45,14 @@ class Slices:
             for file, tensors in self._files.items()
             for stored in tensors.keys()  # noqa: SIM118 (safe_open is no mapping)
         }
-        self._dtypes = _STORED | ({} if quantiser is None else _FLOAT8)
-        if quantiser is not None and not quantiser.quantization_config.dequantize:
+        self._dtypes = _STORED | ({} if quantizer is None else _FLOAT8)
+        if quantizer is not None and not quantizer.quantization_config.dequantize:
             self._dtypes |= _MXFP4
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or self._dtype(config)).eval()
-        self._quantiser: Any = quantiser
-        if quantiser is not None:
-            quantiser.preprocess_model(self.model, dtype=self.model.dtype)
+        self._quantizer: Any = quantizer
+        if quantizer is not None:
+            quantizer.preprocess_model(self.model, dtype=self.model.dtype)
         if (path / "generation_config.json").is_file():
             self.model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         # Only transformers' own attention uses the rotary embeddings.
@@ -64,22 +64,22 @@ class Slices:
     def of(cls, path: str | Path, config: Any, dtype: torch.dtype | None, device: torch.device | str) -> Slices | None:
         """Open a checkpoint, or return None if only transformers can load it.
 
-        That is the case for files other than safetensors, an adapter, quantised weights other than float8 with block
+        That is the case for files other than safetensors, an adapter, quantized weights other than float8 with block
         scales, and unknown tensor names.
 
         Args:
-            dtype: dtype of the weights, and of dequantised float8 weights; None: the config's, or as stored.
+            dtype: dtype of the weights, and of dequantized float8 weights; None: the config's, or as stored.
             device: target device.
 
         Raises:
             FileNotFoundError: a missing file.
             ValueError: a damaged file, or missing weights (``check_stored``, ``check_loaded``).
         """
-        quantised = getattr(config, "quantization_config", None) is not None
-        quantiser = _float8_quantiser(config, torch.device(device)) if quantised else None
-        if not _files(Path(path)) or (quantised and quantiser is None):
+        quantized = getattr(config, "quantization_config", None) is not None
+        quantizer = _float8_quantizer(config, torch.device(device)) if quantized else None
+        if not _files(Path(path)) or (quantized and quantizer is None):
             return None
-        slices = cls(Path(path), config, dtype, quantiser)
+        slices = cls(Path(path), config, dtype, quantizer)
         return (
             slices if slices._has_all_weights(path) and all(map(slices._is_readable, slices._sources_by_name)) else None
         )
@@ -143,7 +143,7 @@ class Slices:
         """This rank's slice of a tensor along the axis that is longer than in ``target``, divided as ``count`` heads if
         given.
 
-        A float8 weight is dequantised if ``target`` has another dtype.
+        A float8 weight is dequantized if ``target`` has another dtype.
         """
         stored = self._slice(source)
         cut = []
@@ -159,7 +159,7 @@ class Slices:
         if part.dtype != torch.float8_e4m3fn or target.dtype == part.dtype:
             return part
         scales = self._slice(scales_name(source))[:]
-        block = self._quantiser.quantization_config.weight_block_size
+        block = self._quantizer.quantization_config.weight_block_size
         return apply_block_scales(part, scales, block, (cut[0].start, cut[1].start)).to(target.dtype)
 
     def _share(self, name: str, axis: int, size: int, ranks: Ranks, count: int | None) -> tuple[int, int]:
@@ -202,22 +202,22 @@ class Slices:
         return config.dtype or _FLOATS.get(self._stored(next(iter(self._sources_by_name))), torch.float32)
 
 
-def _float8_quantiser(config: Any, device: torch.device) -> Any:
-    """transformers' quantiser of float8 weights with block scales; None for other quantised checkpoints.
+def _float8_quantizer(config: Any, device: torch.device) -> Any:
+    """transformers' quantizer of float8 weights with block scales; None for other quantized checkpoints.
 
-    On a CPU or an older GPU it dequantises, and does not change the model's layers.
+    On a CPU or an older GPU it dequantizes, and does not change the model's layers.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
     quantization = copy.deepcopy(config.quantization_config)
     if (quantization if isinstance(quantization, dict) else quantization.to_dict()).get("quant_method") != "fp8":
         return None
-    quantiser: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
-    if quantiser.quantization_config.weight_block_size is None:
+    quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
+    if quantizer.quantization_config.weight_block_size is None:
         return None
-    quantiser.quantization_config.dequantize |= device.type == "cpu"
-    quantiser.validate_environment(device_map=device)
-    return quantiser
+    quantizer.quantization_config.dequantize |= device.type == "cpu"
+    quantizer.validate_environment(device_map=device)
+    return quantizer
 
 
 def _kept_in_float32(model: Any) -> set[str]:

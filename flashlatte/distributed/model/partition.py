@@ -1,4 +1,4 @@
-"""Slices the weights of linear layers and experts along outputs or inputs, with the scales of quantised weights.
+"""Slices the weights of linear layers and experts along outputs or inputs, with the scales of quantized weights.
 
 Float8 weights have one scale for each two-dimensional block (transformers' ``FP8Linear`` and ``FP8Experts``). 4-bit
 experts pack two elements into a byte and have one scale for 32 inputs of an output. Blocks are never split.
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.layers import quantised
+from flashlatte.layers import quantized
 from flashlatte.layers.weights import has_custom_forward, has_hooks
 
 # Axes of weights.
@@ -21,28 +21,28 @@ OUTPUTS, INPUTS = -2, -1
 _MXFP4_BLOCK = {OUTPUTS: 1, INPUTS: 32}
 # transformers' ``grouped_mm`` requires rows that are aligned to this number of bytes.
 _ROW_ALIGNMENT = 16
-# Granularity of the slices of an unquantised MLP's inner dim, which satisfies that alignment.
+# Granularity of the slices of an unquantized MLP's inner dim, which satisfies that alignment.
 _MIN_SLICE = 8
 
 
 def check_divisible(model: nn.Module) -> None:
-    """Raise ValueError for weights in unsupported quantised formats."""
+    """Raise ValueError for weights in unsupported quantized formats."""
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            is_quantised_tensor = quantised.is_quantised_tensor(parameter)
+            is_quantized_tensor = quantized.is_quantized_tensor(parameter)
             is_known = parameter.is_floating_point() or (parameter.dtype == torch.int8 and parameter.dim() == 3)
             has_scales = is_known and hasattr(module, scales_name(name))
             is_plain = parameter.is_floating_point() and parameter.dtype.itemsize > 1
-            if is_quantised_tensor or not (is_plain or has_scales):
-                got = type(parameter).__name__ if is_quantised_tensor else parameter.dtype
+            if is_quantized_tensor or not (is_plain or has_scales):
+                got = type(parameter).__name__ if is_quantized_tensor else parameter.dtype
                 raise ValueError(
-                    "tensor_parallel above 1 needs weights that are not quantised, or in float8 with scales, got "
+                    "tensor_parallel above 1 needs weights that are not quantized, or in float8 with scales, got "
                     f"{module_name}.{name} of {got}"
                 )
 
 
 def scales_name(name: str) -> str:
-    """transformers' name of the scales of a quantised tensor; the name itself for scales."""
+    """transformers' name of the scales of a quantized tensor; the name itself for scales."""
     return f"{name.removesuffix('_scale_inv')}_scale_inv"
 
 
@@ -86,7 +86,7 @@ def check_rows(experts: Any, first: int, end: int) -> None:
     """Raise ValueError if ``grouped_mm`` does not support the slice ``first`` to ``end`` of the experts' inner dim."""
     is_grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     multiple = _ROW_ALIGNMENT // experts.down_proj.dtype.itemsize
-    # Quantised blocks are aligned.
+    # Quantized blocks are aligned.
     in_blocks = _block(experts, experts.down_proj, INPUTS) is not None
     if is_grouped and not in_blocks and (end - first) % multiple:
         raise ValueError(
@@ -123,7 +123,7 @@ def keep(module: Any, name: str, axis: int, first: int, end: int, halves: int = 
     if block is not None:
         if first % block or end % block or size % block:
             raise ValueError(
-                f"tensor_parallel must divide quantised weights at multiples of their block size {block}, got {first} "
+                f"tensor_parallel must divide quantized weights at multiples of their block size {block}, got {first} "
                 f"to {end} of {size} in a {type(module).__name__}"
             )
         scales = getattr(module, scales_name(name)).data

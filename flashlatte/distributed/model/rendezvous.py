@@ -49,7 +49,7 @@ class Rendezvous(contextlib.AbstractContextManager["Rendezvous"]):
             compare("Engine", facts)
 
     def join(self) -> dist.ProcessGroup:
-        """The group of all processes, initialised if there is none."""
+        """The group of all processes, initialized if there is none."""
         if not dist.is_initialized():
             assert self.world is not None
             dist.init_process_group(

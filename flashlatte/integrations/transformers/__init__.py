@@ -81,7 +81,7 @@ def enable(
     On a GPU, the weights of the projections of hidden states are moved into one tensor, and the parameters become views
     of it, so that one matrix product computes all projections.
 
-    Warns of weights that the checkpoint lacked and transformers initialised at random.
+    Warns of weights that the checkpoint lacked and transformers initialized at random.
 
     Args:
         model: a ``DeepseekV3ForCausalLM``, another model class of that family (``DeepseekV3Model``, …), or a model of
@@ -103,8 +103,8 @@ def enable(
         ImportError: transformers is missing, older than 5.17, or passes caches under an unknown argument name.
         TypeError, ValueError: an unsupported model; a wrong argument; a latent that does not fit the format; an
             adapter or hook on a module whose weight is read without calling it (``kv_b_proj``, norms of latents,
-            DeepSeek-V4's ``o_a_proj``); attention with other parts than MLA's; a quantised weight that cannot be
-            dequantised. A forward pass raises the same, and for a cache other than ``DynamicCache`` (``StaticCache``,
+            DeepSeek-V4's ``o_a_proj``); attention with other parts than MLA's; a quantized weight that cannot be
+            dequantized. A forward pass raises the same, and for a cache other than ``DynamicCache`` (``StaticCache``,
             ``QuantizedCache``, an offloaded one), or an attention mask that shows tokens which an earlier mask hid.
     """
     check_transformers()

@@ -160,11 +160,11 @@ def masked_attention(
     selected = None
     selects = module.indexer is not None or module.family.returns_selection if latents.indexer is not None else False
     if selects and attention_mask is not None:
-        normalised = None if q_latent is None else q_latent.normalised.unflatten(0, hidden_states.shape[:2])
+        normalized = None if q_latent is None else q_latent.normalized.unflatten(0, hidden_states.shape[:2])
         selected = stock_indexer.select_under_mask(
             module,
             hidden_states,
-            normalised,
+            normalized,
             embeddings,
             attention_mask,
             latents,

@@ -45,7 +45,7 @@ class PagedLatentCache(PagedCache):
         return paged
 
     def release(self) -> None:
-        """Convert in place to a ``DynamicCache`` with the same tokens, dequantised. Hidden tokens are zeros."""
+        """Convert in place to a ``DynamicCache`` with the same tokens, dequantized. Hidden tokens are zeros."""
         layers = [
             _dynamic_layer(self.store, index, self.splits_pairs) if isinstance(layer, PagedLayer) else layer
             for index, layer in enumerate(self.layers)

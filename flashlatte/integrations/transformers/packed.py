@@ -22,7 +22,7 @@ def rest(call: dict[str, Any]) -> dict[str, Any]:
 def refusal(call: dict[str, Any], tokens: torch.Tensor) -> str | None:
     """Why the boundaries of a call (position_ids or cu_seq_lens_q) are not supported; None if they are, or not given.
 
-    Synchronises with the device if there are boundaries.
+    Synchronizes with the device if there are boundaries.
 
     Args:
         tokens: the call's tokens [b, s].
@@ -56,7 +56,7 @@ def positions(call: dict[str, Any], batch: TrainingBatch) -> torch.Tensor | None
 def counts_from_zero(call: dict[str, Any], batch: TrainingBatch, requests: int) -> bool:
     """Whether a call's position_ids are 0, 1, 2, … in each sequence of its ``batch``; True for a call without them.
 
-    ``refusal`` must have accepted the call, and the batch must have no padding. Synchronises with the device if there
+    ``refusal`` must have accepted the call, and the batch must have no padding. Synchronizes with the device if there
     are position_ids.
     """
     positions = call.get("position_ids")

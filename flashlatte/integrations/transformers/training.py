@@ -213,7 +213,7 @@ def _trains_indexer(model: Any) -> bool:
 
 
 def _is_padding(mask: torch.Tensor) -> bool:
-    """Whether the visible tokens of each row of a mask [b, s] are contiguous. Synchronises with the device."""
+    """Whether the visible tokens of each row of a mask [b, s] are contiguous. Synchronizes with the device."""
     begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return bool((begins.sum(dim=1) <= 1).all())
 

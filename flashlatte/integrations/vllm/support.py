@@ -54,7 +54,7 @@ DOTS3_UNSUPPORTED = (
     "of 1,088 elements, and FlashLatte's kernels read at most 1,024"
 )
 KIMI_FP8_UNSUPPORTED = (
-    "Kimi's layers quantise the queries of a prefill over an fp8 cache, and FlashLatte's prefill takes 16 bits"
+    "Kimi's layers quantize the queries of a prefill over an fp8 cache, and FlashLatte's prefill takes 16 bits"
 )
 NEEDS_CUSTOM = "models with an indexer need --attention-backend CUSTOM"
 # What FLASHLATTE_DECODE_PRECISION needs.

@@ -86,7 +86,7 @@ def rotate_tail_by(x, cosine, sine, first, ROWS: tl.constexpr, D: tl.constexpr):
     """Rotate pairs of x [ROWS, D] from column ``first`` on by cosines and sines [1, D // 2]."""
     a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))  # [ROWS, D / 2]
     rotated = (tl.arange(0, D // 2) >= first // 2)[None, :]
-    # A select, because rotating by 0 would turn the neighbour of an infinity into NaN.
+    # A select, because rotating by 0 would turn the neighbor of an infinity into NaN.
     a, b = tl.where(rotated, a * cosine - b * sine, a), tl.where(rotated, b * cosine + a * sine, b)
     return tl.reshape(tl.join(a, b), [ROWS, D])
 

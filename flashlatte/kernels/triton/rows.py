@@ -19,7 +19,7 @@ from flashlatte.runtime.strides import stride_in_use
 class TokenRows(NamedTuple):
     """Rows of tokens [T, width].
 
-    ``stride`` is in units of ``align`` elements (bytes, if a kernel copies bytes): the compiler then vectorises loads
+    ``stride`` is in units of ``align`` elements (bytes, if a kernel copies bytes): the compiler then vectorizes loads
     for any stride.
     """
 

@@ -51,7 +51,7 @@ class V4Attention(nn.Module):
     Args:
         config: configuration of the layer.
         backend: backend of the operations, "portable" or "reference"; None selects one for each.
-        dtype, device: dtype and device of the parameters, which are not initialised. Norms, sinks and the compressor's
+        dtype, device: dtype and device of the parameters, which are not initialized. Norms, sinks and the compressor's
             position bias are float32 in any case.
 
     Raises:
@@ -220,7 +220,7 @@ def attend(
         step.rotary_positions,
         cache.window,
         step.slots,
-        q_eps=config.rms_norm_eps if config.normalises_heads else None,
+        q_eps=config.rms_norm_eps if config.normalizes_heads else None,
         out=q,
         cache_format=cache.cache_format,
         backend=backend,
@@ -239,12 +239,12 @@ def attend(
 
 
 def _check_dtype(q_latent: torch.Tensor, cache: V4Cache) -> None:
-    """Check, before keys are stored, that the caches have the dtype of the queries or a quantised format."""
+    """Check, before keys are stored, that the caches have the dtype of the queries or a quantized format."""
     for name in ("window", "groups"):
         pages = getattr(cache, name)
         if pages is not None and pages.dtype in checks.FLOAT_DTYPES and pages.dtype != q_latent.dtype:
             raise TypeError(
-                f"cache.{name} must be quantised or {checks.dtype_names([q_latent.dtype])} like the layer, got "
+                f"cache.{name} must be quantized or {checks.dtype_names([q_latent.dtype])} like the layer, got "
                 f"{checks.dtype_names([pages.dtype])}"
             )
 

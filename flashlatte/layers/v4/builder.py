@@ -128,7 +128,7 @@ class V4Builder:
         shared: Sequence[int],
         size: int,
     ) -> None:
-        """Copy a padded step into the buffers, in stream order and without synchronising."""
+        """Copy a padded step into the buffers, in stream order and without synchronizing."""
         requests, width = block_table.shape
         if any(end - begin != 1 for begin, end in spans):
             raise ValueError(f"pad_requests_to needs one new token for each request, got spans {list(spans)}")

@@ -68,7 +68,7 @@ class V4Cache:
             pages, page_size: number and size of the pages, in the cache of tokens and in the cache of groups.
             group_pages: pages of the cache of groups; ``pages`` if None.
             state_pages, state_page_size: number and size of the pages of states.
-            cache_format: by default DeepSeek-V4's own, for rows of 512 elements; unquantised formats fit any head_dim.
+            cache_format: by default DeepSeek-V4's own, for rows of 512 elements; unquantized formats fit any head_dim.
                 Index keys use the matching format.
             group_format: format of groups; ``cache_format`` if None. Another one is accepted beside ``v41`` only:
                 ``v41_fp4``.

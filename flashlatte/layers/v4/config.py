@@ -52,10 +52,10 @@ class V4Config:
             Without one, a query attends to all groups.
         rope: rotary embedding of queries, keys and groups.
         rms_norm_eps: epsilon of all norms.
-        normalises_heads: whether each head of the queries is normalised, without a weight.
+        normalizes_heads: whether each head of the queries is normalized, without a weight.
     """
 
-    normalises_heads: ClassVar[bool] = True
+    normalizes_heads: ClassVar[bool] = True
 
     hidden_size: int = 4096
     q_lora_rank: int = 1024
@@ -221,7 +221,7 @@ def layer_ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
         compress = {"attention_factor": 1.0, **parameters, "rope_theta": fields.get("compress_rope_theta", 160000.0)}
         main = {}
     each = {"main": main, "compress": compress}
-    return {name: _rope(models.standardised_rope(one, theta, max_position), max_position) for name, one in each.items()}
+    return {name: _rope(models.standardized_rope(one, theta, max_position), max_position) for name, one in each.items()}
 
 
 def _rope(parameters: Mapping[str, Any], max_position: int) -> Rope:

@@ -69,7 +69,7 @@ class GroupStep:
 
     Args:
         compressor: module with position_bias, kv_norm, and an optional indexer; None in a layer without groups.
-        q_latent: [T, q_lora_rank], normalised.
+        q_latent: [T, q_lora_rank], normalized.
         table: float32 cosines and sines of the layer.
     """
 

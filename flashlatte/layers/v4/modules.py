@@ -1,4 +1,4 @@
-"""Uninitialised parameters of DeepSeek-V4's layers, with transformers' names."""
+"""Uninitialized parameters of DeepSeek-V4's layers, with transformers' names."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class V4Step:
         shared_tokens: torch.Tensor | None = None,
         backend: str | None = None,
     ) -> V4Step:
-        """Build a step from tensors, without synchronisation, so that a CUDA graph may capture it.
+        """Build a step from tensors, without synchronization, so that a CUDA graph may capture it.
 
         Args:
             request_ids, positions: int32 or int64 [T]. On a GPU, positions beyond the layer's ``rope`` are not

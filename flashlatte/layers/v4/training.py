@@ -111,7 +111,7 @@ def attend(
     products and attention are in autocast's dtype.
 
     The target of the indexer's loss is the probabilities of the groups, from the softmax over window, groups and sink,
-    summed over heads and normalised (arXiv:2512.02556, equations 3 and 4, applied to DeepSeek-V4's attention).
+    summed over heads and normalized (arXiv:2512.02556, equations 3 and 4, applied to DeepSeek-V4's attention).
 
     Args:
         window: int32 [T, window], from ``window_tokens``.
@@ -179,7 +179,7 @@ def _compress(
     cosines: torch.Tensor,
     sines: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalised and rotated rows [G, 1, head_dim] of the groups: elementwise weighted means over their tokens.
+    """Normalized and rotated rows [G, 1, head_dim] of the groups: elementwise weighted means over their tokens.
 
     If groups overlap, a token has elements for the next group, followed by elements for its own group.
     """
@@ -211,7 +211,7 @@ def _index_operands(
     sines: torch.Tensor,
     dtype: torch.dtype,
 ) -> IndexOperands:
-    """Operands of index logits of groups, unquantised. Hidden states and latents are detached."""
+    """Operands of index logits of groups, unquantized. Hidden states and latents are detached."""
     hidden, q_latent = hidden.detach(), q_latent.detach()
     q = indexer.q_b_proj(q_latent).unflatten(-1, (-1, sizes.head_dim))
     q = _rotate_tail(q, cosines, sines).to(dtype)

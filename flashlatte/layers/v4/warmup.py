@@ -34,7 +34,7 @@ def warmup_steps(
     max_queries: int = 2,
     device: str = "cpu",
 ) -> Iterator[str]:
-    """Run prefill and decode steps of each distinct layer; yields the name of each. Results are uninitialised.
+    """Run prefill and decode steps of each distinct layer; yields the name of each. Results are uninitialized.
 
     Args:
         layers: configurations of the model's layers; equal ones run once.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from flashlatte.layers.quantised import apply_block_scales
+from flashlatte.layers.quantized import apply_block_scales
 
 # The names below ``layers.N.attn.`` that vLLM 0.33 reads, by the name of the parameter here.
 NAMES = {

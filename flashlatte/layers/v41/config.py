@@ -41,7 +41,7 @@ class V41Config(V4Config):
     """One layer. The computation is that of vLLM 0.33.
 
     Other differences from DeepSeek-V4: groups do not overlap and have no position bias, index keys are projected from
-    groups, and heads of queries are not normalised. The defaults are not those of a checkpoint.
+    groups, and heads of queries are not normalized. The defaults are not those of a checkpoint.
 
     Attributes:
         ratio: tokens of a group, 1 or 2; 0 in a layer with a window only.
@@ -53,7 +53,7 @@ class V41Config(V4Config):
             groups.
     """
 
-    normalises_heads: ClassVar[bool] = False
+    normalizes_heads: ClassVar[bool] = False
 
     ratio: int = 1
     layer: int = 0

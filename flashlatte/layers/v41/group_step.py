@@ -64,13 +64,13 @@ class V41GroupStep(GroupStep):
         if cache.index_keys is not None:
             indexer = self._compressor.indexer
             keys = indexer.k_proj(latents)
-            self._normalise(keys, norm_weight(indexer, "k_norm"), self._table, first, cache.index_keys, slots)
+            self._normalize(keys, norm_weight(indexer, "k_norm"), self._table, first, cache.index_keys, slots)
         tail = latents[:, config.head_dim - config.rope_dim :].unsqueeze(1)
         rotate_heads(tail, Rotary(self._table, first, interleaved=True), out=tail, backend=self._backend)
         cache_write(cache.groups, slots, latents, cache_format=cache.group_format, backend=self._backend)
 
     def _latents(self) -> torch.Tensor:
-        """Normalised latents [T, head_dim]; rows of tokens that complete no group are undefined."""
+        """Normalized latents [T, head_dim]; rows of tokens that complete no group are undefined."""
         config, step = self._config, self._step
         kv, gate = self._projected.group_kv, self._projected.group_gate
         latents = kv.new_empty(1, kv.shape[0], 1, config.head_dim)
@@ -79,7 +79,7 @@ class V41GroupStep(GroupStep):
         unrotated = self._table[:1]
         slots = torch.arange(kv.shape[0], device=kv.device)
         if config.ratio == 1:
-            self._normalise(kv, weight, unrotated, step.positions, latents, slots)
+            self._normalize(kv, weight, unrotated, step.positions, latents, slots)
         else:
             compress(
                 kv,
@@ -98,7 +98,7 @@ class V41GroupStep(GroupStep):
             )
         return latents[0, :, 0]
 
-    def _normalise(
+    def _normalize(
         self,
         rows: torch.Tensor,
         weight: torch.Tensor,
@@ -107,7 +107,7 @@ class V41GroupStep(GroupStep):
         cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Normalise and rotate rows, and store them: ``compress`` with groups of one token, whose score is unused."""
+        """Normalize and rotate rows, and store them: ``compress`` with groups of one token, whose score is unused."""
         compress(
             rows,
             rows,

@@ -1,4 +1,4 @@
-"""Uninitialised parameters of DeepSeek-V4.1's layers, with the same names as DeepSeek-V4's."""
+"""Uninitialized parameters of DeepSeek-V4.1's layers, with the same names as DeepSeek-V4's."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def swap_blocks(
     """Copy page src_pages[i] of one cache to page dst_pages[i] of another, on the same or another device.
 
     Between a GPU and pinned host memory this is one asynchronous launch on the current stream. Read or free the host
-    memory only after synchronising with that stream. With unpinned host memory the call synchronises.
+    memory only after synchronizing with that stream. With unpinned host memory the call synchronizes.
 
     Args:
         src_cache, dst_cache: [pages, page_size, …] of any format, with the same dtype and page shape; they must not

@@ -1,4 +1,4 @@
-"""Gather of the tokens of several requests from a paged cache, dequantised."""
+"""Gather of the tokens of several requests from a paged cache, dequantized."""
 
 from flashlatte.ops.cache_gather.api import cache_gather, gather_last
 

@@ -35,7 +35,7 @@ def cache_gather(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Gather the tokens of several requests from a paged cache to one contiguous latent, dequantised.
+    """Gather the tokens of several requests from a paged cache to one contiguous latent, dequantized.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).
@@ -47,7 +47,7 @@ def cache_gather(
         seq_starts: int32 or int64 [b], the first token of each request; 0 if None.
         seq_ends: int32 or int64 [b], the end position of each request; rows of later tokens are not written.
         total_tokens: rows of the result. If None and ``out`` is None, cu_seqlens[b] is read from the device,
-            which synchronises.
+            which synchronizes.
         dtype: dtype of the result, if ``out`` is None.
         out: [rows, head_dim], bf16, fp16 or float32, with last stride 1. Rows from cu_seqlens[b] on are not written.
         backend: "portable" or "reference"; None selects one.

@@ -1,4 +1,4 @@
-"""``cache_gather`` in Triton: copies the tokens of several requests to a contiguous latent and dequantises them."""
+"""``cache_gather`` in Triton: copies the tokens of several requests to a contiguous latent and dequantizes them."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
@@ -195,7 +195,7 @@ def gather_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale."""
+    """Formats without tiles: unquantized, or e4m3 bytes (uint8) with one scale."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * BLOCK_T

@@ -1,4 +1,4 @@
-"""Write of new tokens to a paged cache, quantised to its format."""
+"""Write of new tokens to a paged cache, quantized to its format."""
 
 from flashlatte.ops.cache_write.api import cache_write
 

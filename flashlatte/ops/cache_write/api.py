@@ -33,7 +33,7 @@ def cache_write(
     scale_rounding: str = "power_of_two",
     backend: str | None = None,
 ) -> None:
-    """Quantise new tokens to a paged cache's format and write them to the cache in place.
+    """Quantize new tokens to a paged cache's format and write them to the cache in place.
 
     Args:
         cache: [pages, page_size, 1, width] (or without the 1).

@@ -1,4 +1,4 @@
-"""``cache_write`` in Triton: quantises new tokens and writes them to their slots."""
+"""``cache_write`` in Triton: quantizes new tokens and writes them to their slots."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -181,7 +181,7 @@ def write_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Formats without tiles: unquantised, or e4m3 bytes (uint8) with one scale."""
+    """Formats without tiles: unquantized, or e4m3 bytes (uint8) with one scale."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     tokens = (program // column_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)

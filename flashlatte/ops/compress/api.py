@@ -41,8 +41,8 @@ def compress(
     """Compress each group of ``ratio`` tokens that these tokens complete, and write the rows to a paged cache.
 
     DeepSeek-V4's compressor. Group g of a request consists of its tokens g · ratio to (g + 1) · ratio - 1. Its row in
-    channel c is Σ_t softmax_t(score[t, c] + ape[t mod ratio, c]) · kv[t, c]. The row is normalised (RMSNorm), its last
-    rope_dim elements are rotated in pairs (2i, 2i + 1) by position g · ratio, and it is quantised. Everything is
+    channel c is Σ_t softmax_t(score[t, c] + ape[t mod ratio, c]) · kv[t, c]. The row is normalized (RMSNorm), its last
+    rope_dim elements are rotated in pairs (2i, 2i + 1) by position g · ratio, and it is quantized. Everything is
     computed in float32. If kv is twice as wide as a row (ratio 4), the sum also runs over the preceding group: its
     tokens contribute the first half of their elements, the group's own tokens the second half. Group 0 has no preceding
     group.

@@ -69,5 +69,5 @@ def dense_decode(params: DenseDecodeParams) -> None:
 
 def _pages_to_read(length: torch.Tensor, page_size: int) -> int | None:
     """The number of pages of a request on the CPU; None (all columns of the table) on a GPU, to avoid a
-    synchronisation."""
+    synchronization."""
     return -(-int(length) // page_size) if length.device.type == "cpu" else None

@@ -29,7 +29,7 @@ def gather_records(
 ) -> torch.Tensor:
     """Gather the token records of several requests from a paged cache of any format, without conversion.
 
-    The records can be sent to other ranks, or dequantised by ``kv_cache.dequantize``. A record is the concatenation of
+    The records can be sent to other ranks, or dequantized by ``kv_cache.dequantize``. A record is the concatenation of
     a token's planes (for ``model1``, its data and scales).
 
     Args:

@@ -1,4 +1,4 @@
-"""Quantised write of index keys to their paged cache, and gather from it."""
+"""Quantized write of index keys to their paged cache, and gather from it."""
 
 from flashlatte.ops.index_quantize.api import index_gather, index_quantize
 

@@ -25,7 +25,7 @@ def index_quantize(
     scale_rounding: str = "exact",
     backend: str | None = None,
 ) -> None:
-    """Quantise the index keys of new tokens to their paged cache's format and write them in place.
+    """Quantize the index keys of new tokens to their paged cache's format and write them in place.
 
     A token's scale in format ``index_fp8`` is max(amax, 1e-4) / 448 over its values.
 
@@ -78,7 +78,7 @@ def index_gather(
     scales: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gather the index keys of several requests from their paged cache to contiguous tensors, still quantised.
+    """Gather the index keys of several requests from their paged cache to contiguous tensors, still quantized.
 
     Args:
         cache: as written by ``index_quantize``.

@@ -85,7 +85,7 @@ def index_quantize_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """A program quantises BLOCK_T tokens. Elements of the cache are bytes, bf16 or float32."""
+    """A program quantizes BLOCK_T tokens. Elements of the cache are bytes, bf16 or float32."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     valid, page, offset = locate_slots(slots, tokens, WIDE)
     page_start = page_pointers(cache, page)

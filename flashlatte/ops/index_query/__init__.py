@@ -1,4 +1,4 @@
-"""Preparation of index queries: rotation, quantisation, and folding of scales into the heads' weights."""
+"""Preparation of index queries: rotation, quantization, and folding of scales into the heads' weights."""
 
 from flashlatte.ops.index_query.api import index_query, index_query_mxfp4
 

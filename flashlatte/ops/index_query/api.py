@@ -30,7 +30,7 @@ def index_query(
     scale_rounding: str = "exact",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prepare index queries for ``index_logits``: rotate, transform, quantise heads to e4m3, fold scales into weights.
+    """Prepare index queries for ``index_logits``: rotate, transform, quantize heads to e4m3, fold scales into weights.
 
     A head's scale is max(amax, smallest_amax) / 448. It is not stored: the head's weight becomes weight · scale ·
     softmax_scale · head_scale. It has no backward pass, and warns once if gradients are enabled and an input requires
@@ -93,7 +93,7 @@ def index_query_mxfp4(
     head_scale: float | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Prepare index queries in fp4: rotate, transform, quantise each 32 values of a head to e2m1 with a scale.
+    """Prepare index queries in fp4: rotate, transform, quantize each 32 values of a head to e2m1 with a scale.
 
     A scale is amax / 6 rounded up to a power of two, as in caches of format ``index_mxfp4``. The scales are returned; a
     head's weight becomes weight · softmax_scale · head_scale.

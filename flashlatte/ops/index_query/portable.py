@@ -1,4 +1,4 @@
-"""``index_query`` in Triton: one program rotates, transforms and quantises some heads of a token."""
+"""``index_query`` in Triton: one program rotates, transforms and quantizes some heads of a token."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
@@ -181,7 +181,7 @@ def index_query_kernel(
 
 @triton.jit
 def store_mxfp4(x, outputs, out_head, inside, FIRST: tl.constexpr, D: tl.constexpr):
-    """Quantise and store columns FIRST to FIRST + WIDTH - 1 of some heads, float32 x [BLOCK_H, WIDTH]."""
+    """Quantize and store columns FIRST to FIRST + WIDTH - 1 of some heads, float32 x [BLOCK_H, WIDTH]."""
     WIDTH: tl.constexpr = x.shape[1]
     packed, exponents = to_mxfp4(x, x.shape[0], WIDTH)
     byte = FIRST // 2 + tl.arange(0, WIDTH // 2)[None, :]

@@ -43,7 +43,7 @@ def index_select(
             "portable" also apply to the top-k.
 
     Returns:
-        int32 [M, num_selected]: positions relative to key_start, ascending, then -1. Ties are resolved in favour of the
+        int32 [M, num_selected]: positions relative to key_start, ascending, then -1. Ties are resolved in favor of the
         lower position. If a range has at most ``num_selected`` keys, all are selected.
 
     Raises:

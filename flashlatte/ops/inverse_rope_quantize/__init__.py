@@ -1,4 +1,4 @@
-"""Inverse rotation and quantisation of attention outputs for the following matmul."""
+"""Inverse rotation and quantization of attention outputs for the following matmul."""
 
 from flashlatte.ops.inverse_rope_quantize.api import inverse_rope_quantize
 

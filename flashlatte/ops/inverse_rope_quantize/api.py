@@ -32,7 +32,7 @@ def inverse_rope_quantize(
     packed_scales: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undo the rotation of the last elements of attention outputs by their tokens' positions, and quantise to e4m3.
+    """Undo the rotation of the last elements of attention outputs by their tokens' positions, and quantize to e4m3.
 
     In DeepSeek-V4 the value is the rotated key, so the output is rotated too. A matmul per group of heads follows;
     values and scales have the layout that DeepGEMM requires. A scale is max(amax, 1e-10) / 448 of 128 elements, rounded

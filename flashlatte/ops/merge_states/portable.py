@@ -176,8 +176,8 @@ def _launch(states: Sequence[MergeState], target: MergeState, axes: Axes, option
         lses=tuple(state.lse for state in every),
         first_row_sum=states[0].row_sum,
         merged_row_sum=target.row_sum,
-        # Triton specialises integers of a tuple that are 1 or divisible by 16; odd integers from 3 on are not
-        # specialised.
+        # Triton specializes integers of a tuple that are 1 or divisible by 16; odd integers from 3 on are not
+        # specialized.
         strides=tuple(2 * stride + 3 for stride in strides),
         scale_tensor=params.scale_tensor,
         scale_value=params.scale_value,

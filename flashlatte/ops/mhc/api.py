@@ -30,14 +30,14 @@ def mhc_pre(
 
     Manifold-constrained hyper-connections (mHC, arXiv:2512.24880). Let r be the root mean square of all elements of a
     token, and z = projected / r · scale + base, split in a (n elements), b (n elements) and a matrix C. The layer's
-    input is Σ (sigmoid(aᵢ) + eps) streamᵢ, and the shares are 2 sigmoid(b). The mixture is softmax(C) + eps, normalised
+    input is Σ (sigmoid(aᵢ) + eps) streamᵢ, and the shares are 2 sigmoid(b). The mixture is softmax(C) + eps, normalized
     by Sinkhorn's iteration: its columns, then ``iterations`` - 1 times its rows and columns, are divided by their sums
     + eps. Computed in float32. It has no backward pass, and warns once if gradients are enabled and an input requires
     one.
 
     Args:
         streams: [T, n, hidden_size], bf16, fp16 or float32, contiguous; n from 1 to 16. T may be 0.
-        projected: float32 [T, (2 + n) · n], the token's elements, not normalised, times the layer's projection.
+        projected: float32 [T, (2 + n) · n], the token's elements, not normalized, times the layer's projection.
         base: float32 [(2 + n) · n].
         scale: float32 [3], of a, b and C.
         rms_eps: added to the mean square.

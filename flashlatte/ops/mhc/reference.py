@@ -25,12 +25,12 @@ class MhcPreParams(NamedTuple):
 def mhc_pre(params: MhcPreParams) -> None:
     x, eps = params.streams.float(), params.eps
     count = x.shape[1]
-    normalised = params.projected * torch.rsqrt(x.square().mean(dim=(1, 2)) + params.rms_eps).unsqueeze(1)
+    normalized = params.projected * torch.rsqrt(x.square().mean(dim=(1, 2)) + params.rms_eps).unsqueeze(1)
     sizes = (count, count, count * count)
     a, b, c = (
         part * factor + offset
         for part, factor, offset in zip(
-            normalised.split(sizes, dim=1), params.scale, params.base.split(sizes), strict=True
+            normalized.split(sizes, dim=1), params.scale, params.base.split(sizes), strict=True
         )
     )
     params.shares.copy_(2 * torch.sigmoid(b))

@@ -1,4 +1,4 @@
-"""The elementwise part of an MLA layer: norms, rotation and unquantised cache writes, in two launches."""
+"""The elementwise part of an MLA layer: norms, rotation and unquantized cache writes, in two launches."""
 
 from flashlatte.ops.norm_rope.api import latent_rows, rotate_heads
 from flashlatte.ops.norm_rope.rotary import Rotary

@@ -31,7 +31,7 @@ def latent_rows(
     slot_mapping: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute cache rows of new tokens from kv_a_proj's output, write them to a cache, and normalise query latents.
+    """Compute cache rows of new tokens from kv_a_proj's output, write them to a cache, and normalize query latents.
 
     It has no backward pass, and warns once if gradients are enabled and an input requires one.
 
@@ -47,7 +47,7 @@ def latent_rows(
         backend: "portable" or "reference"; None selects one.
 
     Returns:
-        rows [T, latent + rope]: the normalised latent and the rotated rope; and q_a normalised, or None. Both in
+        rows [T, latent + rope]: the normalized latent and the rotated rope; and q_a normalized, or None. Both in
         kv_a's dtype, computed in float32.
 
     Raises:

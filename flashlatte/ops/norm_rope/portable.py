@@ -1,4 +1,4 @@
-"""Norms, rotation and unquantised cache writes in Triton. Each element is read once and written once."""
+"""Norms, rotation and unquantized cache writes in Triton. Each element is read once and written once."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false

@@ -14,7 +14,7 @@ from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
 OPERATION = "paged_attention"
-QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _HALVES = (torch.bfloat16, torch.float16)
 # A whole row is one tile in shared memory.
 _PORTABLE_MAX_HEAD_DIM = 512
@@ -131,7 +131,7 @@ def paged_attention(
         qq_bias: float32 [n, n], added to the score of query i and the key of query j of a request, for i and j below n;
             -inf masks, as for a draft tree.
         attn_sink: float32 [h_q], the score of an additional key whose value is 0. lse does not include it.
-        k_scale: scale of a quantised k_cache: key = element · k_scale. A number, or float32 with one element, [h_kv],
+        k_scale: scale of a quantized k_cache: key = element · k_scale. A number, or float32 with one element, [h_kv],
             or [pages, page_size, h_kv]; above 0; on q's device; default 1.
         v_scale: the same for v_cache.
         out: [T, h_q, d_v] to write to; last stride 1; in q's dtype, or float8_e4m3fn. It must not share memory with an
@@ -240,7 +240,7 @@ def _optional_features(params: PagedAttentionParams) -> str | None:
     """The given features that some implementation lacks, in words, or None."""
     k_cache, dtype = params.k_cache, params.q.dtype
     present = {
-        "a quantised cache": k_cache.dtype != dtype,
+        "a quantized cache": k_cache.dtype != dtype,
         "rows of a cache in pieces": k_cache.shape[3] > 1 or k_cache.stride(4) != 1 or params.v_cache.stride(3) != 1,
         "k and v in addition to the cache": params.k is not None,
         "prefix_ranges": params.prefix_ranges is not None,
@@ -255,8 +255,8 @@ def _optional_features(params: PagedAttentionParams) -> str | None:
 def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Check a cache with contiguous rows as the last axis, or with split rows as the last two."""
     head_dim = q.shape[2]
-    dtypes = (q.dtype, *QUANTISED)
-    checks.same_dtype("k_cache", k_cache, q, *QUANTISED)
+    dtypes = (q.dtype, *QUANTIZED)
+    checks.same_dtype("k_cache", k_cache, q, *QUANTIZED)
     if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 5:
         x = max(k_cache.shape[4], 1)
         shape = ("pages", "page_size", "h_kv", head_dim // x, x if head_dim % x == 0 else head_dim)
@@ -333,8 +333,8 @@ def _cache_scale(
     name: str, scale: float | torch.Tensor | None, cache: torch.Tensor
 ) -> tuple[torch.Tensor | None, float]:
     """The scale as (tensor per token and head, 1.0), or as (None, number)."""
-    if scale is not None and cache.dtype not in QUANTISED:
-        accepted = checks.dtype_names(QUANTISED)
+    if scale is not None and cache.dtype not in QUANTIZED:
+        accepted = checks.dtype_names(QUANTIZED)
         raise ValueError(
             f"{name} belongs to a cache in {accepted}, and this one is {checks.dtype_names([cache.dtype])}"
         )

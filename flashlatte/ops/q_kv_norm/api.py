@@ -40,7 +40,7 @@ def q_kv_norm(
         backend: "portable" or "reference"; None selects one.
 
     Returns:
-        q and kv normalised, contiguous, in their dtype.
+        q and kv normalized, contiguous, in their dtype.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.

@@ -33,7 +33,7 @@ def reshape_and_cache(
     v_scale: float | torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """Write new keys and values to the paged caches of ``paged_attention``, in place, quantised to their dtype.
+    """Write new keys and values to the paged caches of ``paged_attention``, in place, quantized to their dtype.
 
     Caches and scales have the layout of ``paged_attention``. vLLM's layouts can be passed as views: [pages, page_size,
     h_kv, d] unchanged, with tokens and heads in either order in memory; [pages, h_kv, d / x, page_size, x] and [pages,
@@ -48,7 +48,7 @@ def reshape_and_cache(
         v_cache: [pages, page_size, h_kv, d_v], any strides, in k_cache's dtype.
         slot_mapping: int32 or int64 [n], page · page_size + offset of each token. A token whose slot is outside the
             cache is skipped. Slots must differ from each other.
-        k_scale: scale of a quantised k_cache, which stores key / k_scale, rounded to nearest even and saturated. A
+        k_scale: scale of a quantized k_cache, which stores key / k_scale, rounded to nearest even and saturated. A
             number, or float32 with one element or [h_kv], on key's device; default 1. Or float32 [pages, page_size,
             h_kv], any strides, to write to: the scale of each token and head, amax / the largest value of the dtype
             (448, 57344 or 127), at least 1e-6.

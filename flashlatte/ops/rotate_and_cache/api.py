@@ -34,7 +34,7 @@ def rotate_and_cache(
     scale_rounding: str = "power_of_two",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Normalise and rotate the heads of queries; rotate keys, quantise them and write them to a paged cache.
+    """Normalize and rotate the heads of queries; rotate keys, quantize them and write them to a paged cache.
 
     DeepSeek-V4's step between its projections and attention. A head of q becomes q / √(mean q² + q_eps), without a
     weight. Then the last rope_dim elements of each head and of each key are rotated in pairs (2i, 2i + 1) by the
@@ -43,7 +43,7 @@ def rotate_and_cache(
 
     Args:
         q: [T, H, head_dim] as projected, bf16, fp16 or float32. T may be 0.
-        kv: [T, head_dim], already normalised, in q's dtype.
+        kv: [T, head_dim], already normalized, in q's dtype.
         cos_sin: float32 [n, rope_dim], the cosines, then the sines of each frequency.
         positions: int32 or int64 [T], the table's row of each token. Positions outside the table are clamped.
         cache: [pages, page_size, 1, width] (or without the 1) for rows of head_dim elements: ``model1``, ``v41``,

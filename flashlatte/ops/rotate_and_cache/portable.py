@@ -38,7 +38,7 @@ class RotateAndCacheConfig(NamedTuple):
 
     Attributes:
         head_dim, rope_dim: elements of a row, and of its rotated part.
-        norm: the heads of queries are normalised.
+        norm: the heads of queries are normalized.
         row_bytes: the encoding of a key.
         block_h: heads of a program.
         wide: slots exceed 32 bits.

@@ -104,7 +104,7 @@ def sparse_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few query tokens per request over the cache tokens that are selected for each query token.
 
-    A key is a dequantised cache row, a value its first ``head_dim_v`` elements. There is no causal mask: the indices
+    A key is a dequantized cache row, a value its first ``head_dim_v`` elements. There is no causal mask: the indices
     determine the visible keys. A second cache with its own indices (DeepSeek-V4's compressed tokens, next to its
     window) is part of the same softmax. It has no backward pass, and warns once if gradients are enabled and an input
     requires one.

@@ -99,7 +99,7 @@ def topk(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The indices of the k largest entries of each row, exact.
 
-    Entries are ordered by value, with NaN below all others and -0 equal to 0; ties are resolved in favour of the lower
+    Entries are ordered by value, with NaN below all others and -0 equal to 0; ties are resolved in favor of the lower
     index. So the result does not depend on the batch or the implementation. If a row has at most k entries, all are
     selected. values has no backward pass: a warning is given once if gradients are enabled and ``logits`` requires one.
 

@@ -1,6 +1,6 @@
 """``topk`` in plain PyTorch: the specification.
 
-Entries are ordered by value, with NaN below all others and -0 equal to 0; ties are resolved in favour of the lower
+Entries are ordered by value, with NaN below all others and -0 equal to 0; ties are resolved in favor of the lower
 index.
 """
 

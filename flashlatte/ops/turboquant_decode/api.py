@@ -46,7 +46,7 @@ def turboquant_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few query tokens per request over all tokens of its TurboQuant cache.
 
-    out = softmax(q · Kᵀ · softmax_scale) · V, where K and V are the dequantised keys and values, as
+    out = softmax(q · Kᵀ · softmax_scale) · V, where K and V are the dequantized keys and values, as
     ``turboquant_gather`` returns them. Query head h reads key head h // (h_q / h_kv). Queries are rotated instead of
     undoing the rotation of keys. To include other keys, such as new tokens that are not in the cache, use
     ``merge_states``.

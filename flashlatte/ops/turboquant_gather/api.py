@@ -35,7 +35,7 @@ def turboquant_gather(
     value: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather keys and values of several requests from a TurboQuant cache, dequantised, with the rotation undone.
+    """Gather keys and values of several requests from a TurboQuant cache, dequantized, with the rotation undone.
 
     The result can be passed to ``dense_prefill``, for prefill over a cached context.
 

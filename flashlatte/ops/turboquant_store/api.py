@@ -31,8 +31,8 @@ def turboquant_store(
 ) -> None:
     """Write new keys and values to a TurboQuant cache, in place.
 
-    A key is divided by its norm, rotated by a Hadamard matrix and quantised with a Lloyd-Max codebook for normally
-    distributed values. A value is quantised uniformly between its minimum and maximum (``kv_cache.turboquant``;
+    A key is divided by its norm, rotated by a Hadamard matrix and quantized with a Lloyd-Max codebook for normally
+    distributed values. A value is quantized uniformly between its minimum and maximum (``kv_cache.turboquant``;
     arXiv:2504.19874).
 
     Args:

@@ -74,11 +74,11 @@ def test_dtypes(family, dtype, tmp_path):
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("GlmMoeDsa", marks=pytest.mark.full)])
 def test_float8_weights_are_cut_between_blocks(family, kept, scale_fmt, tmp_path, monkeypatch):
-    """With their scales if the device supports fp8 products, else dequantised."""
+    """With their scales if the device supports fp8 products, else dequantized."""
     made = copy.deepcopy(model(family, **fp8_linears.SIZES)).bfloat16()
     fp8_linears.save(made, tmp_path, scale_fmt=scale_fmt)
     if kept:
-        fp8_linears.keep_quantised(monkeypatch)
+        fp8_linears.keep_quantized(monkeypatch)
     whole, size = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), 2
     assert kept == (whole.model.layers[1].mlp.experts.down_proj.dtype == torch.float8_e4m3fn)
     for rank in range(size):
@@ -94,8 +94,8 @@ def test_float8_weights_are_cut_between_blocks(family, kept, scale_fmt, tmp_path
 def test_blocks_are_not_cut(tmp_path, monkeypatch):
     """16 of a head's 24 query elements form a block."""
     fp8_linears.save(model(**fp8_linears.SIZES | {"qk_rope_head_dim": 8}), tmp_path)
-    fp8_linears.keep_quantised(monkeypatch)
-    message = r"^tensor_parallel must divide quantised weights at multiples .* 16, got 0 to 24 of 96 in a FP8Linear$"
+    fp8_linears.keep_quantized(monkeypatch)
+    message = r"^tensor_parallel must divide quantized weights at multiples .* 16, got 0 to 24 of 96 in a FP8Linear$"
     with pytest.raises(ValueError, match=message):
         Model(tmp_path, ranks=ranks(0, 4))
     monkeypatch.undo()
@@ -117,8 +117,8 @@ def test_blocks_of_experts_are_not_cut(tmp_path, monkeypatch):
     """6 heads can be divided over 3 ranks, but not the two blocks of an expert's inner dims."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6}
     fp8_linears.save(model(**fp8_linears.SIZES | sizes), tmp_path)
-    fp8_linears.keep_quantised(monkeypatch)
-    message = r"^tensor_parallel must divide quantised weights .*, got 0 to 10 of 32 in a FP8Experts$"
+    fp8_linears.keep_quantized(monkeypatch)
+    message = r"^tensor_parallel must divide quantized weights .*, got 0 to 10 of 32 in a FP8Experts$"
     with pytest.raises(ValueError, match=message):
         Model(tmp_path, ranks=ranks(0, 3))
 
@@ -174,7 +174,7 @@ def test_packed_weights_are_refused():
     packed = changed.model.layers[1].mlp.shared_experts.up_proj
     del packed.weight
     packed.weight_packed = torch.nn.Parameter(torch.zeros(32, 8, dtype=torch.int32), requires_grad=False)
-    message = r"needs weights that are not quantised, .*up_proj\.weight_packed of torch\.int32$"
+    message = r"needs weights that are not quantized, .*up_proj\.weight_packed of torch\.int32$"
     with pytest.raises(ValueError, match=message):
         Model(changed, ranks=ranks(0, 2))
 

@@ -1,4 +1,4 @@
-"""One rank's slices of 4-bit experts, compared with the same slices of the dequantised experts."""
+"""One rank's slices of 4-bit experts, compared with the same slices of the dequantized experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
 
 def numbers(experts: Any, name: str) -> torch.Tensor:
-    """Dequantised weights [experts, outputs, inputs]."""
+    """Dequantized weights [experts, outputs, inputs]."""
     codes, scales = getattr(experts, name).int(), getattr(experts, f"{name}_scale_inv").float()
     pairs = torch.stack([codes & 15, (codes >> 4) & 15], dim=-1).flatten(2)
     return pairs.float() * scales.repeat_interleave(32, -1)

@@ -31,7 +31,7 @@ PUBLISHED = [
 
 
 def saved(path: Path, **options: Any) -> None:
-    """A checkpoint quantised like DeepSeek's, with published names; weights that transformers computes in float32 are
+    """A checkpoint quantized like DeepSeek's, with published names; weights that transformers computes in float32 are
     stored in float32."""
     made = copy.deepcopy(model("DeepseekV4", **WHOLE_BLOCKS))
     made.config.dtype = torch.bfloat16
@@ -98,7 +98,7 @@ def test_each_rank_reads_its_part(dtype, names, tmp_path):
 def test_float8_weights(kept, tmp_path, monkeypatch):
     saved(tmp_path, scale_fmt="ue8m0")
     if kept:
-        fp8_linears.keep_quantised(monkeypatch)
+        fp8_linears.keep_quantized(monkeypatch)
     part = check_parts(tmp_path)["model.layers.1.self_attn.o_a_proj.weight"]
     assert part.dtype == (torch.float8_e4m3fn if kept else torch.bfloat16)
 
@@ -110,14 +110,14 @@ def test_experts_of_four_bits(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "config.json").read_text())
     config["expert_dtype"] = config["quantization_config"]["expert_dtype"] = "fp4"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    fp8_linears.keep_quantised(monkeypatch)
+    fp8_linears.keep_quantized(monkeypatch)
     part = check_parts(tmp_path)
     assert part["model.layers.1.mlp.experts.gate_up_proj"].dtype == torch.int8
     assert part["model.layers.1.mlp.experts.down_proj"].shape == (4, 64, 16)
     assert part["model.layers.1.mlp.experts.down_proj_scale_inv"].shape == (4, 64, 1)
 
 
-def test_four_bits_that_are_dequantised_are_left_to_transformers(tmp_path):
+def test_four_bits_that_are_dequantized_are_left_to_transformers(tmp_path):
     saved(tmp_path)
     rewrite(tmp_path, four_bits)
     assert Slices.of(tmp_path, AutoConfig.from_pretrained(tmp_path), None, "cpu") is None

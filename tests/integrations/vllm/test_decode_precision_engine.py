@@ -65,11 +65,11 @@ def test_an_engine_that_would_ignore_it_does_not_start(checkpoint, registered, f
 def test_layers_with_sinks(registered, monkeypatch):
     from flashlatte.integrations.vllm.backends import dense
 
-    def initialise(self, *_, **__):
+    def initialize(self, *_, **__):
         self.dcp_world_size, self.kv_lora_rank, self.qk_nope_head_dim = 1, 512, 128
         self.qk_rope_head_dim, self.v_head_dim = 64, 128
 
-    monkeypatch.setattr(dense.MLACommonImpl, "__init__", initialise)
+    monkeypatch.setattr(dense.MLACommonImpl, "__init__", initialize)
     arguments = (16, 576, 0.1, 1, None, None, "fp8", None, "decoder", None)
     assert dense.FlashLatteMLAImpl(*arguments).precision == "fp8"
     with pytest.raises(NotImplementedError, match=f"{VARIABLE}=fp8 needs layers without attention sinks"):

@@ -23,9 +23,9 @@ def test_generates_the_tokens_of_transformers(tmp_path, own_process, q_lora_rank
 
 
 def test_a_cache_of_fp8_is_refused_by_name(tmp_path):
-    """vLLM's layer then requires quantised queries in prefill, which FlashLatte does not support."""
+    """vLLM's layer then requires quantized queries in prefill, which FlashLatte does not support."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = {"model": str(vllm_kimi_model.write(tmp_path)), "skip_tokenizer_init": True, "max_model_len": 1024}
-    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: Kimi's layers quantise the queries of a prefill"):
+    with pytest.raises(ValueError, match="CUSTOM is FlashLatte: Kimi's layers quantize the queries of a prefill"):
         EngineArgs(**arguments, attention_backend="CUSTOM", kv_cache_dtype="fp8").create_engine_config()

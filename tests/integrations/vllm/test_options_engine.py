@@ -41,7 +41,7 @@ def test_another_prefill_backend_can_be_selected(monkeypatch, named, elsewhere):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_queries_of_a_prefill_are_not_quantised(caplog, monkeypatch, asked):
+def test_queries_of_a_prefill_are_not_quantized(caplog, monkeypatch, asked):
     from flashlatte.integrations.vllm import compat
     from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAMetadataBuilder
 

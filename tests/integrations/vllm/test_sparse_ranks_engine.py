@@ -4,8 +4,8 @@ import pytest
 from support import tiny_hy4
 from support.vllm_engine import NEW_TOKENS, engine, largest_difference, prompts
 
-# Tolerance of logprobs; over a quantised cache, another order of sums rounds a value to a neighbour.
-CLOSE, CLOSE_QUANTISED = 5e-5, 5e-3
+# Tolerance of logprobs; over a quantized cache, another order of sums rounds a value to a neighbor.
+CLOSE, CLOSE_QUANTIZED = 5e-5, 5e-3
 GIVEN = prompts((230, 5, 170, 1, 66), shared=0)
 RANKS = {
     "tensor_parallel_size": 2,
@@ -44,4 +44,4 @@ def test_two_ranks_generate_the_tokens_of_one(checkpoint, hy4, own_process, fami
     assert len(counts) == 2
     assert all(one.keys() >= OPERATIONS and "attend_selected_rows" not in one for one in counts)
     assert [one.tokens for one in shared] == [other.tokens for other in alone]
-    assert largest_difference(shared, alone) < (CLOSE_QUANTISED if cache else CLOSE)
+    assert largest_difference(shared, alone) < (CLOSE_QUANTIZED if cache else CLOSE)

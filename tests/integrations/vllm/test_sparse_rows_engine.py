@@ -72,7 +72,7 @@ def test_rows_are_those_of_vllm(cache_dtype, interleaved):
     if cache_dtype == "auto":
         torch.testing.assert_close(mine, other)
     else:
-        # Latents that were rounded to bf16 first may round to the other neighbour.
+        # Latents that were rounded to bf16 first may round to the other neighbor.
         torch.testing.assert_close(e4m3(mine, LATENT), e4m3(other, LATENT), rtol=0.13, atol=2**-9)
         assert torch.equal(mine[..., LATENT : LATENT + 16], other[..., LATENT : LATENT + 16])
         tails = (cache[..., LATENT + 16 :].contiguous().view(BF16) for cache in (mine, other))

@@ -191,4 +191,4 @@ def test_model1_caches(kind):
     expected = stock_output(stock, config, hidden[0])
     error = (out - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 2.0**-4
-    assert error.max() > 1e-4  # it is quantised
+    assert error.max() > 1e-4  # it is quantized

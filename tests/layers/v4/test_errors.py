@@ -143,7 +143,7 @@ def test_tokens_that_the_tables_have_no_room_for(known, window, groups, end, mes
 def test_a_plain_cache_has_the_layers_dtype():
     step = V4Step.from_spans([(0, 3)], TABLE, {4: (TABLE, TABLE)}, window=4, page_size=4)
     cache = V4Cache.allocate(CONFIG, 4, 4, state_pages=4, cache_format="fp16")
-    with pytest.raises(TypeError, match=r"^cache.window must be quantised or float32 like the layer, got float16$"):
+    with pytest.raises(TypeError, match=r"^cache.window must be quantized or float32 like the layer, got float16$"):
         V4Attention(CONFIG)(torch.zeros(3, 16), step, cache)
     assert not cache.window.any()
 

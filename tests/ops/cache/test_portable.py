@@ -167,7 +167,7 @@ def test_every_16_bit_value_is_written_equally(name, dtype, apart):
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     same_type = kv_cache.get_format(name).record_dtype == dtype
     if name != "fp8" and not same_type:
-        # PyTorch's own NaNs differ between its vectorised and its scalar loops.
+        # PyTorch's own NaNs differ between its vectorized and its scalar loops.
         numbers = numbers.nan_to_num(1.0, torch.inf, -torch.inf)
     x = numbers.view(-1, 512)
     x, rope = (x[:, :448], x[:, 448:]) if apart else (x, None)
@@ -190,7 +190,7 @@ def test_float32_values_are_rounded_equally_to_e4m3(scale):
 
 
 def tiles_of_all_magnitudes(tile, tiles, rope_dim, dtype):
-    """Rows whose tiles reach from the smallest to the largest magnitude, some with 448 · 2^n and its neighbours."""
+    """Rows whose tiles reach from the smallest to the largest magnitude, some with 448 · 2^n and its neighbors."""
     exponents = torch.linspace(-150, 126, 40 * tiles).round()
     x = torch.randn(40 * tiles, tile, generator=generator(0)).clamp_(-1.7, 1.7)
     x = x * 2.0 ** exponents.clamp_min(-75)[:, None] * 2.0 ** (exponents - exponents.clamp_min(-75))[:, None]
@@ -204,7 +204,7 @@ def tiles_of_all_magnitudes(tile, tiles, rope_dim, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("name", "scale_rounding"), SCALED)
-def test_tiles_of_all_magnitudes_are_quantised_equally(name, scale_rounding, dtype):
+def test_tiles_of_all_magnitudes_are_quantized_equally(name, scale_rounding, dtype):
     tile, tiles = {
         "v32": (128, 4),
         "v32_no_rope": (128, 4),
@@ -256,7 +256,7 @@ def test_nan_and_infinity_affect_only_their_tile_equally(name, scale_rounding):
 
 
 @pytest.mark.parametrize("name", ["fp8", "v32", "v32_no_rope", "model1", *BLOCKED])
-def test_every_byte_is_dequantised_equally(name):
+def test_every_byte_is_dequantized_equally(name):
     layout = kv_cache.get_format(name, 512 if name == "fp8" else None)
     cache = kv_cache.allocate(layout, 2, 4)
     latent_bytes = layout.latent_dim

@@ -95,7 +95,7 @@ def test_pages_outside_the_cache_and_lengths_outside_the_table_are_not_seen(caus
     check(arguments)
 
 
-def test_lengths_that_are_not_neighbours():
+def test_lengths_that_are_not_neighbors():
     arguments = TOY.inputs()
     check(arguments | {"cache_seqlens": arguments["cache_seqlens"].repeat_interleave(2)[::2]})
 

@@ -1,4 +1,4 @@
-"""Index logits, ragged and paged, compared with float64 over the dequantised values, on both backends."""
+"""Index logits, ragged and paged, compared with float64 over the dequantized values, on both backends."""
 
 from typing import Any
 

@@ -50,7 +50,7 @@ def test_rotation_of_heads_is_a_complex_product(backend, interleaved):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_query", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_are_normalised_latents_and_rotated_rope(backend, with_query, dtype):
+def test_rows_are_normalized_latents_and_rotated_rope(backend, with_query, dtype):
     generator = torch.Generator().manual_seed(1)
     rotation = rotary(6)
     fused = torch.randn(6, 24 + ROPE + 40, generator=generator).to(dtype)

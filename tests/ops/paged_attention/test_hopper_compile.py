@@ -50,7 +50,7 @@ def test_supported_calls(monkeypatch, facts, reason):
         ({}, None),
         ({"layout": "hnd", "window": 5, "sinks": True}, None),
         ({"layout": "split"}, "rows of a cache in pieces"),
-        ({"cache_dtype": torch.int8}, "a quantised cache"),
+        ({"cache_dtype": torch.int8}, "a quantized cache"),
         ({"new_keys": True, "softcap": 2.0}, "k and v in addition to the cache, softcap"),
         ({"alibi": "linear", "qq_bias": 3, "prefix_ranges": 1}, "prefix_ranges, alibi_slopes, qq_bias"),
         ({"fp8_out": True}, "out in float8_e4m3fn"),

@@ -79,7 +79,7 @@ def test_float32_against_the_oracle(heads, widths, layout, **fields):
 
 @pytest.mark.parametrize("cache_dtype", [E4M3, E5M2, INT8])
 @pytest.mark.parametrize("scale_kind", ["number", "tensor", "head", "token"])
-def test_quantised_caches(cache_dtype, scale_kind):
+def test_quantized_caches(cache_dtype, scale_kind):
     check(replace(EXACT, cache_dtype=cache_dtype, scale_kind=scale_kind, window=6))
 
 

@@ -11,7 +11,7 @@ GIVEN = {
     "v_cache": torch.zeros(4, 5, 2, 8),
     "slot_mapping": torch.arange(3),
 }
-QUANTISED = {"k_cache": GIVEN["k_cache"].char(), "v_cache": GIVEN["v_cache"].char()}
+QUANTIZED = {"k_cache": GIVEN["k_cache"].char(), "v_cache": GIVEN["v_cache"].char()}
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ QUANTISED = {"k_cache": GIVEN["k_cache"].char(), "v_cache": GIVEN["v_cache"].cha
         ),
         ({"slot_mapping": torch.arange(3).to("meta")}, ValueError, "^slot_mapping must be on cpu like"),
         ({"k_scale": 1.0}, ValueError, "^k_scale belongs to a cache in float8_e4m3fn or float8_e5m2 or int8, and this"),
-        ({**QUANTISED, "k_scale": -1.0}, ValueError, "^k_scale must be a finite number above 0, got -1.0$"),
+        ({**QUANTIZED, "k_scale": -1.0}, ValueError, "^k_scale must be a finite number above 0, got -1.0$"),
         (
-            {**QUANTISED, "v_scale": torch.ones(3)},
+            {**QUANTIZED, "v_scale": torch.ones(3)},
             ValueError,
             r"^v_scale must have one element or .*\[4, 5, 2\]",
         ),
-        ({**QUANTISED, "k_scale": torch.ones(2).half()}, TypeError, "^k_scale must be float32, got float16$"),
-        ({**QUANTISED, "k_scale": torch.ones(4, 5, 2).to("meta")}, ValueError, "^k_scale must be on cpu like"),
+        ({**QUANTIZED, "k_scale": torch.ones(2).half()}, TypeError, "^k_scale must be float32, got float16$"),
+        ({**QUANTIZED, "k_scale": torch.ones(4, 5, 2).to("meta")}, ValueError, "^k_scale must be on cpu like"),
         (
-            {**QUANTISED, "k_scale": torch.ones(2).expand(4, 5, 2)},
+            {**QUANTIZED, "k_scale": torch.ones(2).expand(4, 5, 2)},
             ValueError,
             "^k_scale must not be an expanded",
         ),

@@ -14,7 +14,7 @@ from flashlatte import paged_attention, reshape_and_cache
 from flashlatte.runtime import machine
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-QUANTISED = (E4M3, E5M2, INT8)
+QUANTIZED = (E4M3, E5M2, INT8)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BACKEND = "portable" if machine.interpreting() else "reference"
 # Run both without the interpreter (reference) and with it (kernel).
@@ -97,7 +97,7 @@ def check_side(rows, cache, slots, kind, scale, before_scale):
         for head in range(heads):
             row = rows[token, head].float().tolist()
             actual = flat[page, offset, head].float().tolist()
-            if cache.dtype not in QUANTISED:
+            if cache.dtype not in QUANTIZED:
                 assert actual == row
                 continue
             given = {"none": 1.0, "number": float32(0.3)}.get(kind)
@@ -115,7 +115,7 @@ def check_side(rows, cache, slots, kind, scale, before_scale):
 
 
 @given(
-    dtype=st.sampled_from([*QUANTISED, *FLOATS]),
+    dtype=st.sampled_from([*QUANTIZED, *FLOATS]),
     source=st.sampled_from(FLOATS),
     layouts=st.tuples(st.sampled_from([*LAYOUTS, "pieces"]), st.sampled_from(LAYOUTS)),
     kinds=st.tuples(st.sampled_from(SCALES), st.sampled_from(SCALES)),
@@ -126,7 +126,7 @@ def check_side(rows, cache, slots, kind, scale, before_scale):
     seed=st.integers(0, 2**32),
 )
 def test_every_number_and_scale(dtype, source, layouts, kinds, heads, widths, slots, slot_dtype, seed):
-    if dtype not in QUANTISED:
+    if dtype not in QUANTIZED:
         source, kinds = dtype, ("none", "none")
     tokens = len(slots) + 2
     sides = []
@@ -148,7 +148,7 @@ SPECIAL = [0.0, -0.0, 2**-9, 2**-10, 3 * 2**-10, 2.0**-16, 2.0**-17, 0.5, 1.5, -
 SPECIAL += [1e30, -1e30]
 
 
-@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("dtype", QUANTIZED)
 @pytest.mark.parametrize("kind", ["none", "tokens"])
 def test_ties_ends_and_nan(dtype, kind):
     rows = torch.tensor([SPECIAL, [*SPECIAL[:15], math.nan], [0.0] * 16, [1e-8] * 16]).unsqueeze(1)

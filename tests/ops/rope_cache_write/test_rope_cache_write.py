@@ -1,4 +1,4 @@
-"""``rope_cache_write`` compared with a float64 rotation and the cache's quantiser."""
+"""``rope_cache_write`` compared with a float64 rotation and the cache's quantizer."""
 
 import pytest
 import torch

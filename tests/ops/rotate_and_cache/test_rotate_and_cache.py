@@ -75,7 +75,7 @@ def test_against_float64(tokens, heads, shape, dtype, q_eps, in_place, seed):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_an_infinity_that_is_not_turned_leaves_its_neighbour_alone():
+def test_an_infinity_that_is_not_turned_leaves_its_neighbor_alone():
     arguments = draw(2, 3, 16, 4, torch.float32, 1)
     arguments["slot_mapping"] = torch.tensor([0, 1])
     arguments["q"][:, 1, 6], arguments["kv"][:, 3] = math.inf, -math.inf

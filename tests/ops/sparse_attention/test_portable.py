@@ -148,7 +148,7 @@ def test_lengths_outside_the_list():
     check(inputs | {"topk_length": length.long() * 2**20}, deterministic=True)
 
 
-def test_lengths_and_sinks_that_are_not_neighbours():
+def test_lengths_and_sinks_that_are_not_neighbors():
     inputs = replace(TOY, topk_lengths=True).inputs()
     apart = {name: inputs[name].repeat_interleave(2)[::2] for name in ("topk_length", "attn_sink")}
     check(inputs | apart)

@@ -214,7 +214,7 @@ def test_pages_2_to_the_31_bytes_apart():
     check(arguments)
 
 
-def test_lengths_and_sinks_that_are_not_neighbours():
+def test_lengths_and_sinks_that_are_not_neighbors():
     arguments = replace(PLAIN, topk_lengths="token").inputs()
     apart = {name: arguments[name].repeat_interleave(2, dim=-1)[..., ::2] for name in ("topk_length", "attn_sink")}
     check(arguments | apart)

@@ -247,11 +247,11 @@ def test_outputs_given_are_written_and_returned():
     assert lse.equal(expected_lse)
 
 
-def test_dequantised_rows_and_the_quantised_cache_give_equal_results():
+def test_dequantized_rows_and_the_quantized_cache_give_equal_results():
     inputs = small(cache_format="v32", head_dim=None)
     rows = kv_cache.unpack(inputs["k_cache"], "v32", dtype=torch.float32)
-    unquantised = sparse_decode(**(inputs | {"k_cache": rows, "cache_format": "fp32"}))
-    for result, expected in zip(sparse_decode(**inputs), unquantised, strict=True):
+    unquantized = sparse_decode(**(inputs | {"k_cache": rows, "cache_format": "fp32"}))
+    for result, expected in zip(sparse_decode(**inputs), unquantized, strict=True):
         assert result.equal(expected)
 
 

@@ -85,7 +85,7 @@ def test_lengths_outside_the_list():
     check(arguments | {"topk_length": length.long() * 2**20})
 
 
-def test_lengths_and_sinks_that_are_not_neighbours():
+def test_lengths_and_sinks_that_are_not_neighbors():
     arguments = replace(TOY, topk_lengths=True).inputs()
     apart = {name: arguments[name].repeat_interleave(2)[::2] for name in ("topk_length", "attn_sink")}
     check(arguments | apart)

@@ -21,7 +21,7 @@ PAGES, PAGE_SIZE = 4, 3
 
 
 def filled(layout, heads, gap, seed):
-    """A cache with quantised random keys and values."""
+    """A cache with quantized random keys and values."""
     generator = torch.Generator().manual_seed(seed)
     key, value = torch.randn(2, PAGES, PAGE_SIZE, heads, layout.head_dim, generator=generator)
     storage = torch.zeros(PAGES, PAGE_SIZE, heads, layout.record_bytes + gap, dtype=torch.uint8)

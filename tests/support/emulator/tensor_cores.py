@@ -17,7 +17,7 @@ Run = Callable[[Warp, "Array | None"], None]
 
 
 def _fill(matrix: Array, row: Array, column: Array, register: Array, kind: str) -> None:
-    """Unpack a register into neighbouring columns of a matrix."""
+    """Unpack a register into neighboring columns of a matrix."""
     bits = 8 * BYTES[kind]
     for i in range(32 // bits):
         part = spread(register) >> np.uint32(bits * i)
@@ -37,7 +37,7 @@ def _left(registers: list[Array], depth: int, kind: str) -> Array:
 
 
 def _result(product: Array, i: int) -> Array:
-    """Register i of a product [16, columns]: two neighbouring columns of two rows, then the next eight columns."""
+    """Register i of a product [16, columns]: two neighboring columns of two rows, then the next eight columns."""
     return np.ascontiguousarray(product[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + COLUMN + i % 2])
 
 
@@ -156,7 +156,7 @@ def operand_offsets(descriptor: int, rows: int, depth: int, size: int, transpose
     """Offsets [rows, depth] in shared memory of the elements of an operand with a matrix descriptor (PTX, "Matrix
     Descriptor Format").
 
-    Elements have ``size`` bytes. Elements along the depth are neighbours, or with ``transposed`` those along the rows.
+    Elements have ``size`` bytes. Elements along the depth are neighbors, or with ``transposed`` those along the rows.
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     swizzle = (0, 128, 64, 32)[descriptor >> 62 & 3]

@@ -23,7 +23,7 @@ class Columns:
         self._stored: torch.Tensor | None = None  # bool [requests, count]; None if all are
 
     def compare(self, mask: torch.Tensor | None, queries: int) -> tuple[bool, torch.Tensor | None]:
-        """Compare a mask [requests, count + queries] with the stored columns; synchronises once.
+        """Compare a mask [requests, count + queries] with the stored columns; synchronizes once.
 
         ``mask`` is None if all tokens are visible; columns missing on the right are hidden, as in transformers.
 

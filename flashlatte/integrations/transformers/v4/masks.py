@@ -39,7 +39,7 @@ class PassMask:
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
     ) -> PassMask:
-        """The mask of ``queries`` new columns after ``columns`` of history; synchronises at most once.
+        """The mask of ``queries`` new columns after ``columns`` of history; synchronizes at most once.
 
         Args:
             attention_mask: [b, columns + queries], 0 where a column is hidden; None if none is.

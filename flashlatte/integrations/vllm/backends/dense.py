@@ -241,7 +241,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
     ) -> None:
         """Attention of prefill requests, in multi-head form, into ``output`` [T, h · v]."""
         if output_scale is not None or self.dcp_world_size > 1 or self.uses_other_prefill:
-            # vLLM's own path: it quantises outputs, gathers context over ranks, and runs other prefill backends.
+            # vLLM's own path: it quantizes outputs, gathers context over ranks, and runs other prefill backends.
             scale = {} if output_scale is None else {"output_scale": output_scale}
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, **scale)
             return

@@ -58,7 +58,7 @@ def fused_norm_rope(
     k_pe_out: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """Normalised query latents [T, rank]; writes latents [T, latent], rotated keys [T, rope] and both caches."""
+    """Normalized query latents [T, rank]; writes latents [T, latent], rotated keys [T, rope] and both caches."""
     tokens, latent_dim = kv_c.shape
     rows, q_normed = latent_rows(
         torch.cat((kv_c, k_pe), dim=-1),

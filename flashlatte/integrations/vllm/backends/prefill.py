@@ -38,7 +38,7 @@ class FlashLattePrefillBackend(MLAPrefillBackend):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Causal attention among new tokens: [T, h, v], and with ``return_softmax_lse`` lse [h, T]."""
         if output_scale is not None:
-            raise ValueError("output_scale must be None: FlashLatte's prefill writes no quantised outputs")
+            raise ValueError("output_scale must be None: FlashLatte's prefill writes no quantized outputs")
         metadata = self._prefill_metadata
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         out, lse = dense_prefill(

@@ -14,7 +14,7 @@ from flashlatte.runtime import checks
 def indexer_k_quant_and_cache(
     k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, quant_block_size: int, kv_cache_dtype: str
 ) -> None:
-    """Quantise index keys to e4m3 with one scale a token, and write them to a paged cache: ``index_quantize``.
+    """Quantize index keys to e4m3 with one scale a token, and write them to a paged cache: ``index_quantize``.
 
     Args:
         k: [T, head_dim], bf16, fp16 or float32.
@@ -45,7 +45,7 @@ def cp_gather_indexer_k_quant_cache(
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
 ) -> None:
-    """Gather the quantised index keys of several requests: ``index_gather``.
+    """Gather the quantized index keys of several requests: ``index_gather``.
 
     Args:
         kv_cache: uint8 [pages, page_size, head_dim + 4].

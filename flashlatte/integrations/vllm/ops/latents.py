@@ -120,7 +120,7 @@ def gather_and_maybe_dequant_cache(
     scale: torch.Tensor,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """Gather and dequantise the latents of several requests: ``kv_cache.gather``.
+    """Gather and dequantize the latents of several requests: ``kv_cache.gather``.
 
     Args:
         src_cache: [pages, page_size, width].

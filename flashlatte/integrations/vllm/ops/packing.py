@@ -15,7 +15,7 @@ def pack_seq_triton(
 ) -> torch.Tensor:
     """Pack concatenated requests into rows, padded to the longest request: ``flashlatte.pack_seq``.
 
-    Reads the largest length from the device, which synchronises, as vLLM does.
+    Reads the largest length from the device, which synchronizes, as vLLM does.
 
     Args:
         x: [T, …]; the values of a token are contiguous.

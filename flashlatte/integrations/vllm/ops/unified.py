@@ -58,7 +58,7 @@ def unified_attention(
     """``flashlatte.paged_attention`` with vLLM's arguments.
 
     Args:
-        q: [T, h_q, d], bf16 or fp16; or float8_e4m3fn, which is dequantised first.
+        q: [T, h_q, d], bf16 or fp16; or float8_e4m3fn, which is dequantized first.
         k, v: the caches [pages, page_size, h_kv, d] and [..., d_v], any strides; in q's dtype (for an fp8 q: out's
             dtype or bf16), fp8 or int8. With a scale for each token and head, rows may be 4 bytes wider, as in vLLM,
             where a row ends with its scale.

@@ -1,4 +1,4 @@
-"""The steps after a group's sum: norm, rotation and quantisation of the row; and the write of the tokens' states."""
+"""The steps after a group's sum: norm, rotation and quantization of the row; and the write of the tokens' states."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
@@ -113,7 +113,7 @@ def load_finish(target, end, FORM: tl.constexpr):
 
 @triton.jit
 def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
-    """Normalise, rotate and store the sum x [head_dim] of the group that ends with ``token``, whose slot is in the
+    """Normalize, rotate and store the sum x [head_dim] of the group that ends with ``token``, whose slot is in the
     cache."""
     D: tl.constexpr = FORM.head_dim
     ROW_BYTES: tl.constexpr = FORM.row_bytes

@@ -24,7 +24,7 @@ class KeyForm(NamedTuple):
     """The constants of loads of keys or values.
 
     Attributes:
-        kind: PLAIN or a quantised kind.
+        kind: PLAIN or a quantized kind.
         align: the unit of strides, in elements.
         piece: contiguous elements of a row; ``element_stride`` is the stride of elements, None if known at run time
             only.

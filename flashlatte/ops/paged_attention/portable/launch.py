@@ -161,7 +161,7 @@ def _step(params: PagedAttentionParams, gpu: str, launch_plan: PagedAttentionLau
     head_dim, head_dim_v, page_size = params.q.shape[2], params.v_cache.shape[3], params.k_cache.shape[1]
     first, rest = tile_widths(head_dim)
     halves, is_whole = multiplies_halves(params), split.split_blocks is not None
-    new_and_quantised = params.k is not None and params.k_cache.dtype != params.q.dtype
+    new_and_quantized = params.k is not None and params.k_cache.dtype != params.q.dtype
     return PagedStep(
         block_m=config.block_m,
         block_n=config.block_n,
@@ -181,7 +181,7 @@ def _step(params: PagedAttentionParams, gpu: str, launch_plan: PagedAttentionLau
         softcap=params.softcap > 0,
         alibi=params.alibi_slopes is not None,
         alibi_sqrt=params.alibi_sqrt,
-        scaled_keys=_has_scales_per_token(params) or new_and_quantised,
+        scaled_keys=_has_scales_per_token(params) or new_and_quantized,
         halves=halves,
         in_words=launch_plan.in_words,
         key_heads=config.key_heads,

@@ -211,11 +211,11 @@ def write(state, item, split, args, FIRST_COL: gl.constexpr, CONFIG: gl.constexp
         rows_in_use = args.outputs.heads - first_head
         fp24_partials.write(state.out, state.row_max, state.row_sum, args.partials, rows_in_use, FIRST_COL)
     else:
-        _write_normalised(state, item, split, first_head, args, FIRST_COL, CONFIG.out_align)
+        _write_normalized(state, item, split, first_head, args, FIRST_COL, CONFIG.out_align)
 
 
 @gluon.jit
-def _write_normalised(state, item, split, first_head, args, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
+def _write_normalized(state, item, split, first_head, args, FIRST_COL: gl.constexpr, OUT_ALIGN: gl.constexpr):
     outputs = args.outputs
     row_sum = gl.convert_layout(state.row_sum, OUTPUT_ROWS, assert_trivial=True)
     row_max = gl.convert_layout(state.row_max, OUTPUT_ROWS, assert_trivial=True)

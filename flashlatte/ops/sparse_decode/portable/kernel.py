@@ -79,7 +79,7 @@ def _prefetch_packed(tokens, begin, stop, cache_layout: tl.constexpr, step: tl.c
 
 @triton.jit
 def _load_packed(tokens, ahead, start, stop, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
-    """LOAD of ``attend`` for a cache with scales. Tiles are dequantised in registers anyway, so the next tile is
+    """LOAD of ``attend`` for a cache with scales. Tiles are dequantized in registers anyway, so the next tile is
     prefetched to registers and needs no shared memory."""
     index, packed = ahead
     keys = unpack(packed, dtype, cache_layout, step)

@@ -27,7 +27,7 @@ from flashlatte.split_kv.outputs import outputs_of
 from flashlatte.split_kv.plan import PartialShape
 from flashlatte.split_kv.work import DecodeLaunchPlan, split_config
 
-# Tile sizes for caches with scales, whose tokens are dequantised in registers.
+# Tile sizes for caches with scales, whose tokens are dequantized in registers.
 PACKED_TOKENS: Table = {
     "hopper": (
         AttentionConfig(16, 64, 8),

@@ -91,7 +91,7 @@ def load_scales(cache, index, cache_layout: tl.constexpr):
 
 @triton.jit
 def dequantize(codes, scales, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
-    """Dequantise tokens to ``dtype``, rounded to bf16 once: 512 latent elements and, for ``v32``, 64 rope elements."""
+    """Dequantize tokens to ``dtype``, rounded to bf16 once: 512 latent elements and, for ``v32``, 64 rope elements."""
     BLOCK_N: tl.constexpr = scales.shape[0]
     TILES: tl.constexpr = scales.shape[1]
     bits = tl.reshape(codes.latent, [BLOCK_N, TILES, _LATENT // TILES])

@@ -45,7 +45,7 @@ class SparseCache(NamedTuple):
 
 
 class TokenAddress(NamedTuple):
-    """The constants of a token's address, in one constexpr argument, which Triton serialises as JSON.
+    """The constants of a token's address, in one constexpr argument, which Triton serializes as JSON.
 
     Attributes:
         tiling: tiling of ``v32``, ``v32_no_rope`` and ``model1``, else None.
@@ -163,7 +163,7 @@ def _load_tiles(cache, index, cache_layout: tl.constexpr, TILING: tl.constexpr):
 
 @triton.jit
 def unpack(packed, dtype: tl.constexpr, cache_layout: tl.constexpr, step: tl.constexpr):
-    """Dequantise tokens to ``dtype``: 512 latent elements and, for ``v32``, 64 rope elements."""
+    """Dequantize tokens to ``dtype``: 512 latent elements and, for ``v32``, 64 rope elements."""
     if cache_layout.scaling is not None:
         return _unpack_blocks(packed, dtype, cache_layout.scaling.fp4, step)
     else:

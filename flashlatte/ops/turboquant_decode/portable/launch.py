@@ -129,7 +129,7 @@ def turboquant_decode(params: TurboQuantDecodeParams) -> None:
 
 def _usual_token_strides(layout: TurboQuantFormat, h_kv: int) -> tuple[int, int]:
     """The token strides, in bytes, of caches allocated by vLLM and by ``kv_cache.turboquant``, which the kernel is
-    specialised for."""
+    specialized for."""
     return h_kv * layout.record_bytes, h_kv * layout.allocated_bytes
 
 

@@ -31,7 +31,7 @@ def _byte_table(elements: tuple[float, ...], byte: int) -> list[str]:
 def _kept_text(bits: int) -> str:
     """Load the first words of the tables of ``_centroids_text`` to registers that live for the whole kernel.
 
-    prmt has one constant operand, and ptxas would rematerialise the other constant for each prmt. The words must
+    prmt has one constant operand, and ptxas would rematerialize the other constant for each prmt. The words must
     therefore be opaque, and not uniform: the lane index is added if $1 is negative, which never happens.
     """
     elements = lloyd_max(bits)[-8:]

@@ -1,4 +1,4 @@
-"""Quantisation to codes: nearest centroids for keys, uniform steps for values."""
+"""Quantization to codes: nearest centroids for keys, uniform steps for values."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false

@@ -1,11 +1,11 @@
-"""Dequantisation on a GPU of every byte value at every position of a row."""
+"""Dequantization on a GPU of every byte value at every position of a row."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from gpu.harness import DEVICE, KERNEL_BACKENDS, refusals_skip
-from support.dequantise import POWERS, SCALES, decoded_tokens
+from support.dequantize import POWERS, SCALES, decoded_tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""Dequantised weights of quantised linear layers."""
+"""Dequantized weights of quantized linear layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Tolerance, relative to the largest element, for a product that quantises its input with a dynamic scale.
+# Tolerance, relative to the largest element, for a product that quantizes its input with a dynamic scale.
 _MAX_ROUNDING = 0.02
 
 
@@ -33,16 +33,16 @@ class _CachedWeight(NamedTuple):
 _cache: weakref.WeakKeyDictionary[nn.Module, _CachedWeight] = weakref.WeakKeyDictionary()
 
 
-def is_quantised(module: Any, weight: torch.Tensor) -> bool:
-    """Whether a linear layer is quantised: by its class (bitsandbytes, transformers' ``FP8Linear``), or by a tensor
+def is_quantized(module: Any, weight: torch.Tensor) -> bool:
+    """Whether a linear layer is quantized: by its class (bitsandbytes, transformers' ``FP8Linear``), or by a tensor
     subclass of its weight (torchao).
     """
     of_class = isinstance(module, nn.Linear) and type(module) is not nn.Linear
-    return is_quantised_tensor(weight) or (of_class and weight.dtype.itemsize == 1)
+    return is_quantized_tensor(weight) or (of_class and weight.dtype.itemsize == 1)
 
 
-def dequantised_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [n, inputs] of a quantised linear layer without bias, in ``dtype``.
+def dequantized_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [n, inputs] of a quantized linear layer without bias, in ``dtype``.
 
     The result is cached until one of the layer's tensors changes. Changes that do not increase a tensor's version
     (``weight.data.copy_``, inference tensors) are not detected.
@@ -51,7 +51,7 @@ def dequantised_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
         TypeError: the layer is not a linear map.
     """
     if torch.compiler.is_compiling():
-        return _dequantised(module, dtype)
+        return _dequantized(module, dtype)
     tensors = [*_flatten((*module.parameters(), *module.buffers()))]
     state = [_state(tensor) for tensor in tensors]
     cached = _cache.get(module)
@@ -62,7 +62,7 @@ def dequantised_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
     ):
         return cached.matrix
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if not _is_wrapper(tensor)]
-    matrix = _dequantised(module, dtype).contiguous()
+    matrix = _dequantized(module, dtype).contiguous()
     _cache[module] = _CachedWeight(tensors, state, storages, dtype, matrix)
     return matrix
 
@@ -87,9 +87,9 @@ def apply_block_scales(
 
 
 @torch.no_grad()
-def _dequantised(module: Any, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(module: Any, dtype: torch.dtype) -> torch.Tensor:
     weight, scales = module.weight, getattr(module, "weight_scale_inv", None)
-    if is_quantised_tensor(weight):
+    if is_quantized_tensor(weight):
         try:
             matrix = weight.dequantize().to(dtype)
         except NotImplementedError:
@@ -108,20 +108,20 @@ def _weight_from_calls(module: Any, dtype: torch.dtype) -> torch.Tensor:
     identity = torch.eye(module.in_features, dtype=dtype, device=module.weight.device)
     columns = module(identity)
     if columns.shape != (module.in_features, module.out_features):
-        raise TypeError(f"a quantised {type(module).__name__} must be a linear map, got a result of {columns.shape}")
+        raise TypeError(f"a quantized {type(module).__name__} must be a linear map, got a result of {columns.shape}")
     if not (torch.compiler.is_compiling() or columns.is_meta):
         difference = (columns - 4 * module(identity / 4)).abs().amax()
         if not difference <= _MAX_ROUNDING * columns.abs().amax():
             raise TypeError(
-                f"a quantised {type(module).__name__} must be a linear map, got one that quantises its input with a "
-                "static scale: load it dequantised"
+                f"a quantized {type(module).__name__} must be a linear map, got one that quantizes its input with a "
+                "static scale: load it dequantized"
             )
     return columns.T
 
 
-def is_quantised_tensor(weight: torch.Tensor) -> bool:
-    """Whether a tensor is a quantised tensor subclass."""
-    # A DTensor is a wrapper too, but not quantised.
+def is_quantized_tensor(weight: torch.Tensor) -> bool:
+    """Whether a tensor is a quantized tensor subclass."""
+    # A DTensor is a wrapper too, but not quantized.
     return _is_wrapper(weight) and "torch.distributed" not in type(weight).__module__
 
 

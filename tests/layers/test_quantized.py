@@ -1,4 +1,4 @@
-"""The dequantised matrix of a quantised linear layer, and when it is recomputed."""
+"""The dequantized matrix of a quantized linear layer, and when it is recomputed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from flashlatte.layers.quantised import dequantised_weight
+from flashlatte.layers.quantized import dequantized_weight
 
 INPUTS, OUTPUTS = 6, 4
 
 
-class Quantised(torch.Tensor):
+class Quantized(torch.Tensor):
     """A weight subclass of codes and a scale that supports matrix products, like torchao's tensors."""
 
     @staticmethod
@@ -28,7 +28,7 @@ class Quantised(torch.Tensor):
         return [name for name in names if getattr(self, name) is not None], None
 
     @classmethod
-    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], *_: Any) -> Quantised:
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], *_: Any) -> Quantized:
         return cls(**parts)
 
     def numbers(self) -> torch.Tensor:
@@ -47,10 +47,10 @@ class Quantised(torch.Tensor):
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (weight,) = args
             return cls(weight.codes, weight.scale, weight.act_pre_scale)
-        raise NotImplementedError(f"{function} of quantised weights")
+        raise NotImplementedError(f"{function} of quantized weights")
 
 
-class Dequantisable(Quantised):
+class Dequantizable(Quantized):
     def dequantize(self) -> torch.Tensor:
         # Like torchao's, it omits the factor of the layer's input.
         return self.numbers()
@@ -61,7 +61,7 @@ def powers_of_two(*shape: int) -> torch.Tensor:
     return 2.0 ** torch.randint(-3, 4, shape)
 
 
-def layer_of(kind: type[Quantised], act_pre_scale: torch.Tensor | None = None) -> nn.Linear:
+def layer_of(kind: type[Quantized], act_pre_scale: torch.Tensor | None = None) -> nn.Linear:
     codes = torch.randint(-100, 100, (OUTPUTS, INPUTS), dtype=torch.int8)
     layer = nn.Linear(INPUTS, OUTPUTS, bias=False)
     layer.weight = nn.Parameter(kind(codes, powers_of_two(OUTPUTS, 1), act_pre_scale), requires_grad=False)
@@ -70,7 +70,7 @@ def layer_of(kind: type[Quantised], act_pre_scale: torch.Tensor | None = None) -
 
 def assert_is_its_matrix(layer: nn.Linear) -> None:
     x = torch.randint(-9, 10, (3, INPUTS)).float()
-    torch.testing.assert_close(x @ dequantised_weight(layer, torch.float32).T, layer(x), rtol=0, atol=0)
+    torch.testing.assert_close(x @ dequantized_weight(layer, torch.float32).T, layer(x), rtol=0, atol=0)
 
 
 class Bytes(nn.Linear):
@@ -82,24 +82,24 @@ class Bytes(nn.Linear):
         self.weight_scale_inv = nn.Parameter(torch.ones(()), requires_grad=False)
 
 
-@pytest.mark.parametrize("kind", [Dequantisable, Quantised])
+@pytest.mark.parametrize("kind", [Dequantizable, Quantized])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_factor_of_the_layers_input_is_part_of_the_matrix(kind: type[Quantised], scaled: bool) -> None:
+def test_a_factor_of_the_layers_input_is_part_of_the_matrix(kind: type[Quantized], scaled: bool) -> None:
     assert_is_its_matrix(layer_of(kind, powers_of_two(INPUTS) if scaled else None))
 
 
 @pytest.mark.parametrize("name", ["codes", "scale", "act_pre_scale"])
 def test_a_weight_whose_part_changed_is_read_again(name: str) -> None:
-    layer = layer_of(Dequantisable, torch.ones(INPUTS))
-    before = dequantised_weight(layer, torch.float32)
-    assert dequantised_weight(layer, torch.float32) is before
+    layer = layer_of(Dequantizable, torch.ones(INPUTS))
+    before = dequantized_weight(layer, torch.float32)
+    assert dequantized_weight(layer, torch.float32) is before
     getattr(layer.weight, name).neg_()
-    torch.testing.assert_close(dequantised_weight(layer, torch.float32), -before, rtol=0, atol=0)
+    torch.testing.assert_close(dequantized_weight(layer, torch.float32), -before, rtol=0, atol=0)
 
 
 def test_a_weight_that_was_exchanged_for_another_is_read_again() -> None:
-    layer, other = layer_of(Dequantisable), layer_of(Dequantisable)
-    dequantised_weight(layer, torch.float32)
+    layer, other = layer_of(Dequantizable), layer_of(Dequantizable)
+    dequantized_weight(layer, torch.float32)
     torch.utils.swap_tensors(layer.weight, other.weight)
     assert_is_its_matrix(layer)
 
@@ -113,9 +113,9 @@ def test_other_numbers_where_a_weight_lay_that_is_gone_are_read() -> None:
         return torch.frombuffer(memory, dtype=torch.float8_e4m3fn).view(OUTPUTS, INPUTS)
 
     layer = Bytes(codes(0x38))
-    assert dequantised_weight(layer, torch.float32).eq(1).all()
+    assert dequantized_weight(layer, torch.float32).eq(1).all()
     layer.weight.data = codes(0x40)
-    assert dequantised_weight(layer, torch.float32).eq(2).all()
+    assert dequantized_weight(layer, torch.float32).eq(2).all()
 
 
 @pytest.mark.parametrize("scale", [0.001, 0.3])
@@ -126,5 +126,5 @@ def test_a_layer_that_rounds_its_input_on_a_scale_of_its_own_is_refused(scale: f
 
     layer = Static(INPUTS, OUTPUTS, bias=False)
     layer.weight = nn.Parameter(torch.full((OUTPUTS, INPUTS), 3, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(TypeError, match=r"^a quantised Static must be a linear map, got one that quantises its input"):
-        dequantised_weight(layer, torch.float32)
+    with pytest.raises(TypeError, match=r"^a quantized Static must be a linear map, got one that quantizes its input"):
+        dequantized_weight(layer, torch.float32)
