@@ -61,7 +61,7 @@ def check(given, lse=None, **options):
             compare.assert_accurate(result, exact, plain, name)
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sparse", "dense"])
 @pytest.mark.parametrize("name", mostly_full(CASES, "one index"))
 def test_against_the_oracle(emulated, name, dense):
     case, sizes = CASES[name]

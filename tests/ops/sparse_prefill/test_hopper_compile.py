@@ -75,6 +75,7 @@ CALLS = {
 }
 
 
+@pytest.mark.full
 def test_every_warpgroup_reads_the_lengths(recorded):
     _, key = recorded(lengths=True)
     # Loads for the first and for the next tile. A warpgroup that reused the first length would deadlock.
