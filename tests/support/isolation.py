@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 TESTS = str(Path(__file__).parents[1])
-# Its functions replace the interpreter's for the whole run.
-_QUICK_INTERPRETER = str(Path(__file__).with_name("quick_interpreter.py"))
+# Files whose functions replace others for the whole run.
+_PERMANENT = {str(Path(__file__).with_name(f"{name}.py")) for name in ("quick_interpreter", "vllm_counts")}
 _checked: set[str] = set()
 _num_modules = 0
 
@@ -32,7 +32,7 @@ def functions_of_tests(modules: Iterable[ModuleType]) -> Iterator[str]:
 
 def _is_of_a_test(value: Any) -> bool:
     file = getattr(getattr(value, "__code__", None), "co_filename", "")
-    is_of_a_test = isinstance(file, str) and file.startswith(TESTS) and file != _QUICK_INTERPRETER
+    is_of_a_test = isinstance(file, str) and file.startswith(TESTS) and file not in _PERMANENT
     return is_of_a_test or type(value).__module__ == "unittest.mock"
 
 
