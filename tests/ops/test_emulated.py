@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(machine.interpreting(), reason="imports Gluon ke
 E4M3 = torch.float8_e4m3fn
 OUT = compare.Tolerance(abs=1e-2, rel=2**-6, cos=1e-5)
 STATISTICS = compare.Tolerance(abs=1e-4, rel=1e-4, cos=1e-6)
+# Logits of up to 100. Each of the four e4m3 products of a query's and a key's 128 elements keeps 14 bits of the sum.
+LOGITS = compare.Tolerance(abs=0.1, rel=1e-3, cos=1e-6)
 
 
 def check(
@@ -32,6 +34,7 @@ def check(
     *,
     seed: int,
     backend: str = "hopper",
+    statistics: compare.Tolerance = STATISTICS,
     **options: Any,
 ) -> None:
     expected = operation(**arguments, backend="reference")
@@ -39,7 +42,7 @@ def check(
     results = operation(**arguments, backend=backend)
     for i, (result, reference) in enumerate(zip(_tuple(results), _tuple(expected), strict=True)):
         assert result.isfinite().any() or not reference.isfinite().any()
-        compare.assert_close(result, reference, STATISTICS if result.dtype == torch.float32 else OUT, f"result {i}")
+        compare.assert_close(result, reference, statistics if result.dtype == torch.float32 else OUT, f"result {i}")
 
 
 def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
@@ -145,7 +148,7 @@ def test_index_logits(emulation, heads):
         "key_end": end,
         "k_scale": torch.rand(300),
     }
-    check(flashlatte.index_logits, arguments, emulation, seed=6, num_sms=4)
+    check(flashlatte.index_logits, arguments, emulation, seed=6, num_sms=4, statistics=LOGITS)
 
 
 @pytest.mark.full
@@ -160,7 +163,7 @@ def test_paged_index_logits(emulation, heads, next_n):
         "cache_seqlens": torch.tensor([200, 3, 90], dtype=torch.int32),
         "block_table": torch.randperm(12).reshape(3, 4).int(),
     }
-    check(flashlatte.paged_index_logits, arguments, emulation, seed=7, num_sms=4)
+    check(flashlatte.paged_index_logits, arguments, emulation, seed=7, num_sms=4, statistics=LOGITS)
 
 
 @pytest.mark.full
