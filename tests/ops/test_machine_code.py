@@ -63,12 +63,10 @@ HOPPER = [
 ]
 PORTABLE = [
     Variant("dense_decode", "portable", {"heads": 128}),
-    Variant("sparse_decode", "portable", {"form": "v32", "lengths": True}, spills=48),
     Variant("sparse_prefill", "portable", {"lengths": True}, spills=8),
     Variant("dense_prefill", "portable"),
     # Addresses of the rows that a thread copies, next to dq of 64 heads; an accumulator would be 128 and more.
     Variant("sparse_attention_backward", "portable", {"lengths": True}, spills=120),
-    Variant("indexer_loss", "portable", {"lengths": True}),
     Variant("paged_attention", "portable", {"tokens": 2048}),
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
@@ -92,7 +90,6 @@ PORTABLE = [
     Variant("q_kv_norm", "portable", products=None),
     Variant("rotate_and_cache", "portable", products=None),
     Variant("rotate_heads", "portable", products=None),
-    Variant("turboquant_decode", "portable", products="hmma"),
     Variant("turboquant_gather", "portable", {"form": "turboquant_k8v4"}, products=None),
 ]
 MORE_HOPPER = [
@@ -170,6 +167,9 @@ MORE_HOPPER = [
     Variant("indexer_loss", "hopper", {"topk": None}),
 ]
 MORE_PORTABLE = [
+    Variant("sparse_decode", "portable", {"form": "v32", "lengths": True}, spills=48),
+    Variant("indexer_loss", "portable", {"lengths": True}),
+    Variant("turboquant_decode", "portable", products="hmma"),
     Variant("indexer_loss", "portable", {"topk": None}),
     Variant("turboquant_decode", "portable", {"form": "turboquant_3bit_nc", "head_dim": 32}, products="hmma"),
     Variant("dense_decode", "portable", {"heads": 16, "cache_dtype": FP8}, products="hmma"),
