@@ -19,7 +19,7 @@ demo: $(READY)
 
 # What a contributor needs.
 test: $(READY)
-	@echo "About 4 minutes of processor time (2 and a half on two idle cores): Triton's interpreter first, then all else."
+	@echo "About 4 and a half minutes of processor time (3 on two idle cores): Triton's interpreter first, then all else."
 	@TRITON_INTERPRET=1 $(PYTEST) $(FEW) -m "interpreter and not full"
 	@$(PYTEST) $(FEW) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 
