@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +21,16 @@ _numbers = itertools.count()
 
 class SharedFiles:
     def __init__(self, size: int, group: dist.ProcessGroup) -> None:
-        where: list[str] = [tempfile.mkdtemp()]
+        where = [tempfile.mkdtemp() if group.rank() == 0 else ""]
         dist.broadcast_object_list(where, 0, group)
         number = next(_numbers)
         paths = [Path(where[0]) / f"{number}-{rank}" for rank in range(group.size())]
         self.buffers = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
         self._group = group
         self.barrier()
+        # The mappings outlive the files.
+        if group.rank() == 0:
+            shutil.rmtree(where[0])
 
     def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
         start = offset * dtype.itemsize
