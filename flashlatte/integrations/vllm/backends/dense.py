@@ -119,6 +119,8 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         **others: Any,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **others)
+        # Not between ranks: vLLM would not advance their lengths.
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
         if device.type != "cpu" and self.dcp_world_size == 1:
             layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
             if isinstance(getattr(layer, "impl", None), FlashLatteMLAImpl):  # vLLM's tests use other implementations
@@ -138,6 +140,9 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         finally:
             self.reorder_batch_threshold = largest
+
+    def update_draft_decode_metadata(self, metadata: MLACommonMetadata) -> None:
+        """Nothing to do for the next draft: the metadata has views of vLLM's buffers."""
 
     def _build_decode(self, **batch: Any) -> DecodeMetadata:
         """Metadata of the decode requests. Drops padding requests, which have no tokens."""
