@@ -123,7 +123,7 @@ def test_decode_of_two_queries_and_its_lse(merged):
     parts = torch.randn(4, HEADS, LATENT, generator=generator), torch.randn(4, HEADS, ROPE, generator=generator)
     table, lengths = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
     impl = decoding(merged)
-    metadata = SimpleNamespace(decode=SimpleNamespace(block_table=table, seq_lens=lengths))
+    metadata = SimpleNamespace(decode=SimpleNamespace(block_table=table, seq_lens=lengths, padded=None))
     out, lse = impl.forward_mqa(parts, cache, metadata, SimpleNamespace(_k_scale=None))
 
     query = torch.cat(parts, dim=-1).double()
@@ -159,7 +159,7 @@ def test_ranks_that_share_a_context(ranks, interleave):
             assert len(mine) == int(local[request])
             for place, token in enumerate(mine):
                 cache[table[request, place // PAGE], place % PAGE] = rows[request, token]
-        metadata = SimpleNamespace(decode=SimpleNamespace(block_table=table, seq_lens=local))
+        metadata = SimpleNamespace(decode=SimpleNamespace(block_table=table, seq_lens=local, padded=None))
         partial.append(impl.forward_mqa(query, cache, metadata, SimpleNamespace(_k_scale=None)))
 
     outs, lses = (torch.stack(parts) for parts in zip(*partial, strict=True))

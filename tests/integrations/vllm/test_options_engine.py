@@ -163,7 +163,7 @@ def test_sinks_without_an_indexer():
     cache[1, :tokens] = rows
 
     query = torch.randn(1, heads, 576, generator=draw)
-    decode = SimpleNamespace(seq_lens=torch.tensor([tokens]), block_table=torch.tensor([[1]]))
+    decode = SimpleNamespace(seq_lens=torch.tensor([tokens]), block_table=torch.tensor([[1]]), padded=None)
     out, _ = impl.forward_mqa(query, cache, SimpleNamespace(decode=decode), SimpleNamespace(_k_scale=torch.ones(())))
     latents = rows[:, :512].expand(heads, -1, -1)
     torch.testing.assert_close(out, with_sink(scale * query.transpose(0, 1) @ rows.T, latents, sink))

@@ -128,6 +128,36 @@ def test_a_prefill_backend_is_used_only_with_contexts_on_the_host(make):
     assert not make(topk).supports_dense_mha_prefill
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_vllms_layer_finds_the_rows_on_the_gpu(on_host):
+    """It writes new rows to them and not to the cache on the host."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config.attention import HiSparseConfig
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    config, group = VllmConfig(), object.__new__(HiSparseMLAIndexGroup)
+    group.caches = ["of another layer", "of this layer"]
+    config.attention_config.hisparse_config = HiSparseConfig() if on_host else None
+    builder = SimpleNamespace(register_layer=lambda *_, **__: (group, 1))
+    dims = {name: LAYER_ARGUMENTS[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    with set_current_vllm_config(config):
+        layer = MLAAttention(
+            num_heads=HEADS,
+            scale=0.1,
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            kv_b_proj=torch.nn.Linear(512, HEADS * 256, bias=False),
+            prefix="layer.0",
+            attn_backend=sparse.FlashLatteSparseMLABackend,
+            use_sparse=True,
+            topk_indices_buffer=torch.zeros(4, TOPK, dtype=torch.int32),
+            index_group_builder=builder,
+            prefill_backend_cls=lambda **_: None,
+            **dims,
+        )
+    assert layer.hisparse_cache == ("of this layer" if on_host else None)
+
+
 def test_vllms_group_has_these_methods():
     signature = inspect.signature
     signature(SparseMLAIndexGroupBuilder.register_layer).bind(None, True, None, head_size=576, kv_cache_dtype="auto")

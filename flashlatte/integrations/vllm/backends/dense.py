@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
+    MLACommonDecodeMetadata,
     MLACommonImpl,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
@@ -27,10 +28,31 @@ from flashlatte.layers.metadata import ContextChunk, PrefillPart
 from flashlatte.layers.prefill import Expansion, attend_heads
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.dense_decode import dense_decode
+from flashlatte.runtime.transfer import to_device
 
 # Up to this number of new tokens, the same for all requests of a batch, attention runs in absorbed form: it reads the
 # cached latents without expanding them to keys and values of every head.
 MAX_ABSORBED_QUERIES = 128
+
+
+class PaddedRows(NamedTuple):
+    """Rows of a batch in which every request has as many tokens as the longest one.
+
+    Attributes:
+        tokens: int64 [requests · queries], the token of each row. A request's tokens are its last rows, and the rows
+            before them repeat its first token.
+        rows: int64 [tokens], the row of each token.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass
+class DecodeMetadata(MLACommonDecodeMetadata):
+    """vLLM's metadata of decode requests, with their rows if they have different numbers of tokens."""
+
+    padded: PaddedRows | None = None
 
 
 class FlashLatteMLABackend(MLABackendMixin, MLACommonBackend):
@@ -69,10 +91,15 @@ class FlashLatteMLABackend(MLABackendMixin, MLACommonBackend):
 
 
 class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """Builds vLLM's own metadata: kernels split the work on the device in each call, and need no schedule."""
+    """Builds vLLM's own metadata: kernels split the work on the device in each call, and need no schedule.
+
+    If all requests of a batch have the same number of tokens, up to ``MAX_ABSORBED_QUERIES``, all are decode requests.
+    Otherwise a decode request has at most one token and the speculated ones. Kernels read the lengths of decode
+    requests on the device: with asynchronous scheduling the host does not know how many drafts were accepted.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
     # Batch invariance: whether a request uses the absorbed form must not depend on the other requests.
     reorder_batch_threshold: int = 1 if common.BATCH_INVARIANT else MAX_ABSORBED_QUERIES
 
@@ -92,20 +119,59 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         **others: Any,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **others)
+        # Not between ranks: vLLM would not advance their lengths.
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
         if device.type != "cpu" and self.dcp_world_size == 1:
             layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
             if isinstance(getattr(layer, "impl", None), FlashLatteMLAImpl):  # vLLM's tests use other implementations
                 layer.impl.warm_up_prefill(vllm_config.model_config.dtype, kv_cache_spec.block_size, layer._k_scale)
 
-    def _build_decode(self, **batch: Any) -> Any:
-        """Metadata of the decode requests, each with the same number of queries. Drops padding requests."""
-        starts = batch["query_start_loc_cpu"]
-        queries = int(starts[1] - starts[0])
-        if queries:
-            requests = batch["num_decode_tokens"] // queries
-            for name in ("block_table_tensor", "seq_lens_device"):
-                batch[name] = batch[name][:requests]
-        return super()._build_decode(**batch)
+    def _init_reorder_batch_threshold(self, reorder_batch_threshold: int | None = 1, *more: Any, **others: Any) -> None:
+        super()._init_reorder_batch_threshold(1, *more, **others)
+        self.speculated_step = self.reorder_batch_threshold
+        super()._init_reorder_batch_threshold(reorder_batch_threshold, *more, **others)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
+        largest, starts = self.reorder_batch_threshold, common_attn_metadata.query_start_loc_cpu
+        longest, requests = _shape(starts)
+        if longest * requests != int(starts[-1]):
+            self.reorder_batch_threshold = self.speculated_step
+        try:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        finally:
+            self.reorder_batch_threshold = largest
+
+    def update_draft_decode_metadata(self, metadata: MLACommonMetadata) -> None:
+        """Nothing to do for the next draft: the metadata has views of vLLM's buffers."""
+
+    def _build_decode(self, **batch: Any) -> DecodeMetadata:
+        """Metadata of the decode requests. Drops padding requests, which have no tokens."""
+        starts, padded = batch["query_start_loc_cpu"], None
+        longest, requests = _shape(starts)
+        if longest and longest * requests == int(starts[-1]):
+            # Requests without tokens may stand for tokens that pad a CUDA graph.
+            requests = batch["num_decode_tokens"] // longest
+        elif longest:
+            padded = _padded_rows(starts.diff()[:requests], longest, batch["seq_lens_device"].device)
+        for name in ("block_table_tensor", "seq_lens_device"):
+            batch[name] = batch[name][:requests]
+        return DecodeMetadata(**vars(super()._build_decode(**batch)), padded=padded)
+
+
+def _shape(starts: torch.Tensor) -> tuple[int, int]:
+    """The largest number of tokens of a request, and the number of requests that have tokens."""
+    counts = starts.diff()
+    return int(counts.max()), int(counts.count_nonzero())
+
+
+def _padded_rows(counts: torch.Tensor, queries: int, device: torch.device) -> PaddedRows:
+    """Rows for requests with ``counts`` tokens (on the host), at most ``queries``."""
+    ends = counts.cumsum(0)
+    columns = torch.arange(-queries, 0, device="cpu")
+    tokens = torch.maximum(ends[:, None] + columns, (ends - counts)[:, None])
+    skipped = torch.arange(1, len(counts) + 1, device="cpu") * queries - ends
+    rows = torch.arange(int(ends[-1]), device="cpu") + torch.repeat_interleave(skipped, counts)
+    return PaddedRows(to_device(tokens.flatten(), device), to_device(rows, device))
 
 
 class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
@@ -207,8 +273,10 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention in absorbed form: [T, h, latent], and lse [T, h] if vLLM merges results over ranks, else None."""
-        decode = attn_metadata.decode
+        decode: Any = attn_metadata.decode
         query = common.join_query(q)
+        if decode.padded is not None:
+            query = query[decode.padded.tokens]
         requests = decode.seq_lens.shape[0]
         cache = self._cache(kv_c_and_k_pe_cache, layer._k_scale)
         out, lse = dense_decode(
@@ -225,8 +293,12 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             backend=self.decode_backend,
         )
         apply_sink(out, lse.transpose(1, 2), self.sinks)
-        returns_lse = self.need_to_return_lse_for_decode
-        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) if returns_lse else None
+        out = out.flatten(0, 1)
+        lse = lse.transpose(1, 2).flatten(0, 1) if self.need_to_return_lse_for_decode else None
+        if decode.padded is None:
+            return out, lse
+        rows = decode.padded.rows
+        return out[rows], lse if lse is None else lse[rows]
 
     def forward_mha(
         self,

@@ -16,6 +16,7 @@ from flashlatte.integrations.vllm.backends import common
 from flashlatte.integrations.vllm.backends.common import CommonBackendMixin
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.layers.selection import SelectionChunk, plan_selection
+from flashlatte.runtime.transfer import to_device
 
 
 @dataclass
@@ -26,7 +27,8 @@ class IndexerMetadata:
         num_tokens, num_decode_tokens: tokens of the batch, and of its decode requests.
         slot_mapping: [num_tokens], the slot of each token's key.
         block_table, seq_lens: block table and lengths of the decode requests, which have the same number of tokens
-            each. With batch invariance and a prefill in the batch, each token is a request.
+            each. If their numbers differ, each token is a request; also if the batch has a prefill and must be
+            invariant.
         chunks: the selection of the prefill requests, in chunks.
         sharded: how contexts are sharded over ranks, in which case ``block_table`` and ``seq_lens`` cover this rank's
             tokens only; None if they are not.
@@ -60,6 +62,7 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
             ranks = get_dcp_group()
             sharding = (ranks.rank_in_group, ranks.world_size, parallel.cp_kv_cache_interleave_size)
             self.sharded = Sharded(Sharding(*sharding), ranks.device_group)
+        self.supports_draft_decode_metadata_update = self.sharded is None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -68,52 +71,61 @@ class FlashLatteIndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
-        batch = common_attn_metadata
-        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
-            batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
-        )
-        if prefills and common.BATCH_INVARIANT:
-            return self._by_token(batch)
-        starts = batch.query_start_loc_cpu
-        if decodes and int(starts[1]):  # drop padding requests without tokens
-            decodes = decode_tokens // int(starts[1])
+        batch, threshold = common_attn_metadata, self.reorder_batch_threshold or 1
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(batch, decode_threshold=threshold)
+        if prefills and common.BATCH_INVARIANT:  # prefill and decode tokens select by the same kernel
+            decodes, prefills, decode_tokens = batch.num_reqs, 0, batch.num_actual_tokens
+        block_table, seq_lens = self._decode_rows(batch, decodes, decode_tokens, threshold)
         return IndexerMetadata(
             num_tokens=batch.num_actual_tokens,
             num_decode_tokens=decode_tokens,
             slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table_tensor[:decodes],
-            # Views of vLLM's buffers, which a CUDA graph reads. Ranks that share contexts decode one token at a time.
-            seq_lens=(batch.seq_lens if self.sharded is None else batch.dcp_local_seq_lens)[:decodes],
+            block_table=block_table,
+            seq_lens=seq_lens,
             chunks=self._chunks(batch, batch.num_reqs - prefills) if prefills else (),
             sharded=self.sharded,
         )
 
-    def _by_token(self, batch: Any) -> IndexerMetadata:
-        """Every token as a decode request of its own: prefill and decode tokens select by the same kernel."""
-        counts = batch.query_start_loc_cpu.diff()[: batch.num_reqs]
-        requests = torch.repeat_interleave(counts)
-        following = batch.query_start_loc_cpu[1:][requests] - 1 - torch.arange(batch.num_actual_tokens)
-        requests, following = (x.to(self.device, non_blocking=True) for x in (requests, following))
-        seq_lens = (batch.seq_lens[requests] - following).to(torch.int32)
-        return IndexerMetadata(
-            num_tokens=batch.num_actual_tokens,
-            num_decode_tokens=batch.num_actual_tokens,
-            slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table_tensor[requests],
-            seq_lens=seq_lens if self.sharded is None else self.sharded.sharding.local_lengths(seq_lens),
-            chunks=(),
-            sharded=self.sharded,
-        )
+    def update_draft_decode_metadata(self, metadata: IndexerMetadata) -> None:
+        """Nothing to do for the next draft: the metadata has views of vLLM's buffers."""
+
+    def _decode_rows(self, batch: Any, decodes: int, tokens: int, threshold: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block table and lengths of the first ``decodes`` requests, which have ``tokens`` tokens.
+
+        Each token is a request of its own if the requests have different numbers of tokens, or more than ``threshold``.
+        """
+        counts = batch.query_start_loc_cpu.diff()[:decodes]
+        longest = int(counts.max()) if decodes else 0
+        if longest <= threshold and longest * int(counts.count_nonzero()) == int(batch.query_start_loc_cpu[decodes]):
+            # Without padding requests. Views of vLLM's buffers, which a CUDA graph reads. Ranks that share contexts
+            # decode one token at a time.
+            requests = tokens // longest if longest else decodes
+            lengths = batch.seq_lens if self.sharded is None else batch.dcp_local_seq_lens
+            return batch.block_table_tensor[:requests], lengths[:requests]
+        requests, positions = self._positions(batch, 0, decodes)
+        lengths = (positions + 1).to(torch.int32)
+        if self.sharded is not None:
+            lengths = self.sharded.sharding.local_lengths(lengths)
+        return batch.block_table_tensor[requests], lengths
+
+    def _positions(self, batch: Any, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The request and the position of each token of the requests ``first`` to ``last`` - 1.
+
+        The host may count drafts that were rejected (asynchronous scheduling): lengths come from the device.
+        """
+        starts = batch.query_start_loc_cpu
+        requests = first + torch.repeat_interleave(starts.diff()[first:last])
+        tokens = torch.arange(int(starts[first]), int(starts[last]), device="cpu")
+        requests, tokens = to_device(requests, self.device), to_device(tokens, self.device)
+        return requests, tokens + (batch.seq_lens[:last] - batch.query_start_loc[1 : last + 1])[requests]
 
     def _chunks(self, batch: Any, first: int) -> tuple[SelectionChunk, ...]:
         query_lens = batch.query_start_loc_cpu.diff()[first : batch.num_reqs]
-        # The upper bound is exact for prefill requests.
-        seq_lens = batch.seq_lens_cpu_upper_bound[first : batch.num_reqs]
-        positions = [torch.arange(int(end - count), int(end)) for count, end in zip(query_lens, seq_lens, strict=True)]
+        _, positions = self._positions(batch, first, batch.num_reqs)
         chunks = plan_selection(
             query_lens.tolist(),
-            seq_lens.tolist(),
-            torch.cat(positions).to(self.device, non_blocking=True),
+            batch.seq_lens_cpu_upper_bound[first : batch.num_reqs].tolist(),
+            positions,
             batch.block_table_tensor[first : batch.num_reqs],
             use_gathered_rows=False,
         )

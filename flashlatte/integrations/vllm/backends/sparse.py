@@ -68,6 +68,19 @@ class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseML
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # Speculated tokens are decode queries of their request. With batch invariance each is a request of its own.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=not common.BATCH_INVARIANT)
+        on_host = getattr(vllm_config.attention_config, "hisparse_config", None) is not None
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1 and not on_host
+
+    def update_draft_decode_metadata(self, metadata: SparseMLACommonMetadata) -> None:
+        """Write the request of each token for the next draft. A CUDA graph may record this.
+
+        The other tensors are views of vLLM's buffers.
+        """
+        tokens = torch.arange(metadata.num_decode_tokens, dtype=torch.int32, device=self.device)
+        ends = metadata.query_start_loc[1:]
+        requests = torch.searchsorted(ends, tokens, right=True, out_int32=True)
+        # Tokens after the last request pad a CUDA graph and have selected nothing.
+        metadata.req_id_per_token[: len(tokens)] = requests.clamp_(max=len(ends) - 1)
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> torch.Tensor:
         if self.device.type != "cpu":
@@ -142,6 +155,8 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         self.host = sparse_host.register(
             self.topk_indices_buffer, index_group_builder, indexer is not None, head_size, kv_cache_dtype
         )
+        # vLLM's layer looks these up, to write new rows where the group says and to tell it about each batch.
+        self.index_group, self.index_group_index = self.host or (None, 0)
         # Only with a prefill backend does vLLM plan the copies of a prompt's context. Attention does not run there.
         self.supports_dense_mha_prefill = self.host is not None
 
