@@ -69,7 +69,13 @@ class CompletionOutput:
         keeps_stop, tokens = self.sampling.include_stop_str_in_output, self.token_ids
         if tokens and not keeps_stop and tokens[-1] in self.sampling.all_stop_token_ids:
             tokens = tokens[:-1]
-        text = self.tokenizer.decode(tokens, skip_special_tokens=self.sampling.skip_special_tokens)
+        skip_special_tokens = self.sampling.skip_special_tokens
+        text = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        if "\N{REPLACEMENT CHARACTER}" in text:
+            # Some tokenizers replace all bytes of a run that has an invalid one, also those of characters that were
+            # complete before it. The text is the one that was streamed.
+            stream = Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+            text = "".join([*(stream.add(token)[0] for token in tokens), stream.rest()])
         if self.stop_match is None:
             return text
         return text[: self.stop_match.begin + (len(self.stop_match.stop) if keeps_stop else 0)]

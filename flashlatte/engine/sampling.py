@@ -54,17 +54,19 @@ def _filtered(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.T
     kept = rank < _column([float(one.top_k if one.top_k > 0 else vocabulary) for one in params], logits)
     probability = ordered.masked_fill(~kept, -math.inf).softmax(-1)
     before = probability.cumsum(-1) - probability
-    kept &= (before < _column([one.top_p for one in params], logits)) | (rank == 0)
+    # A rounded sum may exceed 1 before the last token. Without top_p, rows keep all tokens, whatever other rows have.
+    kept &= (before < _column([one.top_p if one.top_p < 1 else math.inf for one in params], logits)) | (rank == 0)
     return torch.full_like(logits, -math.inf).scatter(-1, tokens, ordered.masked_fill(~kept, -math.inf))
 
 
 def _gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Noise -log(-log u), float32 [rows, vocabulary], u in (0, 1) by hashing seed, position and token."""
+    """Noise -log(-log(1 - v)), float32 [rows, vocabulary], v in (0, 1) by hashing seed, position and token."""
     row = _mixed(_mixed(seeds) + positions)
     bits = _mixed(row[:, None] + torch.arange(vocabulary, device=seeds.device))
-    # 24 bits, centered, so that u is neither 0 nor 1.
-    uniform = ((bits >> 40) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
-    return -torch.log(-torch.log(uniform))
+    # The largest noise decides, so float32's precision is near v = 0. A sum that is rounded to v = 1, or v = 0, would
+    # make the noise infinite: an infinite one would choose its token whatever the logits are, also an excluded one.
+    uniform = _shifted(bits, 24).to(torch.float32).add_(0.5).mul_(2.0**-40).clamp_(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:

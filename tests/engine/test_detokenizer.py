@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashlatte.engine.detokenizer import Detokenizer
@@ -37,6 +37,44 @@ def test_texts_add_up_and_a_stop_is_seen_with_its_last_byte(words, data):
         if stopped:
             assert known[stopped.begin :].startswith(stopped.stop)
             return
+
+
+# Tokens of a byte-level tokenizer that begin or end within a character, and a special one.
+PIECES = (
+    b"a",
+    b" b",
+    "é".encode(),
+    b"\xe4",
+    b"\xb8",
+    b"\xad",
+    b"\x80",
+    b"\xff",
+    b"ab\xe4",
+    b"\xad \xe4",
+    b"\xf0\x9f\x99",
+    b"",
+)
+
+
+class Pieces:
+    def decode(self, tokens: list[int], **_: bool) -> str:
+        return b"".join(PIECES[token] for token in tokens).decode(errors="replace")
+
+
+@given(runs=st.lists(st.tuples(st.lists(st.integers(0, len(PIECES) - 1), max_size=3), st.integers(1, 20)), max_size=6))
+@example(runs=[([6], 16), ([3, 4, 5, 0], 1)])  # a character after invalid bytes
+@example(runs=[([3], 1), ([11], 20), ([4, 5], 1)])  # special tokens within a character
+@example(runs=[([8, 9], 9), ([0], 1)])
+def test_invalid_bytes_do_not_change_the_characters_after_them(runs):
+    tokens = [token for tokens, count in runs for token in tokens * count]
+    text = Detokenizer(Pieces())
+    assert "".join([*(text.add(token)[0] for token in tokens), text.rest()]) == Pieces().decode(tokens)
+
+
+def test_a_stop_string_is_not_seen_in_an_incomplete_character():
+    text = Detokenizer(Bytes(), ["\N{REPLACEMENT CHARACTER}"])
+    assert [text.add(token)[1] for token in "語a".encode()] == [None] * 4
+    assert [text.add(token)[1] is not None for token in (0xE8, ord("b"))] == [False, True]
 
 
 @pytest.mark.parametrize(("token", "most"), [(ord("x"), 4), (0x80, 64), (256, 64)])

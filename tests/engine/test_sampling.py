@@ -12,6 +12,7 @@ from support.choosing import choose
 from support.marks import mostly_full
 
 from flashlatte.engine import SamplingParams
+from flashlatte.engine.sampling import _filtered
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04]))
 
@@ -86,6 +87,24 @@ def test_seeds_and_positions_decide_and_nothing_else():
     together = draw(3, range(100))
     assert together == [draw(3, [position])[0] for position in range(100)]
     assert together != draw(4, range(100))
+
+
+def test_noise_never_chooses_an_excluded_token_of_a_large_vocabulary():
+    # The hash of this token has 24 leading ones.
+    seed, position, token = 0, 62, 117_932
+    logits = torch.zeros(1, 129_280)
+    logits[0, 5] = 100.0
+    for excluded in ({"top_k": 1}, {"suppress_tokens": (token,)}, {}):
+        filters: dict[str, Any] = {"temperature": 1.0, "seed": seed} | excluded
+        assert choose(logits, [SamplingParams(**filters)], [position]).item() == 5
+
+
+def test_a_row_without_filters_keeps_all_tokens_beside_one_with_filters():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 100_000) * 3  # float32 sums of these probabilities exceed 1 before the last
+    unfiltered, filtered = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=5)
+    assert torch.equal(_filtered(logits, [unfiltered]), logits)
+    assert torch.equal(_filtered(logits.expand(2, -1), [unfiltered, filtered])[:1], logits)
 
 
 def test_iterators_are_read_once():

@@ -50,6 +50,32 @@ def test_the_parts_are_the_text_and_each_is_final(words, stops, sizes, includes,
     assert stream.update(generated) == ""
 
 
+class ByteFallback:
+    """A tokenizer that replaces all bytes of a run if one is invalid, as "ByteFallback" of the package tokenizers."""
+
+    def decode(self, tokens: list[int], **_: bool) -> str:
+        text = bytes(tokens)
+        try:
+            return text.decode()
+        except UnicodeDecodeError:
+            return "\N{REPLACEMENT CHARACTER}" * len(text)
+
+
+def test_the_parts_are_the_text_if_later_tokens_change_earlier_characters():
+    for stop in ((), ("b",)):
+        generated = CompletionOutput(0, SamplingParams(max_tokens=400, stop=stop), 1, ByteFallback())
+        stream, parts = TextStream(generated), []
+        for token in [*"a語".encode(), 0xFF, *b"abc"]:
+            generated.finish_reason = generated.extend([token], [], [])
+            parts.append(stream.update(generated))
+            if generated.finish_reason:
+                break
+        else:
+            generated.finish_reason = "length"
+        assert "".join([*parts, stream.update(generated)]) == generated.text
+        assert generated.text.startswith("a語")
+
+
 def test_only_possible_beginnings_of_a_stop_string_are_withheld():
     generated = output(stop=["END"])
     stream, parts = TextStream(generated), []
