@@ -216,7 +216,7 @@ def _index_operands(
     q = indexer.q_b_proj(q_latent).unflatten(-1, (-1, sizes.head_dim))
     q = _rotate_tail(q, cosines, sines).to(dtype)
     k = _compress(indexer, config, sizes.head_dim, hidden, groups, cosines, sines).to(dtype)
-    weights = indexer.scorer.weights_proj(hidden).float()
+    weights = indexer.scorer.weights_proj(hidden).to(_wide(dtype))
     return IndexOperands(q, k.squeeze(1), weights * sizes.num_heads**-0.5)
 
 
