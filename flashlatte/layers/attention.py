@@ -318,11 +318,11 @@ class MLAAttention(nn.Module):
         check_sequences(cu_seqlens, max_seqlen, batch_tokens, config.rope.max_position)
         if indices is not None:
             checks.tensor("indices", indices, (tokens, 1, "topk"), checks.INDEX_DTYPES, weight.device)
+            if config.indexer is None or self.indexer is not None:
+                raise ValueError("indices must be None for a layer that does not share a selection, got a tensor")
         batch = TrainingBatch.of_ranks(cu_seqlens, max_seqlen, tokens, ranks)
         positions = (batch.key_end - 1 - batch.key_start).clamp_(0, config.rope.max_position - 1)
         rotation = Rotation.at(rotary_table(self._rope_table_id, weight.device), positions, config.rope.layout)
-        scaling = config.query_scaling
-        factors = None if scaling is None else scaling.factors(positions)
         return attend(
             self,
             hidden,
@@ -332,7 +332,7 @@ class MLAAttention(nn.Module):
             config=config.indexer,
             indices=indices,
             window=config.window,
-            query_factors=factors,
+            query_factors=None if config.query_scaling is None else config.query_scaling.factors(positions),
             dense=checks.flag("dense", dense),
             ranks=ranks,
         )

@@ -140,11 +140,11 @@ def key_rope_norm(module: Any) -> Any:
     return part(module, "k_rope_only_layernorm")
 
 
-def sinks(module: Any) -> torch.Tensor | None:
-    """float32 [h], the logit of each head's sink; None if the model has none."""
+def sinks(module: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+    """[h] in ``dtype``, the logit of each head's sink; None if the model has none."""
     # A DataParallel replica keeps its parameters as attributes.
     found = module._parameters.get("sinks", module.__dict__.get("sinks"))
-    return None if found is None else found.float()
+    return None if found is None else found.to(dtype)
 
 
 def latent_factor(module: Any) -> float:

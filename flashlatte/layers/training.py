@@ -53,8 +53,8 @@ class TrainingOutput(NamedTuple):
 
     Attributes:
         out: [T, hidden_size].
-        indexer_loss: the sum of the divergences of the indexer, float32, 0-dimensional; differentiable. None if the
-            layer has no indexer, or none of its parameters requires a gradient.
+        indexer_loss: the sum of the divergences of the indexer, float32 (float64 for float64), 0-dimensional;
+            differentiable. None if the layer has no indexer, or none of its parameters requires a gradient.
         num_rows: int64, 0-dimensional: the number of tokens in that sum; None without it.
         indices: int32 [T, 1, topk], the selected tokens; None if a token attends to all of its sequence up to its own.
     """
@@ -73,7 +73,7 @@ class KeyRows(NamedTuple):
 
 
 class IndexOperands(NamedTuple):
-    """Index queries [T, h_i, d_i], index keys [T, d_i], and float32 head weights [T, h_i]."""
+    """Index queries [T, h_i, d_i], index keys [T, d_i], and head weights [T, h_i], float32 or float64 for float64."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -144,7 +144,7 @@ def attend(
         gathered = ranks.gather(to_heads(torch.cat((latent.to(dtype), k_rope.squeeze(1)), dim=-1)))
         latent, k_rope = gathered[:, :rank], gathered[:, None, rank:]
     scale = softmax_scale(module)
-    sink = sinks(module)
+    sink = sinks(module, torch.promote_types(dtype, torch.float32))
 
     operands = None
     # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
@@ -225,7 +225,8 @@ def index_operands(
     if rotation is not None:
         q, k = (_rotate_index(x, rotation, config) for x in (q, k))
     q, k = q.to(dtype), k.to(dtype)
-    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+    weights = weights.to(torch.promote_types(dtype, torch.float32))
     return IndexOperands(q, k.squeeze(1), weights * config.num_heads**-0.5)
 
 
@@ -242,7 +243,7 @@ def select(operands: IndexOperands, ranges: SelectableKeys, topk: int) -> torch.
     """int32 [T, 1, topk]: the keys that each token selects, ascending, then -1."""
     dtype = torch.bfloat16 if operands.q.dtype == torch.bfloat16 else torch.float32
     q, k = (x.detach().to(dtype) for x in (operands.q, operands.k))
-    weights = operands.weights.detach() * q.shape[-1] ** -0.5
+    weights = operands.weights.detach().float() * q.shape[-1] ** -0.5
     positions = index_select(q, k, weights, ranges.key_start, ranges.key_end, topk)
     return torch.where(positions >= 0, positions + ranges.key_start[:, None], -1).unsqueeze(1)
 

@@ -166,6 +166,8 @@ def test_a_layer_that_shares_a_selection():
     assert result.indexer_loss is None
     with pytest.raises(ValueError, match=r"^indices must be those of the previous layer"):
         shared.forward_training(hidden, boundaries(LENGTHS), max(LENGTHS))
+    with pytest.raises(ValueError, match=r"^indices must be None for a layer that does not share a selection"):
+        layer.forward_training(hidden, boundaries(LENGTHS), max(LENGTHS), indices=own.indices)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -209,6 +211,31 @@ def test_autocast_is_close_to_float32(name):
     with torch.autocast("cpu", torch.bfloat16):
         result = layer.forward_training(*call)
     assert all(gradient.isfinite().all() for gradient in gradients(layer, hidden, result.out.float().sum()).values())
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_gradcheck(dense):
+    """Also of the sinks and the indexer's head weights, which are float32 in a layer of another dtype."""
+    sizes: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    indexer = IndexerConfig(2, 32, topk=4)
+    config = MLAConfig(16, 2, q_lora_rank=8, **sizes, indexer=indexer, attn_sink=True, output_gate="channel")
+    layer = MLAAttention(config).double().requires_grad_(True)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.normal_(0.0, 0.3, generator=generator)
+    # Another selection would be a discontinuity.
+    others = {True: [], False: []}
+    for name, parameter in layer.named_parameters():
+        others[name.startswith("indexer.")].append(parameter)
+    hidden = torch.randn(10, 16, generator=generator, dtype=torch.float64)
+
+    def results(index: int) -> Any:
+        return lambda *_: layer.forward_training(hidden, torch.tensor([0, 7, 7, 10]), 7, dense=dense)[index]
+
+    if dense:
+        assert torch.autograd.gradcheck(results(1), others[True], fast_mode=True)
+    layer.indexer.requires_grad_(False)
+    assert torch.autograd.gradcheck(results(0), (hidden.requires_grad_(), *others[False]), fast_mode=True)
 
 
 @pytest.mark.interpreter
@@ -257,6 +284,7 @@ def test_what_has_no_gradient_is_refused():
         ({"cu_seqlens": torch.tensor([0, 2**32])}, ValueError, "^cu_seqlens must be between 0 and 26"),
         ({"cu_seqlens": torch.tensor([0])}, ValueError, r"^cu_seqlens must have shape \[n \+ 1\] with n at least 1"),
         ({"indices": torch.zeros(26, 8).int()}, ValueError, r"^indices must have shape \[26, 1, topk\]"),
+        ({"indices": torch.zeros(26, 1, 8).int()}, ValueError, "^indices must be None for a layer that does not share"),
         ({"dense": 1}, TypeError, "^dense must be True or False, got 1$"),
     ],
 )

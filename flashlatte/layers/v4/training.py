@@ -33,7 +33,7 @@ _COMPRESSOR_PARTS = {"kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary
 
 
 class TrainingGroups(NamedTuple):
-    """The compressed groups of a flat batch of T tokens: T // ratio rows, of which the last ones may be unused.
+    """The compressed groups of a flat batch of T tokens: T // ratio rows, at least 1; the last ones may be unused.
 
     Attributes:
         first: int64 [G], the first token of each group.
@@ -56,7 +56,7 @@ class TrainingGroups(NamedTuple):
         starts = F.pad(ends, (1, 0))[:-1]
         last = ends.shape[0] - 1
 
-        group = torch.arange(tokens // ratio, device=device)
+        group = torch.arange(max(tokens // ratio, 1), device=device)
         sequence = torch.searchsorted(ends, group, right=True)
         used = sequence <= last
         sequence = sequence.clamp_max(last)
@@ -137,7 +137,7 @@ def attend(
     indexer = None if groups is None else getattr(module.compressor, "indexer", None)
     # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
     trains_indexer = indexer is not None and requires_gradient(indexer)
-    if groups is not None and groups.first.shape[0]:
+    if groups is not None:
         rows = _compress(module.compressor, config, config.head_dim, hidden, groups, cosines, sines).to(dtype)
         sizes = config.indexer
         dense = dense or sizes is None or max_seqlen // config.ratio <= sizes.topk
@@ -185,7 +185,8 @@ def _compress(
     """
     check_names(module, _COMPRESSOR_PARTS)
     ratio, first = config.ratio, groups.first
-    tokens = (first[:, None] + torch.arange(ratio, device=first.device)).flatten()
+    # A batch with fewer tokens has one group, which is unused.
+    tokens = (first[:, None] + torch.arange(ratio, device=first.device)).flatten().clamp_max(hidden.shape[0] - 1)
     kv, gate = (
         x.index_select(0, tokens).unflatten(0, (-1, ratio)).to(_wide(x.dtype))
         for x in (module.kv_proj(hidden), module.gate_proj(hidden))
@@ -216,7 +217,7 @@ def _index_operands(
     q = indexer.q_b_proj(q_latent).unflatten(-1, (-1, sizes.head_dim))
     q = _rotate_tail(q, cosines, sines).to(dtype)
     k = _compress(indexer, config, sizes.head_dim, hidden, groups, cosines, sines).to(dtype)
-    weights = indexer.scorer.weights_proj(hidden).float()
+    weights = indexer.scorer.weights_proj(hidden).to(_wide(dtype))
     return IndexOperands(q, k.squeeze(1), weights * sizes.num_heads**-0.5)
 
 

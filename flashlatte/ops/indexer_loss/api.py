@@ -81,7 +81,8 @@ def indexer_loss(
     index_weights and keeps them for the backward pass; q, kv and the selection are not kept.
 
     Args:
-        index_q: [s_q, h_i, d_i], bf16, fp16, or float32 and float64 (reference only). d_i is 128 in DeepSeek-V3.2.
+        index_q: [s_q, h_i, d_i], bf16, fp16, or float32 and float64 (reference only); s_q may be 0. d_i is 128 in
+            DeepSeek-V3.2.
         index_k: [s_kv, d_i] in index_q's dtype.
         index_weights: [s_q, h_i] in index_q's dtype or float32.
         q: [s_q, h_q, d] in index_q's dtype.
@@ -119,10 +120,11 @@ def indexer_loss(
             backend that cannot run the call.
     """
     dtypes = (*checks.FLOAT_DTYPES, torch.float64)
-    checks.tensor("index_q", index_q, ("s_q", "h_i", "d_i"), dtypes)
+    checks.tensor("index_q", index_q, ("s_q", "h_i", "d_i"), dtypes, may_be_empty=1)
     s_q, h_i, index_dim = index_q.shape
     device, dtype = index_q.device, index_q.dtype
-    checks.tensor("index_k", index_k, ("s_kv", index_dim), (dtype,), device)
+    may_be_empty = 0 if s_q else 3
+    checks.tensor("index_k", index_k, ("s_kv", index_dim), (dtype,), device, may_be_empty=min(may_be_empty, 1))
     s_kv = index_k.shape[0]
     checks.tensor("index_weights", index_weights, (s_q, h_i), (dtype, torch.float32), device)
     checks.tensor("q", q, (s_q, "h_q", "d"), (dtype,), device)
@@ -138,7 +140,7 @@ def indexer_loss(
     else:
         if key_start is not None or key_end is not None:
             raise ValueError("key_start and key_end must be None with indices")
-        checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device)
+        checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
         if topk_length is None:
             value_checks.entries("indices", indices, s_kv)
         else:
@@ -254,7 +256,11 @@ def _indexer_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, its number of rows, and the gradients of the loss, which are empty unless ``with_gradient``."""
     results = _fake_forward(*params)
-    _run(params, results, backend)
+    if params.q.shape[0]:
+        _run(params, results, backend)
+    else:
+        for result in results:
+            result.zero_()
     return results
 
 

@@ -3,7 +3,8 @@
 For each query, over the keys that it attends to (a selection, or a range): the target t is the mean of the attention
 probabilities over the heads of all ranks of the group, the prediction p is the softmax of the index logits
 I[j] = Σ_h w[h] · relu(index_scale · qI[h] · kI[j]), and the loss is KL(t ‖ p) = Σ_j t[j] (log t[j] - log p[j]). Its
-gradient with respect to a logit is p - t.
+gradient with respect to a logit is p - t. If all probabilities of a query underflow (its given lse includes a sink, or
+more keys), t is 0, and so are its loss and gradient.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -
         if not params.with_gradient:
             continue
 
-        d_logits = prediction - target
+        # The targets of a query sum to 1, or to 0 if all of them underflow.
+        d_logits = torch.where(total == 0, 0.0, prediction - target)
         d_index_weights[rows] = torch.einsum("sn,shn->sh", d_logits, activations)
         d_scores = d_logits[:, None] * weights.unsqueeze(-1) * params.index_scale  # [rows, HI, keys]
         if params.use_relu:

@@ -189,6 +189,25 @@ def test_tokens_of_no_sequence_and_unused_groups(kind):
     assert result.num_rows is None or result.num_rows == expected.num_rows
 
 
+@pytest.mark.parametrize("lengths", [(1,), (2, 1)])
+def test_fewer_tokens_than_a_group(lengths):
+    """The indexer has a loss of no rows, so that a step has the same results for any number of tokens."""
+    config, stock, layer = layers_of(SELECTING)
+    hidden = hidden_of(lengths)
+    result = layer.forward_training(hidden, boundaries(lengths), max(lengths))
+    expected = torch.cat([run_stock(stock, config, part)[0] for part in hidden.split(lengths)])
+    assert_within(result.out, expected)
+    assert (result.indexer_loss, result.num_rows, result.indices) == (0, 0, None)
+    found = gradients(layer, hidden, weighted(result.out) + result.indexer_loss)
+    wanted = gradients(stock, hidden, weighted(expected))
+    assert found.keys() == {"hidden", *dict(layer.named_parameters())}
+    for key, gradient in found.items():
+        if key in wanted:
+            assert_within(gradient, wanted[key], 5e-5)
+        else:
+            assert gradient.eq(0).all(), key
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -103,6 +103,14 @@ def test_lse_of_the_attention(emulated, dense):
     check(given, lse.T.contiguous().T)
 
 
+def test_no_gradient_if_all_probabilities_underflow(emulated):
+    loss, num_rows, *found = with_gradients(
+        indexer_loss, arguments(replace(TOY, topk=70), False, **SMALL), backend="hopper", lse=torch.full((3, 3), 300.0)
+    )
+    assert (loss, num_rows) == (0, 3)
+    assert all(gradient.eq(0).all() for gradient in found)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 def test_pieces(monkeypatch, emulated, dense):

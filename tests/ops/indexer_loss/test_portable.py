@@ -178,6 +178,19 @@ def test_one_key_has_no_gradient(dense):
 
 
 @on_both_stages
+def test_no_gradient_if_all_probabilities_underflow(dense):
+    """As with an lse that includes a large sink."""
+    given = arguments(replace(TOY, empty_rows=0.3), dense)
+    lse = torch.full((TOY.s_q, TOY.h_q), 300.0)
+    lse[1::2] = torch.inf
+    for backend in ("portable", "reference"):
+        loss, num_rows, *found = with_gradients(indexer_loss, given, lse=lse, backend=backend)
+        assert loss == 0
+        assert num_rows > 0
+        assert all(gradient.eq(0).all() for gradient in found)
+
+
+@on_both_stages
 def test_without_gradients(dense):
     given = arguments(replace(TOY, empty_rows=0.3), dense)
     loss, num_rows = indexer_loss(**given, backend="portable")

@@ -77,7 +77,9 @@ def write_loss(work, target, losses, sees_keys, WITH_GRADIENT: gl.constexpr):
     row_sum = gl.sum(lane_sum * gl.exp2((lane_max - shift) * LOG2_E), axis=0)
     lse = shift + gl.log2(gl.where(row_sum == 0, 1.0, row_sum)) * LN_2
     total = gl.sum(lane_target, axis=0)
-    total = gl.where(total == 0, 1.0, total)
+    # All probabilities of the token underflow: its loss and gradient are 0.
+    no_target = total == 0
+    total = gl.where(no_target, 1.0, total)
 
     divergence = gl.zeros([_BLOCK], gl.float32, _SLOTS)
     for start in range(0, work.count, _BLOCK):
@@ -88,7 +90,7 @@ def write_loss(work, target, losses, sees_keys, WITH_GRADIENT: gl.constexpr):
         log_p = gl.where(logit == float("-inf"), 0.0, logit - lse)
         divergence += t * (gl.log2(gl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
         if WITH_GRADIENT:
-            p = gl.where(logit == float("-inf"), 0.0, gl.exp2(log_p * LOG2_E))
+            p = gl.where((logit == float("-inf")) | no_target, 0.0, gl.exp2(log_p * LOG2_E))
             slot = start + gl.arange(0, _BLOCK, _SLOTS)
             gl.store(work.logits + slot, p - t, mask=slot < work.count)
     gl.store(losses + work.token, gl.sum(divergence, axis=0))

@@ -181,7 +181,9 @@ def loss_kernel(
     row_sum = tl.sum(col_sum * tl.exp2((col_max - shift) * LOG2_E), axis=0)
     lse = shift + tl.log2(tl.where(row_sum == 0, 1.0, row_sum)) * LN_2
     total = tl.sum(target_sum, axis=0)
-    total = tl.where(total == 0, 1.0, total)
+    # All probabilities of the token underflow: its loss and gradient are 0.
+    no_target = total == 0
+    total = tl.where(no_target, 1.0, total)
 
     divergence = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(first, end, BLOCK):
@@ -193,7 +195,7 @@ def loss_kernel(
         log_p = tl.where(logit == float("-inf"), 0.0, logit - lse)
         divergence += t * (tl.log2(tl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
         if WITH_GRADIENT:
-            p = tl.where(logit == float("-inf"), 0.0, tl.exp2(log_p * LOG2_E))
+            p = tl.where((logit == float("-inf")) | no_target, 0.0, tl.exp2(log_p * LOG2_E))
             tl.store(logits + start + cols, p - t, mask=in_use)
     tl.store(losses + token, tl.sum(divergence, axis=0))
     tl.store(sees_keys + token, tl.max(seen, axis=0).to(tl.int8))
