@@ -143,7 +143,7 @@ def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
         rows = x.view(*x.shape[:axes], math.prod(x.shape[axes:]))
     except RuntimeError:
         rows = None
-    if rows is None or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
+    if rows is None or (rows.shape[-1] > 1 and rows.stride(-1) != 1 and rows.numel() > 0):
         raise ValueError(f"{name} must have contiguous tokens, got strides {x.stride()}")
     return rows
 
@@ -166,4 +166,6 @@ def _bits(value: float, dtype: torch.dtype) -> int:
     if integer and not (value.is_integer() and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max):
         raise ValueError(f"pad_value must be representable in {checks.dtype_names([dtype])}, got {value}")
     one = torch.tensor([value], dtype=torch.float64, device="cpu").to(dtype)
+    if math.isfinite(value) and not one.float().isfinite():
+        raise ValueError(f"pad_value must be representable in {checks.dtype_names([dtype])}, got {value}")
     return int(one.view(torch.uint8).repeat(4 // dtype.itemsize).view(torch.int32).item())

@@ -100,6 +100,7 @@ PACKED = torch.zeros(2, 2, 4)
         ({"max_seqlen": -1}, ValueError, "^max_seqlen must be at least 0, got -1$"),
         ({"x": X.to(torch.uint8)}, ValueError, "^pad_value must be representable in uint8, got -inf$"),
         ({"x": X.int(), "pad_value": 0.5}, ValueError, r"^pad_value must be representable in int32, got 0\.5$"),
+        ({"pad_value": 1e39}, ValueError, r"^pad_value must be representable in float32, got 1e\+39$"),
         ({"out": torch.zeros(2, 3, 2)}, ValueError, r"^out must have shape \[2, 2, 2\]"),
         ({"out": torch.zeros(2, 2, 4)[..., :2]}, ValueError, "^out must be contiguous"),
         ({"backend": "hopper"}, ValueError, "^backend='hopper' cannot serve"),
