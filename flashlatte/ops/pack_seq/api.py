@@ -51,7 +51,8 @@ def pack_seq(
     rows = _rows("x", x, 1)
     requests = _check_boundaries(cu_seqlens, x.device)
     max_seqlen = checks.positive_int("max_seqlen", max_seqlen, or_zero=True)
-    pad = _bits(checks.number("pad_value", pad_value), x.dtype)
+    # As text, because a cache of numbers takes -0.0 for 0.0.
+    pad = _bits(checks.number("pad_value", pad_value).hex(), x.dtype)
     shape = (requests, max_seqlen, *x.shape[1:])
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -160,8 +161,9 @@ def _storage(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _bits(value: float, dtype: torch.dtype) -> int:
-    """The bytes of a number, repeated to four bytes."""
+def _bits(text: str, dtype: torch.dtype) -> int:
+    """The bytes of the number ``float.fromhex(text)``, repeated to four bytes."""
+    value = float.fromhex(text)
     integer = not dtype.is_floating_point
     if integer and not (value.is_integer() and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max):
         raise ValueError(f"pad_value must be representable in {checks.dtype_names([dtype])}, got {value}")

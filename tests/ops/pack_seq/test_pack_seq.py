@@ -88,6 +88,13 @@ X, CU = torch.zeros(3, 2), torch.tensor([0, 1, 3])
 PACKED = torch.zeros(2, 2, 4)
 
 
+def test_negative_zero_is_padding():
+    x, cu_seqlens = torch.ones(1, 4), torch.tensor([0, 1])
+    for zero in (0.0, -0.0, 0.0):
+        packed = pack_seq(x, cu_seqlens, 2, pad_value=zero, backend=BACKEND)
+        assert torch.equal(bits(packed[0, 1]), bits(torch.full((4,), zero)))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
