@@ -87,7 +87,8 @@ class TurboQuantFormat:
     def encode(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Quantize keys and values [..., head_dim] to records uint8 [..., record_bytes].
 
-        Norms, scales and minima beyond the range of fp16 saturate; those of a row with a NaN or an infinity are NaN.
+        Norms, scales and minima beyond the range of fp16 saturate; those of a row with a NaN or an infinity are NaN, as
+        is a norm whose square overflows float32.
         """
         key_parts = self._encode_key(key.float()) if self.rotates else (as_bytes(to_e4m3(key.float())),)
         return torch.cat((*key_parts, *self._encode_value(value.float())), dim=-1)
@@ -112,7 +113,7 @@ class TurboQuantFormat:
         rotated = (key / (norm + NORM_EPSILON)) @ hadamard(self.head_dim, key.device)
         cells = torch.tensor(midpoints(self.key_bits), dtype=torch.float32, device=key.device) * self.head_dim**-0.5
         codes = torch.bucketize(rotated.contiguous(), cells, right=True)
-        return pack_codes(codes, self.key_bits), _half_bytes(norm)
+        return pack_codes(codes, self.key_bits), _half_bytes(torch.where(norm.isfinite(), norm, torch.nan))
 
     def _encode_value(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         largest = 2**self.value_bits - 1
@@ -210,7 +211,7 @@ def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _half_bytes(x: torch.Tensor) -> torch.Tensor:
-    saturated = torch.where(x.isfinite(), x.clamp(-LARGEST_HALF, LARGEST_HALF), torch.nan)
+    saturated = x.clamp(-LARGEST_HALF, LARGEST_HALF)
     # An axis of size 1 may have any stride, with which view(dtype) may fail.
     return saturated.to(torch.float16, memory_format=torch.contiguous_format).view(torch.uint8)
 

@@ -17,6 +17,8 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Kernels compute in float32, and GPUs may flush subnormal numbers to 0.
 _FLOAT32 = torch.finfo(torch.float32)
+# Kernels multiply factors of scores by log2(e), and divide ln(2) by them: neither result may leave normal float32.
+_LARGEST_SCORE_FACTOR = 2.0**125
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
@@ -56,7 +58,8 @@ def tensor(
         raise ValueError(f"{name} must have shape [{wanted}] with {empty}, got {list(value.shape)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be on {device} like the other arguments, got {value.device}")
-    if unit_last_stride and value.shape[-1] > 1 and value.stride(-1) != 1:
+    # Strides of a tensor without elements are arbitrary: NumPy's are 0.
+    if unit_last_stride and value.shape[-1] > 1 and value.stride(-1) != 1 and value.numel() > 0:
         raise ValueError(f"{name} must have last stride 1, got strides {value.stride()}")
     return value
 
@@ -165,7 +168,8 @@ def _address(x: torch.Tensor) -> int:
 
 def not_expanded(name: str, value: torch.Tensor) -> None:
     """Check that no two elements of an output share memory."""
-    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+    if expanded and value.numel() > 0:
         raise ValueError(f"{name} must not be an expanded tensor, got strides {value.stride()}")
 
 
@@ -271,17 +275,25 @@ def finite(name: str, value: object) -> float:
     return result
 
 
+def score_factor(name: str, value: object) -> float:
+    """A factor of attention scores: a normal float32 above 0 and at most 2^125."""
+    result = float32_factor(name, value)
+    if result > _LARGEST_SCORE_FACTOR:
+        raise ValueError(f"{name} must be at most 2^125, got {value}")
+    return result
+
+
 def epsilon(name: str, value: object) -> float:
-    """The epsilon of an RMS norm: finite and at least 0, since others can make a row NaN."""
+    """The epsilon of an RMS norm: at least 0 and finite as a float32, since others can make a row NaN or 0."""
     eps = number(name, value)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
+    if not 0 <= eps <= _FLOAT32.max:
+        raise ValueError(f"{name} must be a finite float32 number of at least 0, got {value}")
     return eps
 
 
 def softmax_scale(value: float | None, head_dim: int, name: str = "softmax_scale") -> float:
     """The given scale, or head_dim^-0.5. It must be above 0, because kernels keep the running maximum unscaled."""
-    return head_dim**-0.5 if value is None else float32_factor(name, value)
+    return head_dim**-0.5 if value is None else score_factor(name, value)
 
 
 def empty_lse(value: float) -> float:

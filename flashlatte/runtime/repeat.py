@@ -120,8 +120,8 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
             addresses.append(address)
             key += (value.shape, address & 15)
         elif kind in _PLAIN_VALUES:
-            # With the type: 1, 1.0 and True are equal.
-            key += (kind, value)
+            # With the type: 1, 1.0 and True are equal. As text, -0.0 differs from 0.0, and NaN equals itself.
+            key += (kind, value.hex() if kind is float else value)
         elif isinstance(value, (list, tuple)):
             # Also a named tuple: in the key it would keep its tensors alive and compare unequal to similar ones.
             key += (kind, len(value))

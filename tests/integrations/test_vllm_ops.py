@@ -182,6 +182,14 @@ def test_index_keys_lie_before_their_scales_in_a_page(scale_format):
         assert values[2:].eq(3).all()
 
 
+def test_scales_of_a_single_index_key_may_have_any_stride():
+    cache = torch.arange(132, dtype=torch.uint8).view(1, 1, 132)
+    values, scales = torch.zeros(1, 128, dtype=torch.uint8), torch.zeros(1, 5, dtype=torch.uint8)
+    table, cu_seq_lens = torch.tensor([[0]], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    ops.cp_gather_indexer_k_quant_cache(cache, values, scales[:, :4], table, cu_seq_lens)
+    assert scales.tolist() == [[128, 129, 130, 131, 0]]
+
+
 def test_top_k_per_row():
     logits = draw(6, 40)
     starts, ends = torch.tensor([0, 5, 3, 9]), torch.tensor([40, 30, 4, 9])

@@ -265,3 +265,22 @@ V32_CACHE = kv_cache.allocate("v32", 2, 3)
 def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if kv_cache.get_format(name).record_dtype == torch.uint8])
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_a_token_is_decoded_at_any_address(name, offset):
+    layout = kv_cache.get_format(name)
+    width = layout.record_width
+    buffer = torch.zeros(offset + width + 5, dtype=torch.uint8)
+    # One page of one token, with a page stride that no itemsize divides.
+    cache = buffer.as_strided((1, 1, 1, width), (width + 5, width, 1, 1), offset)
+    cache.copy_(kv_cache.quantize(draw_rows(0, layout.head_dim), layout))
+    expected = kv_cache.unpack(cache.clone(), layout)[0, 0, 0]
+    assert expected.any()
+    for result in (
+        kv_cache.unpack(cache, layout)[0, 0, 0],
+        kv_cache.read(cache, torch.tensor(0), cache_format=layout),
+        kv_cache.dequantize(cache[0, 0, 0], layout),
+    ):
+        assert torch.equal(result, expected)

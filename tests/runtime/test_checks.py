@@ -43,6 +43,12 @@ def test_an_axis_may_be_empty_where_it_must_be():
     checks.tensor("x", torch.zeros(0, 3), (0, "width"), FLOATS)
 
 
+def test_strides_of_a_tensor_without_elements_are_not_checked():
+    x = torch.from_numpy(np.zeros((0, 3), np.float32))
+    assert x.stride() == (0, 0)
+    assert checks.output("x", x, ("n", 3), FLOATS, may_be_empty=1) is x
+
+
 @pytest.mark.parametrize(
     ("value", "error"), [(0, ValueError), (-3, ValueError), (1.0, TypeError), (True, TypeError), ("1", TypeError)]
 )
@@ -86,6 +92,7 @@ def test_softmax_scale_refuses(value):
     ("check", "value", "message"),
     [
         (checks.softmax_scale, 1e39, r"^scale must be a number that is a normal float32, got 1e\+39$"),
+        (checks.softmax_scale, 1e38, r"^scale must be at most 2\^125, got 1e\+38$"),
         (checks.float32_factor, 1e-39, "^scale must be a number that is a normal float32, got 1e-39$"),
         (checks.number, 10**400, "^scale must be a number in the range of float, got 1000"),
         (checks.positive_int, 2**63, "^scale must fit 64 bits, got 9223372036854775808$"),
@@ -148,10 +155,10 @@ def test_an_output_has_a_place_for_every_element():
         checks.output("out", torch.empty(1, 3).expand(2, 3), (2, 3), (torch.float32,))
 
 
-@pytest.mark.parametrize("value", [-1e-6, math.inf, math.nan])
+@pytest.mark.parametrize("value", [-1e-6, math.inf, math.nan, 1e39])
 def test_epsilon(value):
     assert checks.epsilon("eps", 0) == 0.0
-    with pytest.raises(ValueError, match=r"^eps must be a finite number of at least 0, got"):
+    with pytest.raises(ValueError, match=r"^eps must be a finite float32 number of at least 0, got"):
         checks.epsilon("eps", value)
 
 

@@ -66,6 +66,23 @@ def test_equal_values_of_another_type_are_checked(add: Add) -> None:
         call(a, b, number=True)
 
 
+def test_the_sign_of_zero_is_told_apart(add: Add) -> None:
+    call, ran = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    for number in (0.0, -0.0, 0.0, -0.0):
+        call(a, b, number=number)
+    assert len(ran) == 2
+
+
+def test_nan_equals_nan(add: Add) -> None:
+    call, ran = operation(add)
+    a, b = numbers(add, 4), numbers(add, 4)
+    for text in ("nan", "nan"):
+        (result,) = call(a, b, number=float(text))
+        assert result.isnan().all()
+    assert len(ran) == 1
+
+
 def test_a_parameter_is_a_tensor(add: Add) -> None:
     call, ran = operation(add)
     for _ in range(2):

@@ -62,7 +62,8 @@ def index_gather(params: IndexGatherParams) -> None:
         requests_of(params.cu_seqlens, block_table.shape[0], params.seq_starts),
         pages_of(block_table, num_pages, page_size),
         stored=params.stored.view(torch.uint8),
-        scales=None if scales is None else scales.view(torch.uint8),
+        # With an axis of stride 1: a single scale may have any stride.
+        scales=None if scales is None else scales.unsqueeze(-1).view(torch.uint8),
         num_rows=rows,
         VALUE_BYTES=layout.value_bytes,
         SCALE_BYTES=layout.scale_bytes,

@@ -152,7 +152,10 @@ def _check(
 def _weight_scale(q: torch.Tensor, softmax_scale: float | None, head_scale: float | None) -> float:
     _, heads, head_dim = q.shape
     of_heads = heads**-0.5 if head_scale is None else checks.finite("head_scale", head_scale)
-    return checks.softmax_scale(softmax_scale, head_dim) * of_heads
+    factor = checks.softmax_scale(softmax_scale, head_dim) * of_heads
+    if abs(factor) > torch.finfo(torch.float32).max:
+        raise ValueError(f"head_scale times softmax_scale must be a finite float32 number, got {factor}")
+    return factor
 
 
 def _run(params: IndexQueryParams, backend: str | None) -> None:

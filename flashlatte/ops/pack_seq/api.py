@@ -51,7 +51,8 @@ def pack_seq(
     rows = _rows("x", x, 1)
     requests = _check_boundaries(cu_seqlens, x.device)
     max_seqlen = checks.positive_int("max_seqlen", max_seqlen, or_zero=True)
-    pad = _bits(checks.number("pad_value", pad_value), x.dtype)
+    # As text, because a cache of numbers takes -0.0 for 0.0.
+    pad = _bits(checks.number("pad_value", pad_value).hex(), x.dtype)
     shape = (requests, max_seqlen, *x.shape[1:])
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -143,7 +144,7 @@ def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
         rows = x.view(*x.shape[:axes], math.prod(x.shape[axes:]))
     except RuntimeError:
         rows = None
-    if rows is None or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
+    if rows is None or (rows.shape[-1] > 1 and rows.stride(-1) != 1 and rows.numel() > 0):
         raise ValueError(f"{name} must have contiguous tokens, got strides {x.stride()}")
     return rows
 
@@ -160,10 +161,13 @@ def _storage(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _bits(value: float, dtype: torch.dtype) -> int:
-    """The bytes of a number, repeated to four bytes."""
+def _bits(text: str, dtype: torch.dtype) -> int:
+    """The bytes of the number ``float.fromhex(text)``, repeated to four bytes."""
+    value = float.fromhex(text)
     integer = not dtype.is_floating_point
     if integer and not (value.is_integer() and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max):
         raise ValueError(f"pad_value must be representable in {checks.dtype_names([dtype])}, got {value}")
     one = torch.tensor([value], dtype=torch.float64, device="cpu").to(dtype)
+    if math.isfinite(value) and not one.float().isfinite():
+        raise ValueError(f"pad_value must be representable in {checks.dtype_names([dtype])}, got {value}")
     return int(one.view(torch.uint8).repeat(4 // dtype.itemsize).view(torch.int32).item())

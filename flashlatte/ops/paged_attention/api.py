@@ -125,7 +125,7 @@ def paged_attention(
         prefix_ranges: int32 or int64 [b, r, 2], first and last position of ranges (such as images) within which every
             query attends to every key, regardless of ``causal`` and ``window``. A range whose last position is before
             its first is empty.
-        softcap: above 0, or 0 for none.
+        softcap: above 0 and at most 2^125, or 0 for none.
         alibi_slopes: float32 [h_q].
         alibi_sqrt: use √|p - n| instead of |p - n|.
         qq_bias: float32 [n, n], added to the score of query i and the key of query j of a request, for i and j below n;
@@ -158,7 +158,7 @@ def paged_attention(
     if not 0 <= checks.number("softcap", softcap) < math.inf:
         raise ValueError(f"softcap must be a finite number of at least 0, got {softcap}")
     if softcap:
-        checks.float32_factor("softcap", softcap)
+        checks.score_factor("softcap", softcap)
     window_left, window_right = ragged.window_sides(window, checks.flag("causal", causal))
     k_scale, k_scale_value = _cache_scale("k_scale", k_scale, k_cache)
     v_scale, v_scale_value = _cache_scale("v_scale", v_scale, v_cache)

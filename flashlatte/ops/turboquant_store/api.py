@@ -46,7 +46,8 @@ def turboquant_store(
         cache_format: one of ``kv_cache.turboquant.TURBOQUANT_NAMES``; None infers it from the width of a record.
         backend: "portable" or "reference"; None selects one.
 
-    Norms, scales and minima beyond the range of fp16 saturate. Those of a row with a NaN or an infinity are NaN.
+    Norms, scales and minima beyond the range of fp16 saturate. Those of a row with a NaN or an infinity are NaN, as is
+    a norm whose square overflows float32.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.

@@ -172,6 +172,16 @@ def test_rows_of_no_request_are_left():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_single_scale_may_have_any_stride(backend):
+    cache = kv_cache.allocate(index_format("index_fp8", 32), 1, 4)
+    index_quantize(cache, torch.arange(1), torch.full((1, 32), 448.0), backend="reference")
+    scales = torch.zeros(5)
+    table, cu_seqlens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1])
+    index_gather(cache, table, cu_seqlens, 1, head_dim=32, scales=scales[1::5], backend=backend)
+    assert scales.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_an_end_are_the_last_requests(backend):
     cache = kv_cache.allocate(index_format("index_bf16", 32), 3, 4)
     index_quantize(cache, torch.arange(12), keys(12, 32, 0), backend="reference")

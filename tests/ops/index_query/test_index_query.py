@@ -133,6 +133,11 @@ def call(**change):
             "smallest_amax must be a number that is a normal float32, got 1e-300",
         ),
         ({"head_scale": math.nan}, ValueError, "head_scale must be a finite number, got nan"),
+        (
+            {"softmax_scale": 1e30, "head_scale": -1e30},
+            ValueError,
+            "head_scale times softmax_scale must be a finite float32 number, got -1.0",
+        ),
         ({"scale_rounding": "down"}, ValueError, "scale_rounding must be one of"),
     ],
 )

@@ -88,6 +88,13 @@ X, CU = torch.zeros(3, 2), torch.tensor([0, 1, 3])
 PACKED = torch.zeros(2, 2, 4)
 
 
+def test_negative_zero_is_padding():
+    x, cu_seqlens = torch.ones(1, 4), torch.tensor([0, 1])
+    for zero in (0.0, -0.0, 0.0):
+        packed = pack_seq(x, cu_seqlens, 2, pad_value=zero, backend=BACKEND)
+        assert torch.equal(bits(packed[0, 1]), bits(torch.full((4,), zero)))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -100,6 +107,7 @@ PACKED = torch.zeros(2, 2, 4)
         ({"max_seqlen": -1}, ValueError, "^max_seqlen must be at least 0, got -1$"),
         ({"x": X.to(torch.uint8)}, ValueError, "^pad_value must be representable in uint8, got -inf$"),
         ({"x": X.int(), "pad_value": 0.5}, ValueError, r"^pad_value must be representable in int32, got 0\.5$"),
+        ({"pad_value": 1e39}, ValueError, r"^pad_value must be representable in float32, got 1e\+39$"),
         ({"out": torch.zeros(2, 3, 2)}, ValueError, r"^out must have shape \[2, 2, 2\]"),
         ({"out": torch.zeros(2, 2, 4)[..., :2]}, ValueError, "^out must be contiguous"),
         ({"backend": "hopper"}, ValueError, "^backend='hopper' cannot serve"),

@@ -69,6 +69,7 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"softcap": -1.0}, ValueError, "^softcap must be a finite number of at least 0, got -1.0$"),
         ({"softcap": math.nan}, ValueError, "^softcap must be a finite number of at least 0, got nan$"),
         ({"softcap": 1e39}, ValueError, r"^softcap must be a number that is a normal float32, got 1e\+39$"),
+        ({"softcap": 3e38}, ValueError, r"^softcap must be at most 2\^125, got 3e\+38$"),
         ({"softcap": None}, TypeError, "^softcap must be a number, got NoneType$"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, r"^alibi_slopes must have shape \[4\]"),
         ({"alibi_slopes": torch.ones(4).half()}, TypeError, "^alibi_slopes must be float32, got float16$"),

@@ -95,6 +95,15 @@ GIVEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+def test_a_range_that_overflows_saturates():
+    value = torch.tensor([-3e38, 3e38]).repeat(16).view(1, 1, 32)
+    cache = turboquant.allocate("turboquant_3bit_nc", 1, 1, 1, 32)
+    turboquant_store(torch.ones(1, 1, 32), value, cache, torch.zeros(1, dtype=torch.int64), backend=BACKEND)
+    scale_and_minimum = cache[0, 0, 0, -4:].clone().view(torch.float16)
+    assert scale_and_minimum.tolist() == [turboquant.LARGEST_HALF, -turboquant.LARGEST_HALF]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -84,7 +84,8 @@ def cp_gather_indexer_k_quant_cache(
             rows,
             head_dim=dst_k.shape[-1],
             values=dst_k.view(torch.float8_e4m3fn),
-            scales=dst_scale.view(torch.float32).view(rows),
+            # Flat first: a single row may have any stride.
+            scales=dst_scale.view(-1).view(torch.float32),
         )
 
 

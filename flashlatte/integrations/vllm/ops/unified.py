@@ -70,7 +70,7 @@ def unified_attention(
         window_size: (left, right), -1 for no bound. Without ``causal``, left applies to both sides, as in vLLM from
             0.32 on, and right must be left, 0 or -1. Different sides: use ``paged_attention``.
         block_table: int32 or int64 [b or more, max_pages].
-        softcap: above 0, or 0 for none.
+        softcap: above 0 and at most 2^125, or 0 for none.
         q_descale: float32 scale of a float8_e4m3fn q; only the first element is used.
         k_descale, v_descale: float32 scales of an fp8 cache with one scale; only the first element is used.
         alibi_slopes: [h_q]; the bias decreases with the distance from the query on both sides.
