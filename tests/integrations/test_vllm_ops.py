@@ -47,7 +47,7 @@ def test_concat_and_cache_mla_copies_or_quantizes_the_whole_row(width, rope):
 def test_fp8_ds_mla_is_four_tiles_their_scales_and_the_rope(rounding):
     kv_c, k_pe = draw(1, 512, dtype=torch.bfloat16), draw(1, 64, seed=1, dtype=torch.bfloat16)
     cache = torch.zeros(1, 2, 656, dtype=torch.uint8)
-    options: dict[str, Any] = {} if rounding == "exact" else {"scale_rounding": rounding}
+    options: dict[str, Any] = {} if rounding == "power_of_two" else {"scale_rounding": rounding}
     ops.concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor([1]), "fp8_ds_mla", ONE, **options)
     tiles = kv_c.float().view(4, 128)
     scales = tiles.abs().amax(dim=1) / 448
