@@ -32,7 +32,6 @@ from flashlatte.kernels.triton.rows import (
     token_rows,
 )
 from flashlatte.ops.cache_gather.reference import CacheGatherParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 SCALED_BLOCKING = Blocking(tokens=4, warps=1)
@@ -55,7 +54,6 @@ def cache_gather(params: CacheGatherParams) -> None:
         "num_rows": num_rows,
         "WIDE": block_table.shape[1] * page_size >= 2**31,
         "NATIVE": converts_e4m3(cache.device),
-        "INTERPRETED": machine.interpreting(),
     }
     if tiling is None and scaling is None:
         gather_rows_kernel[(cdiv(num_rows, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
@@ -88,7 +86,6 @@ def gather_tiles_kernel(
     TILING: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Formats with a scale per tile."""
@@ -120,11 +117,9 @@ def gather_tiles_kernel(
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
     out_row = token_row(out, rows)
     values = e4m3_to_float(latent_bits, NATIVE) * scales[:, :, None]
-    tl.store(
-        out_row[:, None, None] + column, from_float32(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used
-    )
+    tl.store(out_row[:, None, None] + column, from_float32(values, OUT_TYPE), mask=inside[:, None, None] & used)
     if TILING.rope_offset < TILING.row_bytes:
-        ropes = cast(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE, INTERPRETED)
+        ropes = cast(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE)
         tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
@@ -139,7 +134,6 @@ def gather_blocks_kernel(
     TAIL: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block; the last TAIL values have no
@@ -171,12 +165,12 @@ def gather_blocks_kernel(
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
     out_row = token_row(out, rows)[:, None]
     column = tl.arange(0, SCALED)[None, :]
-    elements = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
+    elements = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE)
     tl.store(out_row + column, elements, mask=inside[:, None])
     if TAIL > 0:
         column = tl.arange(0, TAIL)[None, :]
         tail = tl.load(row + VALUE_BYTES + column, mask=found, other=0)  # [BLOCK_T, TAIL]
-        elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
+        elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE)
         tl.store(out_row + SCALED + column, elements, mask=inside[:, None])
 
 
@@ -191,7 +185,6 @@ def gather_rows_kernel(
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -211,7 +204,7 @@ def gather_rows_kernel(
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
     if cache.start.dtype.element_ty == tl.uint8:
         values = e4m3_to_float(values, NATIVE) * load_scale(scale)
-        values = from_float32(tl.where(found_columns, values, 0.0), OUT_TYPE, INTERPRETED)
+        values = from_float32(tl.where(found_columns, values, 0.0), OUT_TYPE)
     else:
-        values = cast(values, OUT_TYPE, INTERPRETED)
+        values = cast(values, OUT_TYPE)
     tl.store(token_row(out, rows)[:, None] + column, values, mask=inside[:, None] & (column < WIDTH))

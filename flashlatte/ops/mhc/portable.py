@@ -14,7 +14,6 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.ops.mhc.reference import MhcPreParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -48,7 +47,6 @@ def mhc_pre(params: MhcPreParams) -> None:
         N=count,
         BLOCK_D=PRE_COLUMNS,
         ALIGN=unit,
-        INTERPRETED=machine.interpreting(),
         num_warps=PRE_WARPS,
     )
 
@@ -68,7 +66,6 @@ def mhc_post(
         N=count,
         BLOCK_D=POST_COLUMNS,
         ALIGN=unit,
-        INTERPRETED=machine.interpreting(),
         num_warps=POST_WARPS,
     )
 
@@ -92,7 +89,6 @@ def mhc_pre_kernel(
     N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Process one token. A stream has ``units`` · ALIGN columns."""
     BLOCK_N: tl.constexpr = triton.next_power_of_2(N)
@@ -103,7 +99,7 @@ def mhc_pre_kernel(
     squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)[None, :]
-        x = to_float32(tl.load(rows + column, mask=there[:, None] & (column < units * ALIGN), other=0.0), INTERPRETED)
+        x = to_float32(tl.load(rows + column, mask=there[:, None] & (column < units * ALIGN), other=0.0))
         squares += x * x
     inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * units * ALIGN) + rms_eps)
 
@@ -127,10 +123,10 @@ def mhc_pre_kernel(
     for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
         wanted = column < units * ALIGN
-        x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & wanted[None, :], other=0.0), INTERPRETED)
+        x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & wanted[None, :], other=0.0))
         collapsed = tl.sum(tl.where(there, weight, 0.0)[:, None] * x, axis=0)
         row = seen + token * units * ALIGN
-        tl.store(row + column, from_float32(collapsed, seen.dtype.element_ty, INTERPRETED), mask=wanted)
+        tl.store(row + column, from_float32(collapsed, seen.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
@@ -147,28 +143,17 @@ def _divisor(sums, eps, there):
 
 @kernel
 def mhc_post_kernel(
-    result,
-    streams,
-    shares,
-    mixture,
-    out,
-    units: tl.int32,
-    N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    result, streams, shares, mixture, out, units: tl.int32, N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr
 ):
     """Process BLOCK_D columns of a token. A stream has ``units`` · ALIGN columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     wanted = column < units * ALIGN
-    of_layer = to_float32(tl.load(result + token * units * ALIGN + column, mask=wanted, other=0.0), INTERPRETED)
+    of_layer = to_float32(tl.load(result + token * units * ALIGN + column, mask=wanted, other=0.0))
     for j in tl.static_range(N):
         mixed = tl.load(shares + token * N + j) * of_layer
         for i in tl.static_range(N):
-            x = to_float32(
-                tl.load(streams + (token * N + i) * units * ALIGN + column, mask=wanted, other=0.0), INTERPRETED
-            )
+            x = to_float32(tl.load(streams + (token * N + i) * units * ALIGN + column, mask=wanted, other=0.0))
             mixed += tl.load(mixture + token * (N * N) + i * N + j) * x
         offset = (token * N + j) * units * ALIGN + column
-        tl.store(out + offset, from_float32(mixed, out.dtype.element_ty, INTERPRETED), mask=wanted)
+        tl.store(out + offset, from_float32(mixed, out.dtype.element_ty), mask=wanted)

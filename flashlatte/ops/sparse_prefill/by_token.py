@@ -127,7 +127,7 @@ def sparse_prefill_kernel(
     out_offset = (token * outputs.stride_token + head * outputs.stride_head) * OUT_ALIGN
     tl.store(
         outputs.out + out_offset[:, None] + cols[None, :],
-        from_float32(values, outputs.out.dtype.element_ty, STEP.interpreted),
+        from_float32(values, outputs.out.dtype.element_ty),
         mask=in_heads[:, None] & (cols < STEP.latent_dim)[None, :],
     )
     row = token * h_q + head

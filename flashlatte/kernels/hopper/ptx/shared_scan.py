@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import num_warps
 
 from flashlatte.kernels.hopper.ptx import shared_words
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 
 @triton.constexpr_function
@@ -86,7 +87,7 @@ def _bin_asm(bins, warps):
 
 
 @triton.jit
-def find_bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr, INTERPRETED: tl.constexpr):
+def find_bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr):
     """Find the first of BINS counters at word ``bins`` whose inclusive prefix sum is at least ``wanted``; the total
     must be.
 
@@ -96,7 +97,7 @@ def find_bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr, INTERPRE
     """
     if INTERPRETED:
         position = tl.arange(0, BINS)
-        counts = shared_words.load(memory, bins + position, position >= 0, INTERPRETED)
+        counts = shared_words.load(memory, bins + position, position >= 0)
         inclusive = tl.cumsum(counts, axis=0)
         found = tl.sum((inclusive < wanted).to(tl.int32), axis=0)
         above = tl.sum(tl.where(position < found, counts, 0), axis=0)
@@ -143,7 +144,7 @@ def _ones_asm(words, warps):
 
 
 @triton.jit
-def popcount_prefix_sums(memory, bitmap, sums, scratch, before, WORDS: tl.constexpr, INTERPRETED: tl.constexpr):
+def popcount_prefix_sums(memory, bitmap, sums, scratch, before, WORDS: tl.constexpr):
     """Store at word ``sums`` the number of set bits before each pair of words of a bitmap of WORDS words, plus
     ``before``.
 
@@ -153,10 +154,10 @@ def popcount_prefix_sums(memory, bitmap, sums, scratch, before, WORDS: tl.conste
     """
     if INTERPRETED:
         pair = tl.arange(0, WORDS // 2)
-        first, second = shared_words.load_two(memory, bitmap + 2 * pair, pair >= 0, INTERPRETED)
-        ones = shared_words.popcount(first, INTERPRETED) + shared_words.popcount(second, INTERPRETED)
+        first, second = shared_words.load_two(memory, bitmap + 2 * pair, pair >= 0)
+        ones = shared_words.popcount(first) + shared_words.popcount(second)
         inclusive = before + tl.cumsum(ones, axis=0)
-        shared_words.store(memory, sums + pair, inclusive - ones, pair >= 0, INTERPRETED)
+        shared_words.store(memory, sums + pair, inclusive - ones, pair >= 0)
         return tl.max(inclusive, axis=0)
     else:
         return tl.inline_asm_elementwise(

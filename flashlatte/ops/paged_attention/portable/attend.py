@@ -42,7 +42,6 @@ class PagedStep(NamedTuple):
         halves: operands are fp16 instead of q's dtype. Rows of q are scaled to its range; P is scaled by 2^P_SHIFT.
         in_words: both caches have one-byte elements, which ``attend_bytes`` loads as words.
         key_heads: key heads per program; 1 unless ``in_words``.
-        interpreted: the kernel runs in Triton's interpreter.
     """
 
     block_m: int
@@ -64,7 +63,6 @@ class PagedStep(NamedTuple):
     halves: bool
     in_words: bool
     key_heads: int
-    interpreted: bool
 
 
 class PagedInputs(NamedTuple):

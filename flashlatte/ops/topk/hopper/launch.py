@@ -48,7 +48,6 @@ def topk(params: TopkParams) -> None:
         prefetch=rows <= sms,
         ctas=ctas,
         overlapped=overlapped,
-        interpreted=interpreting,
     )
     KERNELS[ctas][(rows,)](
         *records_of(params),

@@ -80,7 +80,6 @@ def topk(params: TopkParams) -> None:
             CAPACITY=capacity,
             SAMPLE=4096 if chunks > 1 else regime.sample(width, capacity),
             BLOCK=32 * regime.filter_warps * regime.filter_entries,
-            INTERPRETED=machine.interpreting(),
             num_warps=regime.filter_warps,
         )
         _finish(params, candidates, first_row, count, capacity, warps)
@@ -97,6 +96,5 @@ def _finish(
         SPLIT=candidates.chunks > 1,
         CAPACITY=capacity,
         BLOCK=capacity // 4,
-        INTERPRETED=machine.interpreting(),
         num_warps=warps,
     )

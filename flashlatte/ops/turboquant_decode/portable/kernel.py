@@ -23,7 +23,7 @@ from flashlatte.kernels.triton.turboquant import RecordCache
 from flashlatte.ops.turboquant_decode.portable.records import load_keys, load_norms, load_values, records_at, section
 from flashlatte.ops.turboquant_decode.portable.words import keep_tables, key_dims, value_dims, value_unit
 from flashlatte.runtime.kernel_records import Int32, Pointer
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs
@@ -242,7 +242,7 @@ def turboquant_decode_kernel(
             request_rows = item64 * query.tokens * query.heads + query_row
             pointers = query.rotated + (request_rows * D)[None, :] + q_dims[:, None]
             q_tile = tl.load(pointers, mask=in_rows[None, :], other=0.0)  # [D, BLOCK_M]
-            if FORM.interpreted:
+            if INTERPRETED:
                 q_tile = q_tile.to(tl.float32)
             scale = tl.load(query.row_scale + request_rows, mask=in_rows, other=1.0)
             values, lse2 = _attend(

@@ -14,6 +14,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import e4m3_to_float
 from flashlatte.kernels.triton.turboquant import centroids_of, load_codes
 from flashlatte.ops.turboquant_decode.portable.words import e4m3_operand, key_operand, spread, value_operand
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 
 class Records(NamedTuple):
@@ -151,7 +152,7 @@ def load_keys(records, part, form: tl.constexpr, PACKED: tl.constexpr):
 
     PACKED: codes are unpacked by PTX.
     """
-    operand: tl.constexpr = tl.float32 if form.interpreted else tl.float16
+    operand: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
     if PACKED:
         words = _load_words(records, part, 0, form.key_bits, form)
         if form.key_bits == 8:
@@ -181,7 +182,7 @@ def load_values(records, part, form: tl.constexpr, PACKED: tl.constexpr):
         codes = value_operand(_load_words(records, part, form.value_offset, form.value_bits, form))
     else:
         codes = _codes(records, form.value_offset, form.value_bits, form)
-        codes = codes.to(tl.float32 if form.interpreted else tl.float16)
+        codes = codes.to(tl.float32 if INTERPRETED else tl.float16)
     scale = _load_half(records, form.scale_offset, form)
     minimum = _load_half(records, form.scale_offset + 2, form)
     return tl.trans(codes), scale, minimum

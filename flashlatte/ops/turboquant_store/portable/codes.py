@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashlatte.runtime.triton_kernel import INTERPRETED
+
 
 @triton.jit
 def codes_of(x, MIDPOINTS: tl.constexpr):
@@ -30,7 +32,7 @@ def codes_of(x, MIDPOINTS: tl.constexpr):
 
 
 @triton.jit
-def quotient(x, scale, INTERPRETED: tl.constexpr):
+def quotient(x, scale):
     """x / scale of float32 x [BLOCK_R, D] and scale [BLOCK_R, 1], correctly rounded.
 
     A multiplication by the reciprocal and one correction step: two FMAs instead of the eight instructions and a branch

@@ -128,7 +128,7 @@ def _write_half(values, lse2, split, args, FIRST_COL: gl.constexpr, CONFIG: gl.c
     continues = split.begin > 0
     if (continues == 0) & (split.end == split.steps):
         col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
-        write_out(outputs, split.item, work.group.kv_head, row, col, values, lse2, LATENT, CONFIG.out_align, False)
+        write_out(outputs, split.item, work.group.kv_head, row, col, values, lse2, LATENT, CONFIG.out_align)
         if FIRST_COL == 0:
             write_lse(outputs, split.item, work.group.kv_head, row, lse2)
     elif results.scratch is not None:
