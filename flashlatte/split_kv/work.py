@@ -5,7 +5,7 @@ Without ``scratch`` a CTA processes a whole work item; otherwise a balanced rang
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rotary embedding in Triton: of the last elements of rows in registers, and of rows in memory."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

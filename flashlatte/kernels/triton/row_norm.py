@@ -1,8 +1,5 @@
 """RMSNorm of rows (arXiv:1910.07467) in Triton."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """The selection, and the sums of each row (a token's head) that the backward kernels read."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 

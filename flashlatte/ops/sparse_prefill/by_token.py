@@ -5,7 +5,7 @@ cannot process.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 

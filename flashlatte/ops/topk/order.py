@@ -1,8 +1,5 @@
 """Loading of rows and entries for all kernels of ``topk``: entries are compared as ordered integers."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -4,8 +4,7 @@ A program processes several tiles, of either keys or values: both together would
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 

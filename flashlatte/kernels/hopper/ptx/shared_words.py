@@ -8,8 +8,7 @@ In Triton's interpreter, ``memory`` is a pointer to words of global memory.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

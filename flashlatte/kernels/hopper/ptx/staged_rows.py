@@ -5,7 +5,7 @@ symbol ``global_smem`` is the start of the CTA's shared memory, as in the PTX of
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ d index_k = index_scale · Σ_h G r index_weights index_q. Each kernel computes 
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ multiplied by all of them. ``split_kv.work`` splits the keys of all tiles over C
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ STEP is a ``kernels.triton.config.StepConfig``. out, lse, their gradients and dq
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 

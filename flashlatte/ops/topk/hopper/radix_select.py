@@ -1,7 +1,7 @@
 """Radix select on a row in global memory, which is read once per digit; and the threshold estimate from a sample."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Select the k largest of a row's candidates in registers, and store them in ascending order of their columns."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton

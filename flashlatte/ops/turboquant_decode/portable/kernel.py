@@ -7,7 +7,6 @@ middle values. ``split_kv.work`` splits the keys of all requests over CTAs.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Preparation of queries: rotated if the keys are, and in fp16 with a scale per row."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Loading of records by 32-bit words, at any alignment."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Quantization to codes: nearest centroids for keys, uniform steps for values."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 
 from __future__ import annotations
 

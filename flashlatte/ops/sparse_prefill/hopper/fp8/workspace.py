@@ -1,7 +1,7 @@
 """Quantize kv to e4m3 with one power-of-two scale. The scale stays on the device."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
