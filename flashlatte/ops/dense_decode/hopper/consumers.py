@@ -54,7 +54,7 @@ class DenseDecodeArgs(NamedTuple):
         query_origin: origin of the CTA's tile of queries (``producer.QueryTileOrigin``).
         keys: the cache (``producer.KeyDescriptors`` or ``one_byte_producer.OneByteKeys``).
         key_lengths: lengths of the requests (``device.KeyLengths``).
-        table: pages of the requests (``packed.BlockTable``).
+        table: pages of the requests (``rows.BlockTable``).
         work: the work of the CTA (``schedule.DenseDecodeWork``).
         causal_offset: keys at a request's end that are masked for its first query token: s_q - 1 if causal, else 0.
         scale: softmax_scale · log2(e).
