@@ -31,15 +31,15 @@ class MhcProjection(NamedTuple):
 
 
 def mhc_pre(params: MhcPreParams) -> None:
-    streams, seen = params.streams, params.seen
+    streams, layer_input = params.streams, params.layer_input
     tokens, count, width = streams.shape
-    unit = _unit(streams, seen)
+    unit = _unit(streams, layer_input)
     mhc_pre_kernel[(tokens,)](
         MhcProjection(params.projected, params.base, params.scale),
         streams=streams,
         shares=params.shares,
         mixture=params.mixture,
-        seen=seen,
+        layer_input=layer_input,
         rms_eps=params.rms_eps,
         eps=params.eps,
         iterations=params.iterations,
@@ -81,7 +81,7 @@ def mhc_pre_kernel(
     streams,
     shares,
     mixture,
-    seen,
+    layer_input,
     rms_eps: tl.float32,
     eps: tl.float32,
     iterations: tl.int32,
@@ -122,11 +122,11 @@ def mhc_pre_kernel(
 
     for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
-        wanted = column < units * ALIGN
-        x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & wanted[None, :], other=0.0))
+        in_row = column < units * ALIGN
+        x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & in_row[None, :], other=0.0))
         collapsed = tl.sum(tl.where(there, weight, 0.0)[:, None] * x, axis=0)
-        row = seen + token * units * ALIGN
-        tl.store(row + column, from_float32(collapsed, seen.dtype.element_ty), mask=wanted)
+        row = layer_input + token * units * ALIGN
+        tl.store(row + column, from_float32(collapsed, layer_input.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
@@ -148,12 +148,12 @@ def mhc_post_kernel(
     """Process BLOCK_D columns of a token. A stream has ``units`` · ALIGN columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    wanted = column < units * ALIGN
-    of_layer = to_float32(tl.load(result + token * units * ALIGN + column, mask=wanted, other=0.0))
+    in_row = column < units * ALIGN
+    of_layer = to_float32(tl.load(result + token * units * ALIGN + column, mask=in_row, other=0.0))
     for j in tl.static_range(N):
         mixed = tl.load(shares + token * N + j) * of_layer
         for i in tl.static_range(N):
-            x = to_float32(tl.load(streams + (token * N + i) * units * ALIGN + column, mask=wanted, other=0.0))
+            x = to_float32(tl.load(streams + (token * N + i) * units * ALIGN + column, mask=in_row, other=0.0))
             mixed += tl.load(mixture + token * (N * N) + i * N + j) * x
         offset = (token * N + j) * units * ALIGN + column
-        tl.store(out + offset, from_float32(mixed, out.dtype.element_ty), mask=wanted)
+        tl.store(out + offset, from_float32(mixed, out.dtype.element_ty), mask=in_row)

@@ -87,8 +87,8 @@ def _bin_asm(bins, warps):
 
 
 @triton.jit
-def find_bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr):
-    """Find the first of BINS counters at word ``bins`` whose inclusive prefix sum is at least ``wanted``; the total
+def find_bin_of_rank(memory, bins, scratch, rank, BINS: tl.constexpr):
+    """Find the first of BINS counters at word ``bins`` whose inclusive prefix sum is at least ``rank``; the total
     must be.
 
     ``bins`` is a multiple of 4, BINS a power of two and at least 64 per warp; ``scratch`` has one word per warp.
@@ -99,14 +99,14 @@ def find_bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr):
         position = tl.arange(0, BINS)
         counts = shared_words.load(memory, bins + position, position >= 0)
         inclusive = tl.cumsum(counts, axis=0)
-        found = tl.sum((inclusive < wanted).to(tl.int32), axis=0)
+        found = tl.sum((inclusive < rank).to(tl.int32), axis=0)
         above = tl.sum(tl.where(position < found, counts, 0), axis=0)
         return found, above, tl.sum(tl.where(position == found, counts, 0), axis=0)
     else:
         found, above, inside, _ = tl.inline_asm_elementwise(
             _bin_asm(BINS, num_warps()),
             "=&r,=&r,=&r,=&r,r,r,r",
-            [memory + bins * 4, memory + scratch * 4, wanted],
+            [memory + bins * 4, memory + scratch * 4, rank],
             (tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=False,
             pack=1,

@@ -213,8 +213,8 @@ def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) ->
 def _keys(k_cache: torch.Tensor, box: int, few_rows: bool, fp8: bool) -> tuple[KeyDescriptors, OneByteKeys]:
     """The cache in the form that each producer uses."""
     strides = strides_in_use(k_cache)
-    address = k_cache.data_ptr(), k_cache.dtype
-    keys = KeyDescriptors(*_descriptors(*address, tuple(k_cache.shape), strides, box, few_rows, k_cache.device, fp8))
+    shape = tuple(k_cache.shape)
+    keys = KeyDescriptors(*_descriptors(k_cache.data_ptr(), k_cache.dtype, shape, strides, box, few_rows, fp8))
     if k_cache.dtype.itemsize > 1 or few_rows or fp8:
         return keys, OneByteKeys(None, 0, 0, 0)
     return keys, OneByteKeys(k_cache, *(stride // _ALIGN_BYTES for stride in strides))
@@ -228,8 +228,7 @@ def _descriptors(
     strides: tuple[int, ...],
     box: int,
     few_rows: bool,
-    device: torch.device,
-    fp8: bool = False,
+    fp8: bool,
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """TMA descriptors of a cache [pages, page_size, h_kv, d] for boxes of ``box`` keys: of 256 columns, and of the
     rope.

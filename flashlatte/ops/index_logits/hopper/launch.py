@@ -110,8 +110,8 @@ def paged(params: PagedIndexLogitsParams) -> None:
 def keys_per_item(num_queries: int, num_keys: int, queries: int, programs: int) -> int:
     """Keys per work item of the ragged kernel."""
     blocks = -(-num_queries // queries)
-    wanted = -(-_ITEMS_PER_PROGRAM * programs // blocks)
-    keys = -(-num_keys // (wanted * KEYS.value)) * KEYS.value
+    items = -(-_ITEMS_PER_PROGRAM * programs // blocks)
+    keys = -(-num_keys // (items * KEYS.value)) * KEYS.value
     return max(keys, _MIN_ITEM_KEYS)
 
 

@@ -17,7 +17,7 @@ from flashlatte.kernels.triton.online_softmax import finish, softmax, within
 from flashlatte.kernels.triton.rows import BlockTable, HeadRows
 from flashlatte.ops.paged_attention.portable.keys import KeyAddresses, PagedRows, load_operand
 from flashlatte.ops.paged_attention.portable.scores import ScoreTerms, add_terms, is_visible
-from flashlatte.ops.paged_attention.portable.tiles import VisibleRanges, seen_by, seen_by_all
+from flashlatte.ops.paged_attention.portable.tiles import VisibleRanges, visible_range, visible_to_all
 
 # P in fp16 is scaled by 2^14, so its smallest nonzero value is 2^-39 of the maximum instead of 2^-25.
 P_SHIFT = tl.constexpr(14)
@@ -224,12 +224,12 @@ def attend(
     begin = origin + first_block * BLOCK_N
     stop = tl.minimum(origin + stop_block * BLOCK_N, tile.stop_key)
     position = tile.context + tile.own + queries.token
-    lower, upper = seen_by(position, tile.stop_key, window)
+    lower, upper = visible_range(position, tile.stop_key, window)
     first_new = tile.first_token - tile.own - tile.cached
     request = tile.request.to(tl.int64)
     if step.branches:
         # Between these two, all keys are visible to all rows.
-        full_begin, full_stop = seen_by_all(tile, window)
+        full_begin, full_stop = visible_to_all(tile, window)
         full_stop = tl.minimum(full_stop, tl.minimum(stop, tile.cached))
         full_stop = tl.minimum(full_stop, _first_absent(table, request, begin, full_stop, step.page_size))
 

@@ -1,6 +1,6 @@
-"""One pass of a radix select: a histogram of a digit of the keys in shared memory, and the digit of the wanted key.
+"""One pass of a radix select: a histogram of a digit of the keys in shared memory, and the digit of the key of a rank.
 
-The state of the search: the result is the ``wanted``-th largest of the keys from ``low`` to ``low + 2^bits - 1``.
+The state of the search: the result is the ``rank``-th largest of the keys from ``low`` to ``low + 2^bits - 1``.
 """
 
 # Triton's annotations and calls are not Python's.
@@ -36,12 +36,12 @@ def count_digits(keys, valid, low, bits, memory, DIGIT: tl.constexpr):
 
 
 @triton.jit
-def resolve_digit(low, bits, wanted, memory, DIGIT: tl.constexpr):
-    """Find the digit of the wanted-th largest of the counted keys.
+def resolve_digit(low, bits, rank, memory, DIGIT: tl.constexpr):
+    """Find the digit of the rank-th largest of the counted keys.
 
-    Returns the new ``low``, ``bits`` and ``wanted`` for the keys with that digit, and their number.
+    Returns the new ``low``, ``bits`` and ``rank`` for the keys with that digit, and their number.
     """
-    position, above, inside = shared_scan.find_bin_of_rank(memory, BINS, SCRATCH, wanted, 1 << DIGIT)
+    position, above, inside = shared_scan.find_bin_of_rank(memory, BINS, SCRATCH, rank, 1 << DIGIT)
     shift = tl.maximum(bits - DIGIT, 0)
     digit = (1 << (bits - shift)) - 1 - position
-    return low + (digit.to(tl.int64) << shift), shift, wanted - above, inside
+    return low + (digit.to(tl.int64) << shift), shift, rank - above, inside

@@ -61,12 +61,12 @@ def topk_kernel(
     rows: TopkRows,
     outputs: TopkOutputs,
     interpreted_memory,
-    wanted: tl.int32,
+    target: tl.int32,
     CONFIG: tl.constexpr,
 ):
     """Each cluster of CTAs processes one row.
 
-    ``wanted``: target number of candidates, more than k and fewer than the capacity. ``interpreted_memory``: int32 in
+    ``target``: target number of candidates, more than k and fewer than the capacity. ``interpreted_memory``: int32 in
         place of shared memory in Triton's interpreter, else None.
     """
     CAPACITY: tl.constexpr = CONFIG.capacity
@@ -94,7 +94,7 @@ def topk_kernel(
     else:
         begin, stop = column_range(cta, length, CONFIG.block, CTAS)
         row = TopkRow(rows.logits, first, length, begin, stop)
-        low, count, source = list_candidates(row, k, wanted, memory, CONFIG)
+        low, count, source = list_candidates(row, k, target, memory, CONFIG)
         if is_sufficient(count, k, CAPACITY):
             valid = tl.arange(0, CAPACITY) < count
             bits, column = load_candidates(memory, source, valid, CTAS)
@@ -125,7 +125,7 @@ def column_range(cta, length, BLOCK: tl.constexpr, CTAS: tl.constexpr):
 
 
 @triton.jit
-def list_candidates(row, k, wanted, memory, CONFIG: tl.constexpr):
+def list_candidates(row, k, target, memory, CONFIG: tl.constexpr):
     """Build the list of candidates of a row. The threshold comes from a small sample, and if the list is not
     sufficient, from a larger one.
 
@@ -138,7 +138,7 @@ def list_candidates(row, k, wanted, memory, CONFIG: tl.constexpr):
     low = tl.full([], NEGATIVE_INFINITY, tl.int64)
     count = tl.zeros([], tl.int32)
     source = tl.zeros([CAPACITY], tl.int32)
-    enough = sample_size(row.length, wanted)
+    enough = sample_size(row.length, target)
     sample = tl.minimum(enough, CONFIG.first_sample)
     retry = True
     while retry:
@@ -147,7 +147,7 @@ def list_candidates(row, k, wanted, memory, CONFIG: tl.constexpr):
         shared_words.store(memory, COUNTER, tl.full([], 0, tl.int32), row.length > 0)
         if row.length > CAPACITY:
             entries = row.logits + row.first
-            low = estimate_threshold(entries, row.length, wanted, sample, memory, SAMPLE_BLOCK)
+            low = estimate_threshold(entries, row.length, target, sample, memory, SAMPLE_BLOCK)
         tl.debug_barrier()
         if not CONFIG.prefetch:
             loaded = load_first_block(row, CONFIG.block)

@@ -24,22 +24,22 @@ NO_LIMIT = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def sample_size(length, wanted):
-    """The sample size for estimating a threshold that about ``wanted`` entries reach.
+def sample_size(length, target):
+    """The sample size for estimating a threshold that about ``target`` entries reach.
 
     The standard deviation of rank r in a sample is √r: the sample is large enough that r >= 256, an error of 1/16.
     """
-    return tl.minimum(tl.maximum(256 * (length // wanted + 1), 4096), 16384)
+    return tl.minimum(tl.maximum(256 * (length // target + 1), 4096), 16384)
 
 
 @triton.jit
-def estimate_threshold(entries, length, wanted, sample, memory, BLOCK: tl.constexpr):
-    """A key (int64, at least that of -inf) that about ``wanted`` entries of a row should reach. ``sample``: number of
+def estimate_threshold(entries, length, target, sample, memory, BLOCK: tl.constexpr):
+    """A key (int64, at least that of -inf) that about ``target`` entries of a row should reach. ``sample``: number of
     entries to sample.
     """
     sample = tl.minimum(tl.cdiv(sample, RUN), length // RUN) * RUN
     spread = length // (sample // RUN)
-    rank = (wanted.to(tl.int64) * sample // length).to(tl.int32) + 1
+    rank = (target.to(tl.int64) * sample // length).to(tl.int32) + 1
     low, bits, among, inside = bracket_near_largest(entries, sample, spread, rank, memory, BLOCK)
     low, _, _ = kth_largest(entries, sample, spread, low, bits, among, inside, rank // 16, memory, 10, BLOCK)
     return tl.maximum(low, NEGATIVE_INFINITY)
@@ -71,15 +71,15 @@ def bracket_near_largest(entries, count, spread, k, memory, BLOCK: tl.constexpr)
 
 @triton.jit
 def kth_largest(
-    entries, count, spread, low, bits, wanted, inside, enough, memory, DIGIT: tl.constexpr, BLOCK: tl.constexpr
+    entries, count, spread, low, bits, rank, inside, enough, memory, DIGIT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The ``wanted``-th largest of the ``inside`` keys from ``low`` (int64) to ``low + 2^bits - 1``, of ``count``
+    """The ``rank``-th largest of the ``inside`` keys from ``low`` (int64) to ``low + 2^bits - 1``, of ``count``
     entries of a row. The entries are runs of RUN adjacent ones, one run every ``spread`` columns.
 
-    Stops at a key that at most ``wanted + enough`` entries reach. Returns it and, of the keys that are not
-    distinguished from it, how many are wanted, and how many exist.
+    Stops at a key that at most ``rank + enough`` entries reach. Returns it and, of the keys that are not
+    distinguished from it, how many are to be selected, and how many exist.
     """
-    while (bits > 0) & (inside > wanted + enough):
+    while (bits > 0) & (inside > rank + enough):
         clear_bins(memory, DIGIT)
         position = tl.arange(0, BLOCK)
         values = _entries_at(entries, position, count, spread)
@@ -90,8 +90,8 @@ def kth_largest(
             position += BLOCK
             values = _entries_at(entries, position, count, spread)
             count_digits(keys, valid, low, bits, memory, DIGIT)
-        low, bits, wanted, inside = resolve_digit(low, bits, wanted, memory, DIGIT)
-    return low, wanted, inside
+        low, bits, rank, inside = resolve_digit(low, bits, rank, memory, DIGIT)
+    return low, rank, inside
 
 
 @triton.jit

@@ -15,14 +15,14 @@ def select_largest(keys, column, valid, low, length, k, memory):
     """Which candidates are the k largest. At least k candidates have keys >= ``low`` (int64)."""
     highest = tl.max(keys, axis=0).to(tl.int64)
     bits = shared_words.bit_length((highest - low).to(tl.int32))
-    low, wanted, inside = _kth_largest(keys, valid, low, bits, k, memory)
+    low, rank, inside = _kth_largest(keys, valid, low, bits, k, memory)
     kth_key = low.to(tl.int32)
     last_tie = length
-    if inside != wanted:
+    if inside != rank:
         # Of the entries that equal the k-th, select the lowest columns: the largest values of -column.
         bits = shared_words.bit_length(length)
         ties = valid & (keys == kth_key)
-        low, _, _ = _kth_largest(-column, ties, -length.to(tl.int64), bits, wanted, memory)
+        low, _, _ = _kth_largest(-column, ties, -length.to(tl.int64), bits, rank, memory)
         last_tie = -low.to(tl.int32)
     return valid & ((keys > kth_key) | ((keys == kth_key) & (column <= last_tie)))
 
@@ -34,13 +34,13 @@ def _kth_largest(keys, valid, low, bits, k, memory):
     Returns the key and, of the keys that are not distinguished from it, how many are among the k largest, and how many
     exist.
     """
-    wanted = k
+    rank = k
     inside = k + 1
-    while (bits > 0) & (inside != wanted):
+    while (bits > 0) & (inside != rank):
         clear_bins(memory, 10)
         count_digits(keys, valid, low, bits, memory, 10)
-        low, bits, wanted, inside = resolve_digit(low, bits, wanted, memory, 10)
-    return low, wanted, inside
+        low, bits, rank, inside = resolve_digit(low, bits, rank, memory, 10)
+    return low, rank, inside
 
 
 @triton.jit

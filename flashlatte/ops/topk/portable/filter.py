@@ -56,7 +56,7 @@ def filter_kernel(
     rows: TopkRows,
     candidates: TopkCandidates,
     first_row: tl.int64,
-    wanted: tl.int32,
+    target: tl.int32,
     PER_REQUEST: tl.constexpr,
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -64,7 +64,7 @@ def filter_kernel(
 ):
     """Write the candidates of one chunk of a row in order of column, and their number, which may exceed CAPACITY.
 
-    In rows of at most CAPACITY entries, all are candidates; in longer rows, about ``wanted``.
+    In rows of at most CAPACITY entries, all are candidates; in longer rows, about ``target``.
     """
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program // candidates.chunks
@@ -79,7 +79,7 @@ def filter_kernel(
         position = (position // RUN) * spread + position % RUN
         inside = position < length
         sample = ordered(load_values(entries + position, inside), inside)
-        cutoff = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
+        cutoff = threshold(sample, (target.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
 
     chunk_length = tl.cdiv(tl.cdiv(length, candidates.chunks), RUN) * RUN
     begin = (program % candidates.chunks).to(tl.int32) * chunk_length

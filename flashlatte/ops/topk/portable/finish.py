@@ -98,7 +98,7 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
     """Select the k largest of ``length`` > k entries by radix: one pass for every eight bits of the keys, and one to
     write."""
     settled = tl.zeros([], tl.int64)
-    wanted = k
+    rank = k
     digit = tl.arange(0, DIGITS)
     for step in range(4):
         shift = 24 - 8 * step
@@ -112,12 +112,12 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
             histogram += tl.histogram((digits & 255).to(tl.int32), DIGITS, mask=undecided)
         # Entries with this digit or a higher one.
         reaching = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
-        chosen = tl.max(tl.where(reaching >= wanted, digit, 0), axis=0)
-        wanted -= tl.sum(tl.where(digit == chosen, reaching - histogram, 0), axis=0)
+        chosen = tl.max(tl.where(reaching >= rank, digit, 0), axis=0)
+        rank -= tl.sum(tl.where(digit == chosen, reaching - histogram, 0), axis=0)
         settled = settled * 256 + chosen
     cutoff = (settled - 0x80000000).to(tl.int32)
 
-    # ``wanted`` of the entries that equal the k-th are taken, the first ones.
+    # ``rank`` of the entries that equal the k-th are taken, the first ones.
     above_before = tl.zeros([], tl.int32)
     ties_before = tl.zeros([], tl.int32)
     for block in range(0, length, BLOCK):
@@ -128,8 +128,8 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         ties = (keys == cutoff).to(tl.int32)
         above_ranks = above_before + tl.cumsum(above, axis=0) - above
         ties_ranks = ties_before + tl.cumsum(ties, axis=0) - ties
-        chosen = (above == 1) | ((ties == 1) & (ties_ranks < wanted))
-        position = above_ranks + tl.minimum(ties_ranks, wanted)
+        chosen = (above == 1) | ((ties == 1) & (ties_ranks < rank))
+        position = above_ranks + tl.minimum(ties_ranks, rank)
         store_chosen(entries, index_row, value_row, chosen, position, column)
         above_before += tl.sum(above, axis=0)
         ties_before += tl.sum(ties, axis=0)

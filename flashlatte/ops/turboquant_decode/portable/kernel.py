@@ -66,12 +66,12 @@ class TileOfRows(NamedTuple):
     Attributes:
         q: [D, BLOCK_M], in the order of ``key_dims``.
         scale: [BLOCK_M], scales dot products to base-2 scores.
-        last_seen: [BLOCK_M], the last visible key of each row, if CAUSAL.
+        last_visible: [BLOCK_M], the last visible key of each row, if CAUSAL.
     """
 
     q: Any
     scale: Any
-    last_seen: Any
+    last_visible: Any
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _attend(
             scores = _times_each(scores, load_norms(records, form), squares)
         visible = exists[:, None]
         if CAUSAL:
-            visible = visible & (keys[:, None] <= rows.last_seen[None, :])
+            visible = visible & (keys[:, None] <= rows.last_visible[None, :])
         scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=0))

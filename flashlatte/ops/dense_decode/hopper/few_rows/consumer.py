@@ -41,7 +41,7 @@ class FewRowsRequest(NamedTuple):
 
     split: Any
     scale: Any
-    seen: Any
+    visible: Any
 
 
 class FewRowsState(NamedTuple):
@@ -71,14 +71,14 @@ def _mask(scores, request, page, block, CONFIG: gl.constexpr):
     if CONFIG.box < KEYS:
         absent_boxes = ballot_negative(page)
         absent = absent_boxes != 0
-    if (block * KEYS + KEYS > gl.min(request.seen, 0)) | absent:
+    if (block * KEYS + KEYS > gl.min(request.visible, 0)) | absent:
         key = block * KEYS + gl.arange(0, KEYS, _KEYS)
         if CONFIG.box < KEYS:
             box = gl.arange(0, KEYS, _KEYS) // CONFIG.box
             key = gl.where((absent_boxes >> box) & 1 == 0, key, 2**31 - 1)
         else:
             key = gl.where(absent, 2**31 - 1, key)
-        scores = gl.where(key[:, None] < request.seen[None, :], scores, float("-inf"))
+        scores = gl.where(key[:, None] < request.visible[None, :], scores, float("-inf"))
     return scores
 
 
