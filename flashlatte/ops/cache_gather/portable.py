@@ -50,30 +50,43 @@ def cache_gather(params: CacheGatherParams) -> None:
         pages_of(block_table, num_pages, page_size),
         token_rows(out),
     )
-    variant = {
-        "num_rows": num_rows,
-        "WIDE": block_table.shape[1] * page_size >= 2**31,
-        "NATIVE": converts_e4m3(cache.device),
-    }
+    wide, native = block_table.shape[1] * page_size >= 2**31, converts_e4m3(cache.device)
     if tiling is None and scaling is None:
         gather_rows_kernel[(cdiv(num_rows, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
             *records,
             CacheScale(params.scale_tensor, params.scale_value),
-            **variant,
+            num_rows=num_rows,
             WIDTH=width,
+            WIDE=wide,
+            NATIVE=native,
             BLOCK_T=ROWS_BLOCKING.tokens,
             BLOCK_C=ROWS_COLUMNS,
             num_warps=ROWS_BLOCKING.warps,
         )
         return
-    variant |= {"BLOCK_T": SCALED_BLOCKING.tokens, "num_warps": SCALED_BLOCKING.warps}
     grid = (cdiv(num_rows, SCALED_BLOCKING.tokens),)
     if tiling is not None:
-        gather_tiles_kernel[grid](*records, **variant, TILING=tiling)
+        gather_tiles_kernel[grid](
+            *records,
+            num_rows=num_rows,
+            TILING=tiling,
+            WIDE=wide,
+            NATIVE=native,
+            BLOCK_T=SCALED_BLOCKING.tokens,
+            num_warps=SCALED_BLOCKING.warps,
+        )
     else:
         assert scaling is not None
-        tail = layout.head_dim - scaling.block * scaling.blocks
-        gather_blocks_kernel[grid](*records, **variant, SCALING=scaling, TAIL=tail)
+        gather_blocks_kernel[grid](
+            *records,
+            num_rows=num_rows,
+            SCALING=scaling,
+            TAIL=layout.head_dim - scaling.block * scaling.blocks,
+            WIDE=wide,
+            NATIVE=native,
+            BLOCK_T=SCALED_BLOCKING.tokens,
+            num_warps=SCALED_BLOCKING.warps,
+        )
 
 
 @kernel

@@ -47,11 +47,12 @@ def cache_write(params: CacheWriteParams) -> None:
     slots = slots_of(params.slot_mapping, cache)
     rows = cache_rows(cache, strided=tiling is None and scaling is None)
     records = (rows, slots, token_rows(x), token_rows(rope))
-    variant = {"WIDE": slots.num_slots >= 2**31, "NATIVE": converts_e4m3(cache.device)}
+    wide, native = slots.num_slots >= 2**31, converts_e4m3(cache.device)
     if tiling is not None:
         write_tiles_kernel[(cdiv(slots.num_tokens, TILED_BLOCKING.tokens),)](
             *records,
-            **variant,
+            WIDE=wide,
+            NATIVE=native,
             TILING=tiling,
             POWER_OF_TWO=params.scale_rounding == "power_of_two" or tiling.e8m0,
             ROPE_COLUMN=rope_column,
@@ -61,7 +62,8 @@ def cache_write(params: CacheWriteParams) -> None:
     elif scaling is not None:
         write_blocks_kernel[(cdiv(slots.num_tokens, SCALED_BLOCKING.tokens),)](
             *records,
-            **variant,
+            WIDE=wide,
+            NATIVE=native,
             SCALING=scaling,
             TAIL=layout.head_dim - scaling.block * scaling.blocks,
             X_WIDTH=x.shape[1],
@@ -73,7 +75,8 @@ def cache_write(params: CacheWriteParams) -> None:
         write_rows_kernel[(cdiv(slots.num_tokens, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
             *records,
             CacheScale(params.scale_tensor, params.scale_value),
-            **variant,
+            WIDE=wide,
+            NATIVE=native,
             WIDTH=width,
             X_WIDTH=x.shape[1],
             BLOCK_T=ROWS_BLOCKING.tokens,
