@@ -41,51 +41,47 @@ ROWS_COLUMNS = 64
 
 def cache_gather(params: CacheGatherParams) -> None:
     cache, out, layout = as_bytes(params.cache), params.out, params.layout
-    block_table, num_rows = params.block_table, params.out.shape[0]
+    block_table, rows = params.block_table, params.out.shape[0]
     num_pages, page_size, _, width = cache.shape
     tiling, scaling = layout.tiling, layout.block_scaling
+    is_plain = tiling is None and scaling is None
     records = (
-        cache_rows(cache, strided=tiling is None and scaling is None),
+        cache_rows(cache, strided=is_plain),
         requests_of(params.cu_seqlens, block_table.shape[0], params.seq_starts, params.seq_ends),
         pages_of(block_table, num_pages, page_size),
         token_rows(out),
     )
     wide, native = block_table.shape[1] * page_size >= 2**31, converts_e4m3(cache.device)
-    if tiling is None and scaling is None:
-        gather_rows_kernel[(cdiv(num_rows, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
+    blocking = ROWS_BLOCKING if is_plain else SCALED_BLOCKING
+    block, warps = blocking.tokens, blocking.warps
+    blocks = cdiv(rows, block)
+    if tiling is not None:
+        gather_tiles_kernel[(blocks,)](
+            *records, num_rows=rows, TILING=tiling, WIDE=wide, NATIVE=native, BLOCK_T=block, num_warps=warps
+        )
+    elif scaling is not None:
+        tail = layout.head_dim - scaling.block * scaling.blocks
+        gather_blocks_kernel[(blocks,)](
+            *records,
+            num_rows=rows,
+            SCALING=scaling,
+            TAIL=tail,
+            WIDE=wide,
+            NATIVE=native,
+            BLOCK_T=block,
+            num_warps=warps,
+        )
+    else:
+        gather_rows_kernel[(blocks * cdiv(width, ROWS_COLUMNS),)](
             *records,
             CacheScale(params.scale_tensor, params.scale_value),
-            num_rows=num_rows,
+            num_rows=rows,
             WIDTH=width,
             WIDE=wide,
             NATIVE=native,
-            BLOCK_T=ROWS_BLOCKING.tokens,
+            BLOCK_T=block,
             BLOCK_C=ROWS_COLUMNS,
-            num_warps=ROWS_BLOCKING.warps,
-        )
-        return
-    grid = (cdiv(num_rows, SCALED_BLOCKING.tokens),)
-    if tiling is not None:
-        gather_tiles_kernel[grid](
-            *records,
-            num_rows=num_rows,
-            TILING=tiling,
-            WIDE=wide,
-            NATIVE=native,
-            BLOCK_T=SCALED_BLOCKING.tokens,
-            num_warps=SCALED_BLOCKING.warps,
-        )
-    else:
-        assert scaling is not None
-        gather_blocks_kernel[grid](
-            *records,
-            num_rows=num_rows,
-            SCALING=scaling,
-            TAIL=layout.head_dim - scaling.block * scaling.blocks,
-            WIDE=wide,
-            NATIVE=native,
-            BLOCK_T=SCALED_BLOCKING.tokens,
-            num_warps=SCALED_BLOCKING.warps,
+            num_warps=warps,
         )
 
 
