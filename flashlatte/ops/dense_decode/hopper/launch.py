@@ -22,7 +22,7 @@ from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
-from flashlatte.runtime.tma_descriptors import Address, describe
+from flashlatte.runtime.tma_descriptors import Address, check_rows, describe
 from flashlatte.split_kv import plan
 from flashlatte.split_kv.combine import launch_combine
 from flashlatte.split_kv.device import key_lengths
@@ -236,8 +236,7 @@ def _descriptors(
     One-byte elements are described as pairs: boxes of 128 bytes of ``box`` keys. For ``few_rows``, boxes are as above
     with a 64-byte swizzle. For ``fp8``, they have all 512 columns of the latent, and the rope has a 64-byte swizzle.
     """
-    if address % _ALIGN_BYTES or any(stride * dtype.itemsize % _ALIGN_BYTES for stride in strides):
-        raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
+    check_rows("k_cache", address, strides, dtype.itemsize)
     if dtype.itemsize > 1:
         return _tiles(Address(address, dtype), shape, strides, (1, box, 1))
     pages, page_size, heads, width = shape
