@@ -39,6 +39,24 @@ def describe(
     )
 
 
+def check_rows(name: str, address: int, strides: Sequence[int], itemsize: int = 2) -> None:
+    """Check that rows begin at multiples of 16 bytes, as TMA requires.
+
+    Under torch.compile, operations cannot check addresses (``checks.begins_at_multiple``), so launches do.
+
+    Args:
+        strides: strides of all axes except the last, in elements of ``itemsize`` bytes.
+
+    Raises:
+        ValueError: a row begins elsewhere.
+    """
+    if address % 16 or any(stride * itemsize % 16 for stride in strides):
+        raise ValueError(
+            f"{name} must have rows that begin at multiples of 16 bytes for backend='hopper', "
+            f"got address {address:#x}, strides {(*strides, 1)}"
+        )
+
+
 @functools.cache
 def _layout(rank: int, swizzle: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=rank)

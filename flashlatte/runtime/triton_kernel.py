@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
+from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import entry_of, flat_records, parameters_of, records_of
 from flashlatte.runtime.recording import is_recording, record_launch
 from flashlatte.runtime.triton_internals import ClusterLaunch, join
+
+# Whether kernels run in Triton's interpreter, which lacks inline PTX and some casts.
+INTERPRETED = tl.constexpr(machine.interpreting())
 
 _RUN_TIME_SCALARS = ("int32", "int64", "float32", "Int32", "Int64", "Float32", "OptionalInt32")
 

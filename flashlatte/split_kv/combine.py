@@ -6,7 +6,7 @@ its keys, as the split metadata list them (``device``).
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from flashlatte.kernels.triton.dependent_launch import (
     launches_overlap,
 )
 from flashlatte.kernels.triton.fp8 import converts_e4m3
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import SplitGrid
@@ -143,7 +142,6 @@ def combine_kernel(
     AT_BOUNDARIES: tl.constexpr,
     TILE: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -187,9 +185,7 @@ def combine_kernel(
         for start in range(first_row, tl.minimum(first_row + cta_rows, rows_in_use), TILE.rows):
             row = start + tl.arange(0, TILE.rows)
             combined, lse2 = _combine(splits, row, cols, IS_FIXED, BLOCK_H, D_V, TILE.splits)
-            write_out(
-                outputs, item, kv_head, group_row + row, cols, combined, lse2, D_V, ROW_ALIGN, INTERPRETED, NATIVE_FP8
-            )
+            write_out(outputs, item, kv_head, group_row + row, cols, combined, lse2, D_V, ROW_ALIGN, NATIVE_FP8)
             if cta % col_tiles == 0:
                 write_lse(outputs, item, kv_head, group_row + row, lse2)
 
@@ -225,7 +221,6 @@ def launch_combine(
         AT_BOUNDARIES=at_boundaries,
         TILE=tile,
         ROW_ALIGN=row_align,
-        INTERPRETED=machine.interpreting(),
         NATIVE_FP8=converts_e4m3(scratch.device),
         OVERLAPPED=overlapped,
         num_warps=_NUM_WARPS,

@@ -17,7 +17,7 @@ balanced schedule has fewer than 2^24 work items (``plan.num_ranges``), so their
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

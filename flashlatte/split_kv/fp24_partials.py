@@ -5,7 +5,7 @@ accesses whole cache lines. Then follow row_max (in base 2) and row_sum of each 
 """
 
 # Triton's calls are not Python's.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """For Gluon kernels: the layout in which ``ranges`` scans lengths, and float32 partial outputs of absorbed MLA."""
 
-# Triton's calls are not Python's.
-# pyright: reportCallIssue=false, reportArgumentType=false
-
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -1,7 +1,7 @@
 """Addresses of the result rows of a work item, and stores of out and lse."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -145,7 +145,6 @@ def write_out(
     lse2,
     D_V: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     NATIVE_FP8: tl.constexpr = False,
 ):
     """Write normalized ``values`` [rows, cols] of a work item with base-2 lse ``lse2`` [rows].
@@ -163,7 +162,7 @@ def write_out(
             scale = tl.load(outputs.out_scale)
         stored = float_to_e4m3(values * tl.div_rn(1.0, scale), NATIVE_FP8)
     else:
-        stored = from_float32(values, outputs.out.dtype.element_ty, INTERPRETED)
+        stored = from_float32(values, outputs.out.dtype.element_ty)
     tl.store(pointers[:, None] + cols[None, :], stored, mask=in_item[:, None] & (cols < D_V)[None, :])
 
 

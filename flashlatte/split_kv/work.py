@@ -5,7 +5,7 @@ Without ``scratch`` a CTA processes a whole work item; otherwise a balanced rang
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class SplitConfig(NamedTuple):
         d_v: width of a value.
         out_align: unit of the strides of ``out`` in elements.
         overhead, split_blocks, max_splits: as in ``SplitPlan``.
-        interpreted: the kernel runs in Triton's interpreter.
         native_fp8: whether the GPU converts e4m3 in hardware, if ``out`` is e4m3.
     """
 
@@ -39,15 +38,12 @@ class SplitConfig(NamedTuple):
     overhead: int
     split_blocks: int | None
     max_splits: int
-    interpreted: bool
     native_fp8: bool
 
 
-def split_config(
-    plan: SplitPlan, block_n: int, out_align: int, *, interpreted: bool, native_fp8: bool = False
-) -> SplitConfig:
+def split_config(plan: SplitPlan, block_n: int, out_align: int, *, native_fp8: bool = False) -> SplitConfig:
     fixed = plan.overhead, plan.split_blocks, plan.max_splits
-    return SplitConfig(plan.partial.rows, block_n, plan.partial.cols, out_align, *fixed, interpreted, native_fp8)
+    return SplitConfig(plan.partial.rows, block_n, plan.partial.cols, out_align, *fixed, native_fp8)
 
 
 class DecodeLaunchPlan(NamedTuple):
@@ -151,17 +147,7 @@ def write_result(outputs, scratch, work, split, rows, cols, values, lse2, grid, 
     if split.first == 0 and split.stop == split.blocks:
         row = rows.first + rows.in_group
         write_out(
-            outputs,
-            split.item,
-            rows.kv_head,
-            row,
-            cols,
-            values,
-            lse2,
-            SPLIT.d_v,
-            SPLIT.out_align,
-            SPLIT.interpreted,
-            SPLIT.native_fp8,
+            outputs, split.item, rows.kv_head, row, cols, values, lse2, SPLIT.d_v, SPLIT.out_align, SPLIT.native_fp8
         )
         write_lse(outputs, split.item, rows.kv_head, row, lse2)
     elif scratch is not None:

@@ -23,7 +23,6 @@ from flashlatte.ops.cache_write import reference as cache_reference
 from flashlatte.ops.dense_decode import reference as dense_reference
 from flashlatte.runtime import dispatch
 
-CPU = torch.device("cpu")
 FIELDS = {
     "op", "case", "backend", "method", "status", "message", "us", "tflops", "gbps", "share_of_matmul", "share_of_copy",
     "share_of_flashmla", "flashmla_protocol", "flashmla", "matmul_tflops", "copy_gbps", "scaled_down", "problem",

@@ -102,13 +102,13 @@ class Engine:
 
     def __init__(self, backend: str, us: float, tokens: list[list[list[float]]], kernels: dict[str, float]) -> None:
         self.backend, self.us, self.generated, self.of_kernels = backend, us, tokens, kernels
-        self.asked: list[tuple[Any, ...]] = []
+        self.requests: list[tuple[Any, ...]] = []
 
     def answer(self) -> dict[str, Any]:
         return {"device": "a GPU"}
 
     def ask(self, *request: Any) -> Any:
-        self.asked.append(request)
+        self.requests.append(request)
         answers = {"tokens": self.generated, "time": self.us, "prefill": self.us, "kernels": self.of_kernels}
         return answers.get(request[0])
 

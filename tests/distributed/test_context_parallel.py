@@ -152,36 +152,36 @@ def test_an_empty_step(ranks):
 
 
 def test_ranks_that_differ_raise(ranks):
-    told = ranks.outcomes(rank_jobs.call_with, {1: {"interleave": 2}}, interleave=1)
-    assert all(isinstance(failure, Failure) for failure in told[:2])
-    assert told[0].message.startswith("ValueError: ContextParallel needs the same arguments on all ranks: rank")
-    assert all(re.search("ha(s|ve) interleave 1", failure.message) for failure in told)
-    assert all("rank 1 has interleave 2" in failure.message for failure in told)
+    failures = ranks.outcomes(rank_jobs.call_with, {1: {"interleave": 2}}, interleave=1)
+    assert all(isinstance(failure, Failure) for failure in failures[:2])
+    assert failures[0].message.startswith("ValueError: ContextParallel needs the same arguments on all ranks: rank")
+    assert all(re.search("ha(s|ve) interleave 1", failure.message) for failure in failures)
+    assert all("rank 1 has interleave 2" in failure.message for failure in failures)
     # Every rank raises, and none is left waiting in a collective.
-    assert all("needs the same arguments on all ranks" in failure.message for failure in told)
+    assert all("needs the same arguments on all ranks" in failure.message for failure in failures)
 
 
 @pytest.mark.parametrize("wrong", [{"interleave": 0}, {"form": "ring"}, {"form": ["ring"]}, {"all_heads": 2}], ids=str)
 def test_a_wrong_argument_of_one_rank_raises_on_all(ranks, wrong):
-    told = ranks.outcomes(rank_jobs.call_with, {1: wrong})
+    failures = ranks.outcomes(rank_jobs.call_with, {1: wrong})
     ((name, value),) = wrong.items()
-    assert all(f"rank 1 has {name} {value}" in failure.message for failure in told)
+    assert all(f"rank 1 has {name} {value}" in failure.message for failure in failures)
     # Creating engines again works.
     assert ranks.run(rank_jobs.call_with, {}) == [None] * ranks.size
 
 
 def test_different_shapes_raise_before_a_collective(ranks):
-    told = ranks.outcomes(rank_jobs.decode_heads, [2, *[1] * (ranks.size - 1)])
+    failures = ranks.outcomes(rank_jobs.decode_heads, [2, *[1] * (ranks.size - 1)])
     said = "decode needs the same arguments on all ranks: rank 0 has q (2, 1, 2, 24); rank"
-    assert all(said in failure.message for failure in told)
-    assert all("q (2, 1, 1, 24)" in failure.message for failure in told)
-    assert all("needs the same arguments on all ranks" in failure.message for failure in told)
+    assert all(said in failure.message for failure in failures)
+    assert all("q (2, 1, 1, 24)" in failure.message for failure in failures)
+    assert all("needs the same arguments on all ranks" in failure.message for failure in failures)
 
 
 def test_a_rank_that_does_not_come_is_named(ranks):
-    told = ranks.outcomes(rank_jobs.only_rank_0_makes_one)
-    assert "rank 1 did not reach ContextParallel" in told[0].message
-    assert told[1:] == [None] * (ranks.size - 1)
+    outcomes = ranks.outcomes(rank_jobs.only_rank_0_makes_one)
+    assert "rank 1 did not reach ContextParallel" in outcomes[0].message
+    assert outcomes[1:] == [None] * (ranks.size - 1)
     # Ranks that arrive later get its error.
     assert ranks.run(rank_jobs.the_others_make_one) == [None] * ranks.size
 
@@ -189,9 +189,9 @@ def test_a_rank_that_does_not_come_is_named(ranks):
 def test_a_failure_ends_all_ranks_with_its_reason():
     made = Ranks(3, timeout=2)
     try:
-        told = [failure.message for failure in made.outcomes(rank_jobs.fail_on, 1)]
+        messages = [failure.message for failure in made.outcomes(rank_jobs.fail_on, 1)]
     finally:
         made.close()
-    assert told[1] == "ValueError: cache of this rank is full"
-    assert told[0] == "RuntimeError: rank 1 failed, therefore rank 0 stops: ValueError: cache of this rank is full"
-    assert told[2] == "RuntimeError: rank 1 failed, therefore rank 2 stops: ValueError: cache of this rank is full"
+    assert messages[1] == "ValueError: cache of this rank is full"
+    assert messages[0] == "RuntimeError: rank 1 failed, therefore rank 0 stops: ValueError: cache of this rank is full"
+    assert messages[2] == "RuntimeError: rank 1 failed, therefore rank 2 stops: ValueError: cache of this rank is full"

@@ -36,5 +36,5 @@ def test_heads_and_keys_over_ranks(ranks, index_format):
 
 
 def test_fewer_heads_than_ranks(ranks):
-    told = ranks.outcomes(rank_layer_jobs.divided, 1, 1)
-    assert all("config must have at least as many heads as the" in failure.message for failure in told)
+    failures = ranks.outcomes(rank_layer_jobs.divided, 1, 1)
+    assert all("config must have at least as many heads as the" in failure.message for failure in failures)

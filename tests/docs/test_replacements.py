@@ -132,9 +132,11 @@ def test_replacements_are_public():
 
 @pytest.mark.parametrize("page", BOTH)
 def test_a_dash_stands_where_hopper_has_no_kernel(page):
-    told = {name: set(last) - {NO_KERNEL} for name, last in last_cells(page).items() if name in dispatch.operations()}
-    assert len(told) > 15
-    assert {name for name, last in told.items() if last} == {name for name in told if has_kernel(name)}
+    kernels = {
+        name: set(last) - {NO_KERNEL} for name, last in last_cells(page).items() if name in dispatch.operations()
+    }
+    assert len(kernels) > 15
+    assert {name for name, last in kernels.items() if last} == {name for name in kernels if has_kernel(name)}
 
 
 @pytest.mark.parametrize(("pages", "operation", "words", "taken", "refused"), LIMITS)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from gpu import harness
 from gpu.harness import DEVICE, Arguments
+from support.turboquant_oracle import key_margin
 
 import flashlatte
 from flashlatte.kv_cache import turboquant
 from flashlatte.kv_cache.turboquant import TurboQuantFormat
-from flashlatte.testing.turboquant_oracle import key_margin
 
 pytestmark = pytest.mark.gpu
 

@@ -181,14 +181,14 @@ def test_calls_left_to_sglang_get_sglangs_schedule():
     """FlashLatte's schedule is zeros, with which SGLang's kernel would compute nothing."""
     lengths, cache = torch.tensor([70, 64], dtype=torch.int32), torch.zeros(2, 64, 1, 528, dtype=torch.uint8)
     indices, q = torch.zeros(2, 3, 64, dtype=torch.int32), torch.zeros(2, 3, 4, 512).bfloat16()
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def their_metadata(*args: Any) -> Any:
-        asked.append(args)
+        calls.append(args)
         return "schedule", "splits"
 
     schedule, splits = attention.get_mla_metadata(their_metadata, lengths, 12, 1, 4, True, 64)
-    assert not asked
+    assert not calls
     taken: dict[str, Any] = {}
 
     def original(*args: Any, **kwargs: Any) -> Any:
@@ -197,8 +197,8 @@ def test_calls_left_to_sglang_get_sglangs_schedule():
     call = {"num_splits": splits, "is_fp8_kvcache": True, "indices": indices, "kv_format": "V41"}
     attention.flash_mla_with_kvcache(original, q, cache, None, lengths, 512, schedule, **call)
     assert (taken["tile_scheduler_metadata"], taken["num_splits"]) == ("schedule", "splits")
-    assert asked[0][0] is lengths
-    assert asked[0][1:] == (12, 1, 4, True, 64)
+    assert calls[0][0] is lengths
+    assert calls[0][1:] == (12, 1, 4, True, 64)
 
 
 def test_an_earlier_sglang_gets_only_supported_arguments():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.turboquant_oracle import decode_record, encode_record, key_margin
 
 from flashlatte.kv_cache import turboquant
 from flashlatte.kv_cache.hadamard import hadamard
-from flashlatte.testing.turboquant_oracle import decode_record, encode_record, key_margin
 
 NAMES = turboquant.TURBOQUANT_NAMES
 

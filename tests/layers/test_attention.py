@@ -200,23 +200,23 @@ def test_metadata_whose_buffers_hold_another_step_is_refused():
         engine.layer(torch.zeros(2, engine.layer.config.hidden_size), engine.cache, first)
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("operation", ["dense_decode", "sparse_decode"])
-def test_batch_invariance_is_passed_to_decode(asked, operation, monkeypatch):
+def test_batch_invariance_is_passed_to_decode(batch_invariant, operation, monkeypatch):
     """The flag is passed on; its effect is tested with the operations."""
-    told = []
+    calls = []
     run = getattr(absorbed, operation)
-    monkeypatch.setattr(absorbed, operation, lambda *args, **kwargs: [told.append(kwargs), run(*args, **kwargs)][1])
+    monkeypatch.setattr(absorbed, operation, lambda *args, **kwargs: [calls.append(kwargs), run(*args, **kwargs)][1])
     model = stock("v3")
-    engine = Engine(layer_like(model, batch_invariant=asked), hidden_states((9, 4)))
+    engine = Engine(layer_like(model, batch_invariant=batch_invariant), hidden_states((9, 4)))
     if operation == "dense_decode":
         engine.step({0: 8, 1: 3})
         engine.step({0: 1, 1: 1})
         assert_like_stock(model, engine)
     else:
         engine.step({0: 4, 1: 2}, indices=torch.zeros(6, 1, dtype=torch.int32))
-    assert [one["batch_invariant"] for one in told] == [asked] * len(told)
-    assert told
+    assert [one["batch_invariant"] for one in calls] == [batch_invariant] * len(calls)
+    assert calls
 
 
 def test_batch_invariance_is_rejected_for_unsupported_models():
@@ -246,11 +246,11 @@ def test_decode_precision_reaches_decode_alone(monkeypatch):
         # Rounding of queries and probabilities to 4 bits.
         assert 1e-3 < ((a - b).norm() / a.norm()).item() < 0.1
 
-    told = []
+    precisions = []
     run = absorbed.dense_decode
-    monkeypatch.setattr(absorbed, "dense_decode", lambda *a, **k: [told.append(k["precision"]), run(*a, **k)][1])
+    monkeypatch.setattr(absorbed, "dense_decode", lambda *a, **k: [precisions.append(k["precision"]), run(*a, **k)][1])
     decode_over_fp8(decode_precision="fp8", batch_invariant=True)
-    assert told == ["fp8", "fp8"]
+    assert precisions == ["fp8", "fp8"]
 
     with pytest.raises(ValueError, match=r"for sparse_decode, got fp8$"):
         engine.layer(

@@ -79,7 +79,7 @@ def layer_and_call(name):
     return layer, call
 
 
-def told(call: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> list[warnings.WarningMessage]:
+def warnings_of(call: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert not call(hidden).requires_grad
@@ -91,20 +91,20 @@ def test_warns_once_and_points_to_the_call(name, layer_and_call, of):
     layer, call = layer_and_call
     hidden = torch.ones(TOKENS, 16, requires_grad=of == "the input")
     next(layer.parameters()).requires_grad_(of == "a parameter")
-    (warning,) = told(call, hidden)
+    (warning,) = warnings_of(call, hidden)
     assert str(warning.message).startswith(f"{name} has no backward: no gradient flows")
     assert warning.filename == __file__
-    assert not told(call, hidden)
+    assert not warnings_of(call, hidden)
 
 
 def test_inference_is_silent(layer_and_call):
     layer, call = layer_and_call
-    assert not told(call, torch.ones(TOKENS, 16))
+    assert not warnings_of(call, torch.ones(TOKENS, 16))
     layer.requires_grad_(True)
     hidden = torch.ones(TOKENS, 16, requires_grad=True)
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            assert not told(call, hidden)
+            assert not warnings_of(call, hidden)
 
 
 # torch.func.jvp imports what PyTorch calls deprecated.

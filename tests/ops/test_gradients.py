@@ -109,7 +109,7 @@ def nobody_was_warned(monkeypatch):
     monkeypatch.setattr(gradients, "_warned", set())
 
 
-def told(call: Callable[[torch.Tensor], Any], q: torch.Tensor) -> list[warnings.WarningMessage]:
+def warnings_of(call: Callable[[torch.Tensor], Any], q: torch.Tensor) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(q)
@@ -119,10 +119,10 @@ def told(call: Callable[[torch.Tensor], Any], q: torch.Tensor) -> list[warnings.
 @pytest.mark.parametrize("operation", CALLS)
 def test_warns_once_and_points_to_the_call(operation):
     q = torch.ones(1, 1, 1, 8, requires_grad=True)
-    (warning,) = told(CALLS[operation], q)
+    (warning,) = warnings_of(CALLS[operation], q)
     assert str(warning.message).startswith(f"{operation} has no backward: no gradient flows to its inputs")
     assert warning.filename == __file__
-    assert not told(CALLS[operation], q)
+    assert not warnings_of(CALLS[operation], q)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no backward")
@@ -136,17 +136,17 @@ def test_none_flows_through_the_reference_either(operation):
 @pytest.mark.parametrize("operation", CALLS)
 def test_no_warning_without_required_gradients(operation):
     q = torch.ones(1, 1, 1, 8, requires_grad=True)
-    assert not told(CALLS[operation], q.detach())
+    assert not warnings_of(CALLS[operation], q.detach())
     with torch.no_grad():
-        assert not told(CALLS[operation], q)
+        assert not warnings_of(CALLS[operation], q)
     with torch.inference_mode():
-        assert not told(CALLS[operation], q)
+        assert not warnings_of(CALLS[operation], q)
 
 
 def test_warns_about_compiled_modules():
     torch.compiler.reset()
     compiled = torch.compile(decode, backend="eager", fullgraph=True)
-    assert len(told(compiled, torch.ones(1, 1, 1, 8, requires_grad=True))) == 1
+    assert len(warnings_of(compiled, torch.ones(1, 1, 1, 8, requires_grad=True))) == 1
 
 
 def prefill(q: torch.Tensor) -> Any:

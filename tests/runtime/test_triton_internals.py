@@ -129,15 +129,15 @@ def test_a_launcher_that_allocates_is_left_to_do_so(compiled: Any, attribute: st
 
 def test_triton_tells_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of compiled code calls the hooks, for both ways of launching."""
-    told: list[Any] = []
+    counted: list[Any] = []
     no_gpu.use_without_compiling(monkeypatch)
     kernels = [gluon_kernel(_plain), gluon_kernel(_plain, cluster=ClusterLaunch(2, 64))]
     for kernel in kernels:
-        with triton_internals.counting_launches(told.append):
+        with triton_internals.counting_launches(counted.append):
             assert triton_internals.hooked()
             kernel[(2,)](*_plain_arguments(_tensors(4))[:-1], SIZE=64)
     assert not triton_internals.hooked()
-    assert len(told) == 2
+    assert len(counted) == 2
 
 
 def test_only_the_launch_depends_on_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

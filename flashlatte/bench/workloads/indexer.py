@@ -135,11 +135,11 @@ class PagedIndexLogitsWorkload(Workload, problem=PagedIndexLogits):
 def defined_logits(logits: torch.Tensor, start: torch.Tensor, end: torch.Tensor, clean: bool) -> torch.Tensor:
     """Zeros outside each row's range of keys; NaN there where the call should have left -inf and did not."""
     key = torch.arange(logits.shape[1], device=logits.device)
-    unseen = (key < start.unsqueeze(1)) | (key >= end.unsqueeze(1))
+    masked = (key < start.unsqueeze(1)) | (key >= end.unsqueeze(1))
     if clean:
-        logits = logits.masked_fill(unseen & ~logits.isneginf(), torch.nan)
-        unseen &= logits.isneginf()
-    return logits.masked_fill(unseen, 0.0)
+        logits = logits.masked_fill(masked & ~logits.isneginf(), torch.nan)
+        masked &= logits.isneginf()
+    return logits.masked_fill(masked, 0.0)
 
 
 class TopKWorkload(Workload, problem=TopK):

@@ -119,18 +119,18 @@ class MhcPreWorkload(TokensWorkload, problem=problems.MhcPre):
         self.projected, self.base = values[:tokens], values[tokens] / 100
         self.scale = torch.ones(3, device=device)
         self.bytes_moved = nbytes(self.streams) * 5 // 4 + nbytes(self.projected) + tokens * 20 * 4
-        self.tolerances = dict.fromkeys(("shares", "mixture", "seen"), ROUNDED)
+        self.tolerances = dict.fromkeys(("shares", "mixture", "layer_input"), ROUNDED)
 
     def compute(self, rows: Rows, backend: str) -> Results:
         found = mhc_pre(self.streams[rows], self.projected[rows], self.base, self.scale, backend=backend)
-        return dict(zip(("shares", "mixture", "seen"), found, strict=True))
+        return dict(zip(("shares", "mixture", "layer_input"), found, strict=True))
 
 
 class MhcPostWorkload(MhcPreWorkload, problem=problems.MhcPost):
     def __init__(self, problem: problems.MhcPost, device: torch.device) -> None:
         super().__init__(problem, device)
         made = super().compute(ALL, "reference")
-        self.shares, self.mixture, self.result = made["shares"], made["mixture"], made["seen"]
+        self.shares, self.mixture, self.result = made["shares"], made["mixture"], made["layer_input"]
         self.bytes_moved = 2 * nbytes(self.streams) + nbytes(*made.values())
         self.tolerances = {"streams": ROUNDED}
 

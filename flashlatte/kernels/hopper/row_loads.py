@@ -1,8 +1,7 @@
 """Loads of rows into tiles in shared memory: heads of a query token by TMA, selected keys by ``cp.async``."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ def load_scale(scale):
 
 
 @triton.jit
-def encode_elements(x, dtype: tl.constexpr, scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
+def encode_elements(x, dtype: tl.constexpr, scale, NATIVE: tl.constexpr):
     """x in the dtype of a cache without tiles; bytes (uint8) are e4m3 of x / scale."""
     if dtype == tl.uint8:
-        return float_to_e4m3(tl.div_rn(to_float32(x, INTERPRETED), scale), NATIVE)
+        return float_to_e4m3(tl.div_rn(to_float32(x), scale), NATIVE)
     else:
-        return cast(x, dtype, INTERPRETED)
+        return cast(x, dtype)
 
 
 @triton.jit
@@ -90,25 +90,14 @@ def encode_blocks(x, ROWS: tl.constexpr, SCALING: tl.constexpr, NATIVE: tl.const
 
 
 @triton.jit
-def store_row(
-    x,
-    cache,
-    page_size,
-    in_cache,
-    page,
-    offset,
-    D: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def store_row(x, cache, page_size, in_cache, page, offset, D: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """Store float32 x [1, D] in the slot of ``page`` and ``offset`` if that is ``in_cache``."""
     column = tl.arange(0, D)[None, :]
     page_start = page_pointers(cache, page)
     valid = in_cache & (column < D)  # [1, D]
     if FORMAT.encoding == "plain":
         row = page_start + offset * cache.row_stride * cache.align
-        tl.store(row + column, from_float32(x, cache.start.dtype.element_ty, INTERPRETED), mask=valid)
+        tl.store(row + column, from_float32(x, cache.start.dtype.element_ty), mask=valid)
     elif FORMAT.encoding == "tiles":
         TILING: tl.constexpr = FORMAT.tiling
         LATENT: tl.constexpr = TILING.tile * TILING.tiles
@@ -116,7 +105,7 @@ def store_row(
         values, scales = quantize_tiles(tl.reshape(x, [1, D // TILING.tile, TILING.tile]), True)
         codes = tl.reshape(float_to_e4m3(values, NATIVE), [1, D])
         tl.store(row + column, codes, mask=valid & (column < LATENT))
-        rope = from_float32(x, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
+        rope = from_float32(x, tl.bfloat16).to(tl.uint16, bitcast=True)
         store_words(row + TILING.rope_offset, column - LATENT, rope, valid & (column >= LATENT), cache.align)
         tile = tl.arange(0, D // TILING.tile)[None, :]
         # The scales of a token are padded with zero bytes.

@@ -52,7 +52,6 @@ class StepConfig(NamedTuple):
         block_h, block_n, num_stages, warpgroups, column_sums: as in ``AttentionConfig``.
         values_first: the values are [latent, rows] (``online_softmax_step``).
         ptx: the kernel may use inline PTX.
-        interpreted: the kernel runs in Triton's interpreter.
     """
 
     head_dim: int
@@ -66,13 +65,12 @@ class StepConfig(NamedTuple):
     column_sums: bool
     values_first: bool
     ptx: bool
-    interpreted: bool
 
 
 # By GPU class: the first configuration that fits all query rows is used, or the last one. Numbers are block_h, block_n,
 # num_warps and num_stages.
 Table = dict[str, tuple[AttentionConfig, ...]]
-INTERPRETED = (AttentionConfig(16, 16, 1), AttentionConfig(32, 32, 1))
+INTERPRETER_CONFIGS = (AttentionConfig(16, 16, 1), AttentionConfig(32, 32, 1))
 
 # For rows in q's dtype, found by indices.
 SELECTED_ROWS: Table = {
@@ -85,7 +83,7 @@ SELECTED_ROWS: Table = {
     "ampere": (AttentionConfig(16, 32, 4, 3, programs=2), AttentionConfig(32, 32, 8, 5), AttentionConfig(64, 32, 8, 5)),
     "small": (AttentionConfig(16, 32, 4, 5), AttentionConfig(32, 32, 8, 3)),
     "other": (AttentionConfig(16, 32, 4), AttentionConfig(32, 32, 4)),
-    "interpreter": INTERPRETED,
+    "interpreter": INTERPRETER_CONFIGS,
 }
 
 
@@ -127,6 +125,5 @@ def choose(
         column_sums=config.column_sums,
         values_first=config.warpgroups and in_place,
         ptx=gpu in NVIDIA,
-        interpreted=gpu == "interpreter",
     )
     return config, step

@@ -52,16 +52,16 @@ def nvfp4_scales(low, high, ROUNDS_UP: tl.constexpr, NATIVE: tl.constexpr):
     """e4m3 scales, as bytes [tokens, blocks], of blocks whose values are given as two halves [tokens, blocks, 8]."""
     low = tl.max(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
     amax = tl.maximum(low, tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
-    wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0)
-    wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
+    exact = tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0)
+    exact = tl.minimum(tl.maximum(exact, 0.001953125), 448.0)
     if ROUNDS_UP:
         # In integers: ptxas of CUDA 12.8 reads registers that it has not written where an e4m3 byte is converted back
         # and incremented. Normal values lose 20 bits of their mantissa; subnormal ones are multiples of 2^-9.
-        bits = wanted.to(tl.int32, bitcast=True)
+        bits = exact.to(tl.int32, bitcast=True)
         normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)
-        codes = tl.where(bits < (121 << 23), tl.ceil(wanted * 512.0).to(tl.int32), normal)
+        codes = tl.where(bits < (121 << 23), tl.ceil(exact * 512.0).to(tl.int32), normal)
     else:
-        codes = float_to_e4m3(wanted, NATIVE).to(tl.int32)
+        codes = float_to_e4m3(exact, NATIVE).to(tl.int32)
     return tl.where(amax < 0x7F800000, codes, 0x7F).to(tl.uint8)
 
 

@@ -2,8 +2,8 @@
 interpreter.
 
 ``NATIVE``: the GPU converts e4m3 in hardware (``converts_e4m3``); the alternative integer arithmetic is bitwise equal.
-``INTERPRETED``: the kernel runs in Triton's interpreter, whose float32 to bf16 cast truncates and whose bf16 to float32
-cast is wrong for subnormals.
+The casts of Triton's interpreter are replaced: from float32 to bf16 it truncates, and from bf16 to float32 it is wrong
+for subnormals.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.runtime import machine
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 
 @machine.cached
@@ -87,7 +88,7 @@ def e8m0_to_float(bits):
 
 
 @triton.jit
-def to_float32(x, INTERPRETED: tl.constexpr):
+def to_float32(x):
     """Convert bf16, fp16 or float32 x to float32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -96,7 +97,7 @@ def to_float32(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def from_float32(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+def from_float32(x, dtype: tl.constexpr):
     """Convert float32 x to ``dtype`` (bf16, fp16 or float32), rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -108,8 +109,8 @@ def from_float32(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def cast(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+def cast(x, dtype: tl.constexpr):
     """Convert x between bf16, fp16 and float32, rounding to nearest even."""
     if x.dtype != dtype:
-        x = from_float32(to_float32(x, INTERPRETED), dtype, INTERPRETED)
+        x = from_float32(to_float32(x), dtype)
     return x

@@ -1,7 +1,7 @@
 """Sums of contributions to selected keys, in the order of queries, so that they are bitwise reproducible."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.runtime import machine
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -73,15 +74,7 @@ def within(index, limit):
 
 
 @triton.jit
-def load_rows(
-    base,
-    offsets,
-    in_use,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def load_rows(base, offsets, in_use, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
     """Load elements FIRST to FIRST + COUNT of the rows at ``offsets`` as an operand [rows, WIDTH]; 0 where not in use.
 
     Floating-point rows are float32 in the interpreter, whose other products are wrong. Integer rows keep their dtype.
@@ -91,17 +84,17 @@ def load_rows(
     if COUNT != WIDTH:
         mask = mask & (cols < COUNT)[None, :]
     rows = tl.load(base + offsets[:, None] + (FIRST + cols)[None, :], mask=mask, other=0)
-    return to_float32(rows, True) if INTERPRETED and base.dtype.element_ty.is_floating() else rows
+    return to_float32(rows) if INTERPRETED and base.dtype.element_ty.is_floating() else rows
 
 
 @triton.jit
 def load_tile(base, offsets, in_use, step: tl.constexpr):
     """Load the rows at ``offsets``, 0 where not in use."""
-    latent = load_rows(base, offsets, in_use, 0, step.latent_dim, step.latent, step.interpreted)
+    latent = load_rows(base, offsets, in_use, 0, step.latent_dim, step.latent)
     rope = latent
     if step.rope > 0:
         rope_dim: tl.constexpr = step.head_dim - step.latent_dim
-        rope = load_rows(base, offsets, in_use, step.latent_dim, rope_dim, step.rope, step.interpreted)
+        rope = load_rows(base, offsets, in_use, step.latent_dim, rope_dim, step.rope)
     return RowTile(latent, rope)
 
 

@@ -1,7 +1,7 @@
 """Assignment of programs to tiles of rows of packed requests."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

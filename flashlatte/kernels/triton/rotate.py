@@ -1,7 +1,7 @@
 """Rotary embedding in Triton: of the last elements of rows in registers, and of rows in memory."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def load_position(rotation, token):
 
 
 @triton.jit
-def load_rotation(rotation, token, pair, PAIRS: tl.constexpr, INTERPRETED: tl.constexpr):
+def load_rotation(rotation, token, pair, PAIRS: tl.constexpr):
     """Cosines and sines of a token, float32, for a tensor of pairs. Positions are clamped to the table."""
     position = load_position(rotation, token)
     position = tl.minimum(tl.maximum(position, 0), rotation.num_positions - 1)
     row = rotation.cos_sin + position * rotation.table_stride * rotation.align
-    cosine = to_float32(tl.load(row + pair, mask=pair < PAIRS, other=0.0), INTERPRETED)
-    return cosine, to_float32(tl.load(row + PAIRS + pair, mask=pair < PAIRS, other=0.0), INTERPRETED)
+    cosine = to_float32(tl.load(row + pair, mask=pair < PAIRS, other=0.0))
+    return cosine, to_float32(tl.load(row + PAIRS + pair, mask=pair < PAIRS, other=0.0))
 
 
 @triton.jit
@@ -102,7 +102,6 @@ def rotate_rows(
     BLOCK_H: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Rotate the rows ``in_use`` by float32 cosines and sines [1, BLOCK_PAIRS].
 
@@ -115,15 +114,13 @@ def rotate_rows(
         mask = in_use & (column < 2 * PAIRS)
         # [BLOCK_H, BLOCK_PAIRS, 2]
         pairs = tl.reshape(tl.load(x_rows + column, mask=mask, other=0.0), [BLOCK_H, BLOCK_PAIRS, 2])
-        a, b = tl.split(to_float32(pairs, INTERPRETED))
-        rotated = from_float32(
-            tl.join(a * cosine - b * sine, b * cosine + a * sine), out_rows.dtype.element_ty, INTERPRETED
-        )
+        a, b = tl.split(to_float32(pairs))
+        rotated = from_float32(tl.join(a * cosine - b * sine, b * cosine + a * sine), out_rows.dtype.element_ty)
         tl.store(out_rows + column, tl.reshape(rotated, [BLOCK_H, 2 * BLOCK_PAIRS]), mask=mask)
     else:
         pair = tl.arange(0, BLOCK_PAIRS)[None, :]
         mask = in_use & (pair < PAIRS)
-        rotate_pairs(x_rows, out_rows, pair, PAIRS + pair, cosine, sine, mask, INTERPRETED)  # [BLOCK_H, BLOCK_PAIRS]
+        rotate_pairs(x_rows, out_rows, pair, PAIRS + pair, cosine, sine, mask)  # [BLOCK_H, BLOCK_PAIRS]
 
 
 @triton.jit
@@ -136,13 +133,13 @@ def pair_columns(pair, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def rotate_pairs(row, out_row, first, second, cosine, sine, mask, INTERPRETED: tl.constexpr):
+def rotate_pairs(row, out_row, first, second, cosine, sine, mask):
     """Rotate the pairs of columns ``first`` and ``second`` of rows; returns their elements as rounded in ``out_row``,
     which may be ``row``."""
-    a = to_float32(tl.load(row + first, mask=mask, other=0.0), INTERPRETED)
-    b = to_float32(tl.load(row + second, mask=mask, other=0.0), INTERPRETED)
-    x = from_float32(a * cosine - b * sine, out_row.dtype.element_ty, INTERPRETED)
-    y = from_float32(b * cosine + a * sine, out_row.dtype.element_ty, INTERPRETED)
+    a = to_float32(tl.load(row + first, mask=mask, other=0.0))
+    b = to_float32(tl.load(row + second, mask=mask, other=0.0))
+    x = from_float32(a * cosine - b * sine, out_row.dtype.element_ty)
+    y = from_float32(b * cosine + a * sine, out_row.dtype.element_ty)
     tl.store(out_row + first, x, mask=mask)
     tl.store(out_row + second, y, mask=mask)
     return x, y

@@ -1,8 +1,5 @@
 """RMSNorm of rows (arXiv:1910.07467) in Triton."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -40,15 +37,15 @@ def row_norm(
 
 
 @triton.jit
-def store_norm(norm, token, out_row, slot_row, in_cache, INTERPRETED: tl.constexpr):
+def store_norm(norm, token, out_row, slot_row, in_cache):
     """Write the norm of a token's row to ``out_row`` and, where ``in_cache``, as rounded there, to ``slot_row``."""
     column = tl.arange(0, triton.next_power_of_2(norm.width))
     inside = column < norm.width
-    x = to_float32(tl.load(token_row(norm, token) + column, mask=inside, other=0.0), INTERPRETED)
-    gain = to_float32(tl.load(norm.weight + column, mask=inside, other=0.0), INTERPRETED)
+    x = to_float32(tl.load(token_row(norm, token) + column, mask=inside, other=0.0))
+    gain = to_float32(tl.load(norm.weight + column, mask=inside, other=0.0))
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / norm.width + norm.eps) * gain
-    rounded = from_float32(x, out_row.dtype.element_ty, INTERPRETED)
+    rounded = from_float32(x, out_row.dtype.element_ty)
     tl.store(out_row + column, rounded, mask=inside)
     if slot_row is not None:
-        stored = cast(rounded, slot_row.dtype.element_ty, INTERPRETED)
+        stored = cast(rounded, slot_row.dtype.element_ty)
         tl.store(slot_row + column, stored, mask=inside & in_cache)

@@ -1,8 +1,5 @@
 """Records of kernels: rows of tensors and of paged caches, block tables and windows."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import NamedTuple

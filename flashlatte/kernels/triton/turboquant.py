@@ -1,8 +1,8 @@
 """TurboQuant's rotation and the decoding of its codes, in Triton. ``kv_cache.turboquant`` defines the format."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class RecordForm(NamedTuple):
         codebook: positive centroids.
         align: alignment of all strides of the cache, in bytes.
         native: the GPU has e4m3 conversion instructions.
-        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
     """
 
     head_dim: int
@@ -40,7 +39,6 @@ class RecordForm(NamedTuple):
     codebook: tuple[float, ...]
     align: int
     native: bool
-    interpreted: bool
 
 
 class RecordCache(NamedTuple):
@@ -53,7 +51,7 @@ class RecordCache(NamedTuple):
 
 
 def records_of(
-    cache: torch.Tensor, layout: TurboQuantFormat, max_align: int, *, native: bool, interpreted: bool
+    cache: torch.Tensor, layout: TurboQuantFormat, max_align: int, *, native: bool
 ) -> tuple[RecordCache, RecordForm]:
     """A cache [pages, page_size, h_kv, record_bytes], and the constants of its records."""
     strides = [stride_in_use(cache, axis) for axis in range(3)]
@@ -69,7 +67,6 @@ def records_of(
         codebook=codebook[len(codebook) // 2 :],
         align=align,
         native=native,
-        interpreted=interpreted,
     )
     return RecordCache(cache, *(stride // align for stride in strides)), form
 

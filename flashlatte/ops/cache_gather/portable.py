@@ -32,7 +32,6 @@ from flashlatte.kernels.triton.rows import (
     token_rows,
 )
 from flashlatte.ops.cache_gather.reference import CacheGatherParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 SCALED_BLOCKING = Blocking(tokens=4, warps=1)
@@ -42,40 +41,48 @@ ROWS_COLUMNS = 64
 
 def cache_gather(params: CacheGatherParams) -> None:
     cache, out, layout = as_bytes(params.cache), params.out, params.layout
-    block_table, num_rows = params.block_table, params.out.shape[0]
+    block_table, rows = params.block_table, params.out.shape[0]
     num_pages, page_size, _, width = cache.shape
     tiling, scaling = layout.tiling, layout.block_scaling
+    is_plain = tiling is None and scaling is None
     records = (
-        cache_rows(cache, strided=tiling is None and scaling is None),
+        cache_rows(cache, strided=is_plain),
         requests_of(params.cu_seqlens, block_table.shape[0], params.seq_starts, params.seq_ends),
         pages_of(block_table, num_pages, page_size),
         token_rows(out),
     )
-    variant = {
-        "num_rows": num_rows,
-        "WIDE": block_table.shape[1] * page_size >= 2**31,
-        "NATIVE": converts_e4m3(cache.device),
-        "INTERPRETED": machine.interpreting(),
-    }
-    if tiling is None and scaling is None:
-        gather_rows_kernel[(cdiv(num_rows, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
+    wide, native = block_table.shape[1] * page_size >= 2**31, converts_e4m3(cache.device)
+    blocking = ROWS_BLOCKING if is_plain else SCALED_BLOCKING
+    block, warps = blocking.tokens, blocking.warps
+    blocks = cdiv(rows, block)
+    if tiling is not None:
+        gather_tiles_kernel[(blocks,)](
+            *records, num_rows=rows, TILING=tiling, WIDE=wide, NATIVE=native, BLOCK_T=block, num_warps=warps
+        )
+    elif scaling is not None:
+        tail = layout.head_dim - scaling.block * scaling.blocks
+        gather_blocks_kernel[(blocks,)](
+            *records,
+            num_rows=rows,
+            SCALING=scaling,
+            TAIL=tail,
+            WIDE=wide,
+            NATIVE=native,
+            BLOCK_T=block,
+            num_warps=warps,
+        )
+    else:
+        gather_rows_kernel[(blocks * cdiv(width, ROWS_COLUMNS),)](
             *records,
             CacheScale(params.scale_tensor, params.scale_value),
-            **variant,
+            num_rows=rows,
             WIDTH=width,
-            BLOCK_T=ROWS_BLOCKING.tokens,
+            WIDE=wide,
+            NATIVE=native,
+            BLOCK_T=block,
             BLOCK_C=ROWS_COLUMNS,
-            num_warps=ROWS_BLOCKING.warps,
+            num_warps=warps,
         )
-        return
-    variant |= {"BLOCK_T": SCALED_BLOCKING.tokens, "num_warps": SCALED_BLOCKING.warps}
-    grid = (cdiv(num_rows, SCALED_BLOCKING.tokens),)
-    if tiling is not None:
-        gather_tiles_kernel[grid](*records, **variant, TILING=tiling)
-    else:
-        assert scaling is not None
-        tail = layout.head_dim - scaling.block * scaling.blocks
-        gather_blocks_kernel[grid](*records, **variant, SCALING=scaling, TAIL=tail)
 
 
 @kernel
@@ -88,7 +95,6 @@ def gather_tiles_kernel(
     TILING: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Formats with a scale per tile."""
@@ -120,11 +126,9 @@ def gather_tiles_kernel(
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
     out_row = token_row(out, rows)
     values = e4m3_to_float(latent_bits, NATIVE) * scales[:, :, None]
-    tl.store(
-        out_row[:, None, None] + column, from_float32(values, OUT_TYPE, INTERPRETED), mask=inside[:, None, None] & used
-    )
+    tl.store(out_row[:, None, None] + column, from_float32(values, OUT_TYPE), mask=inside[:, None, None] & used)
     if TILING.rope_offset < TILING.row_bytes:
-        ropes = cast(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE, INTERPRETED)
+        ropes = cast(rope_bits.to(tl.bfloat16, bitcast=True), OUT_TYPE)
         tl.store(out_row[:, None] + (LATENT + rope_column), ropes, mask=inside[:, None])
 
 
@@ -139,7 +143,6 @@ def gather_blocks_kernel(
     TAIL: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block; the last TAIL values have no
@@ -171,12 +174,12 @@ def gather_blocks_kernel(
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
     out_row = token_row(out, rows)[:, None]
     column = tl.arange(0, SCALED)[None, :]
-    elements = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE, INTERPRETED)
+    elements = from_float32(tl.reshape(values, [BLOCK_T, SCALED]), OUT_TYPE)
     tl.store(out_row + column, elements, mask=inside[:, None])
     if TAIL > 0:
         column = tl.arange(0, TAIL)[None, :]
         tail = tl.load(row + VALUE_BYTES + column, mask=found, other=0)  # [BLOCK_T, TAIL]
-        elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE, INTERPRETED)
+        elements = from_float32(e4m3_to_float(tail, NATIVE), OUT_TYPE)
         tl.store(out_row + SCALED + column, elements, mask=inside[:, None])
 
 
@@ -191,7 +194,6 @@ def gather_rows_kernel(
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -211,7 +213,7 @@ def gather_rows_kernel(
     OUT_TYPE: tl.constexpr = out.start.dtype.element_ty
     if cache.start.dtype.element_ty == tl.uint8:
         values = e4m3_to_float(values, NATIVE) * load_scale(scale)
-        values = from_float32(tl.where(found_columns, values, 0.0), OUT_TYPE, INTERPRETED)
+        values = from_float32(tl.where(found_columns, values, 0.0), OUT_TYPE)
     else:
-        values = cast(values, OUT_TYPE, INTERPRETED)
+        values = cast(values, OUT_TYPE)
     tl.store(token_row(out, rows)[:, None] + column, values, mask=inside[:, None] & (column < WIDTH))

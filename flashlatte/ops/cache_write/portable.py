@@ -30,7 +30,6 @@ from flashlatte.kernels.triton.rows import (
     token_rows,
 )
 from flashlatte.ops.cache_write.reference import CacheWriteParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 TILED_BLOCKING = Blocking(tokens=8, warps=2)
@@ -48,15 +47,12 @@ def cache_write(params: CacheWriteParams) -> None:
     slots = slots_of(params.slot_mapping, cache)
     rows = cache_rows(cache, strided=tiling is None and scaling is None)
     records = (rows, slots, token_rows(x), token_rows(rope))
-    variant = {
-        "WIDE": slots.num_slots >= 2**31,
-        "NATIVE": converts_e4m3(cache.device),
-        "INTERPRETED": machine.interpreting(),
-    }
+    wide, native = slots.num_slots >= 2**31, converts_e4m3(cache.device)
     if tiling is not None:
         write_tiles_kernel[(cdiv(slots.num_tokens, TILED_BLOCKING.tokens),)](
             *records,
-            **variant,
+            WIDE=wide,
+            NATIVE=native,
             TILING=tiling,
             POWER_OF_TWO=params.scale_rounding == "power_of_two" or tiling.e8m0,
             ROPE_COLUMN=rope_column,
@@ -66,7 +62,8 @@ def cache_write(params: CacheWriteParams) -> None:
     elif scaling is not None:
         write_blocks_kernel[(cdiv(slots.num_tokens, SCALED_BLOCKING.tokens),)](
             *records,
-            **variant,
+            WIDE=wide,
+            NATIVE=native,
             SCALING=scaling,
             TAIL=layout.head_dim - scaling.block * scaling.blocks,
             X_WIDTH=x.shape[1],
@@ -78,7 +75,8 @@ def cache_write(params: CacheWriteParams) -> None:
         write_rows_kernel[(cdiv(slots.num_tokens, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
             *records,
             CacheScale(params.scale_tensor, params.scale_value),
-            **variant,
+            WIDE=wide,
+            NATIVE=native,
             WIDTH=width,
             X_WIDTH=x.shape[1],
             BLOCK_T=ROWS_BLOCKING.tokens,
@@ -98,7 +96,6 @@ def write_tiles_kernel(
     ROPE_COLUMN: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Formats with a scale per tile."""
@@ -117,10 +114,10 @@ def write_tiles_kernel(
         rope_row = token_row(rope, tokens)
         ropes = tl.load(rope_row[:, None] + (ROPE_COLUMN + rope_index), mask=valid[:, None], other=0.0)
 
-    values, scales = quantize_tiles(to_float32(latents, INTERPRETED), POWER_OF_TWO)
+    values, scales = quantize_tiles(to_float32(latents), POWER_OF_TWO)
     tl.store(row[:, None, None] + column, float_to_e4m3(values, NATIVE), mask=latent_mask)
     if TILING.rope_offset < TILING.row_bytes:
-        rope_bits = cast(ropes, tl.bfloat16, INTERPRETED).to(tl.uint16, bitcast=True)
+        rope_bits = cast(ropes, tl.bfloat16).to(tl.uint16, bitcast=True)
         store_words((row + TILING.rope_offset)[:, None], rope_index, rope_bits, valid[:, None], cache.align)
     if TILING.e8m0:
         exponents = tl.where(tile < TILING.tiles, scales >> 23, 0).to(tl.uint8)
@@ -141,7 +138,6 @@ def write_blocks_kernel(
     X_WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Formats with contiguous tokens of e4m3 or e2m1 values and a scale byte per block; the last TAIL values have no
@@ -153,7 +149,7 @@ def write_blocks_kernel(
     row = page_pointers(cache, page) + offset * SCALING.token_bytes
 
     column = tl.arange(0, SCALED)[None, :]
-    elements = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH), INTERPRETED)
+    elements = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH))
     block = tl.arange(0, SCALING.blocks)[None, :]
     values, scales = encode_blocks(elements, BLOCK_T, SCALING, NATIVE)
     tl.store(row[:, None] + tl.arange(0, VALUE_BYTES)[None, :], values, mask=valid[:, None])
@@ -161,7 +157,7 @@ def write_blocks_kernel(
     tl.store(scale_row + block_scale_byte(block, SCALING), scales, mask=valid[:, None])
     if TAIL > 0:
         column = SCALED + tl.arange(0, TAIL)[None, :]
-        tail = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH), INTERPRETED)
+        tail = to_float32(_load_columns(x, rope, tokens, column, valid[:, None], X_WIDTH))
         tail_bytes = row[:, None] + VALUE_BYTES + tl.arange(0, TAIL)[None, :]
         tl.store(tail_bytes, float_to_e4m3(tail, NATIVE), mask=valid[:, None])
 
@@ -177,7 +173,6 @@ def write_rows_kernel(
     X_WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -190,7 +185,7 @@ def write_rows_kernel(
     row = slot_row(cache, page, offset)[:, None]
     mask = valid[:, None] & (column < WIDTH)
     elements = _load_columns(x, rope, tokens, column, mask, X_WIDTH)  # [BLOCK_T, BLOCK_C]
-    elements = encode_elements(elements, cache.start.dtype.element_ty, load_scale(scale), NATIVE, INTERPRETED)
+    elements = encode_elements(elements, cache.start.dtype.element_ty, load_scale(scale), NATIVE)
     tl.store(row + column, elements, mask=mask)
 
 

@@ -53,8 +53,8 @@ def dense_decode(params: DenseDecodeParams) -> None:
         rows = rows.flatten(0, 1).float() * k_scale  # [keys, h_kv, d]
         rows = torch.where(written[:, None, None], rows, 0.0)
 
-        last_seen = length - s_q + query if params.causal else length.expand(s_q)
-        visible = written & (key <= last_seen[:, None])  # [s_q, keys]
+        last_visible = length - s_q + query if params.causal else length.expand(s_q)
+        visible = written & (key <= last_visible[:, None])  # [s_q, keys]
         queries = q[request].float().unflatten(1, (h_kv, h_q // h_kv))  # [s_q, h_kv, group, d]
         scores = torch.einsum("skgd,nkd->skgn", queries, rows) * params.softmax_scale
         p, row_lse = attend(scores, visible[:, None, None, :])

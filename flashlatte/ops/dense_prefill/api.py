@@ -72,8 +72,8 @@ def dense_prefill(
             belong to no request: their out is 0, their lse is ``empty_lse``, and their gradients are 0. Boundaries are
             clamped to T_q. b, T_q and T_k may be 0.
         cu_seqlens_k: the same for k and v. A request may have no query or no key.
-        max_seqlen_q: number of queries of the longest request, at least 0; it affects the launch only, not the result.
-        max_seqlen_k: number of keys of the longest request, at least 0.
+        max_seqlen_q: number of queries of the longest request, at least 0. Unused.
+        max_seqlen_k: number of keys of the longest request, at least 0. It affects the launch only, not the result.
         softmax_scale: above 0; d_qk^-0.5 if None.
         causal: a query attends to no key after its position; if s_q > s_k, the first queries have no visible key.
         window: None; an int w ≥ 1: a query attends to its position and the w - 1 before it; or a pair (left, right): it
@@ -144,7 +144,6 @@ def dense_prefill(
         v=v,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         softmax_scale=checks.softmax_scale(softmax_scale, head_dim),
         window_left=left,

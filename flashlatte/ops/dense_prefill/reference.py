@@ -25,7 +25,6 @@ class DensePrefillParams(NamedTuple):
     v: torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
     max_seqlen_k: int
     softmax_scale: float
     window_left: int

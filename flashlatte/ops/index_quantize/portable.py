@@ -26,7 +26,6 @@ from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.rows import CacheRows, TokenRows, cache_rows, page_pointers, token_row, token_rows
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.ops.index_quantize.reference import IndexGatherParams, IndexQuantizeParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 QUANTIZE_BLOCKING = Blocking(tokens=16, warps=4)
@@ -47,7 +46,6 @@ def index_quantize(params: IndexQuantizeParams) -> None:
         POWER_OF_TWO=params.scale_rounding == "power_of_two",
         WIDE=slots.num_slots >= 2**31,
         NATIVE=converts_e4m3(cache.device),
-        INTERPRETED=machine.interpreting(),
         BLOCK_T=QUANTIZE_BLOCKING.tokens,
         num_warps=QUANTIZE_BLOCKING.warps,
     )
@@ -83,7 +81,6 @@ def index_quantize_kernel(
     POWER_OF_TWO: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """A program quantizes BLOCK_T tokens. Elements of the cache are bytes, bf16 or float32."""
@@ -93,7 +90,7 @@ def index_quantize_kernel(
     k_row = token_row(k, tokens)
     column = tl.arange(0, D)[None, :]
     # [BLOCK_T, D]
-    x = to_float32(tl.load(k_row[:, None] + column, mask=valid[:, None], other=0.0), INTERPRETED)
+    x = to_float32(tl.load(k_row[:, None] + column, mask=valid[:, None], other=0.0))
     if ENCODING == "e2m1":
         packed, exponents = to_mxfp4(x, BLOCK_T, D)
         row = page_start + offset * (D // 2)
@@ -103,7 +100,7 @@ def index_quantize_kernel(
     else:
         row = page_start + offset * D
         if ENCODING == "bf16":
-            tl.store(row[:, None] + column, from_float32(x, tl.bfloat16, INTERPRETED), mask=valid[:, None])
+            tl.store(row[:, None] + column, from_float32(x, tl.bfloat16), mask=valid[:, None])
         elif ENCODING == "fp32":
             tl.store(row[:, None] + column, x, mask=valid[:, None])
         else:

@@ -17,10 +17,9 @@ from flashlatte.kernels.triton.rotate import angles
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_row, head_rows, token_row, token_rows
 from flashlatte.ops.index_query.reference import IndexQueryParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import ElementPointer, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
 # Heads and warps of a program. For e2m1, more elements per thread need fewer instructions per element: 54.7 µs instead
 # of 62.9 (index_query_mxfp4, t8192-h64).
@@ -57,7 +56,6 @@ class IndexQueryConfig(NamedTuple):
     hadamard: bool
     power_of_two: bool
     native: bool
-    interpreted: bool
     block_h: int
 
 
@@ -73,7 +71,6 @@ def index_query(params: IndexQueryParams) -> None:
         hadamard=params.hadamard,
         power_of_two=params.scale_rounding == "power_of_two",
         native=converts_e4m3(q.device),
-        interpreted=machine.interpreting(),
         block_h=HADAMARD_HEADS if params.hadamard else HEADS,
     )
     head_blocks = cdiv(heads, config.block_h)
@@ -106,7 +103,6 @@ def index_query_kernel(
     D: tl.constexpr = CONFIG.head_dim
     ROPE: tl.constexpr = CONFIG.rope
     ROPE_AT: tl.constexpr = CONFIG.rope_at
-    INTERPRETED: tl.constexpr = CONFIG.interpreted
     BLOCK_H: tl.constexpr = CONFIG.block_h
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -120,8 +116,8 @@ def index_query_kernel(
     if outputs.block_scales is not None and rotation.cos_sin is not None and APART:
         out_head = token * heads + head
         half = tl.arange(0, ROPE)[None, :]
-        still = to_float32(tl.load(q_row[:, None] + half, mask=inside[:, None], other=0.0), INTERPRETED)
-        tail = to_float32(tl.load(q_row[:, None] + ROPE + half, mask=inside[:, None], other=0.0), INTERPRETED)
+        still = to_float32(tl.load(q_row[:, None] + half, mask=inside[:, None], other=0.0))
+        tail = to_float32(tl.load(q_row[:, None] + ROPE + half, mask=inside[:, None], other=0.0))
         position = tl.load(rotation.positions + token * rotation.position_stride).to(tl.int64)
         cosine, sine = angles(
             rotation.cos_sin, position, rotation.num_positions, tl.arange(0, ROPE // 2)[None, :], ROPE
@@ -130,11 +126,11 @@ def index_query_kernel(
         tail = tl.reshape(tl.join(a * cosine - b * sine, b * cosine + a * sine), [BLOCK_H, ROPE])
         store_mxfp4(still, outputs, out_head, inside, 0, D)
         store_mxfp4(tail, outputs, out_head, inside, ROPE, D)
-        weight = to_float32(tl.load(token_row(weights, token) + head, mask=inside, other=0.0), INTERPRETED)
+        weight = to_float32(tl.load(token_row(weights, token) + head, mask=inside, other=0.0))
         tl.store(outputs.weights + out_head, weight * weight_scale, mask=inside)
         return
     # [BLOCK_H, D]
-    x = to_float32(tl.load(q_row[:, None] + column[None, :], mask=inside[:, None], other=0.0), INTERPRETED)
+    x = to_float32(tl.load(q_row[:, None] + column[None, :], mask=inside[:, None], other=0.0))
     if rotation.cos_sin is not None:
         pairs: tl.constexpr = ROPE // 2
         position = tl.load(rotation.positions + token * rotation.position_stride).to(tl.int64)
@@ -156,18 +152,18 @@ def index_query_kernel(
             cosine = tl.load(row + offset % pairs, mask=rotates, other=1.0)
             sine = tl.load(row + pairs + offset % pairs, mask=rotates, other=0.0)
             other = tl.load(q_row[:, None] + partner[None, :], mask=inside[:, None] & rotates[None, :], other=0.0)
-            x = x * cosine[None, :] + to_float32(other, INTERPRETED) * tl.where(offset < pairs, -sine, sine)[None, :]
+            x = x * cosine[None, :] + to_float32(other) * tl.where(offset < pairs, -sine, sine)[None, :]
     if CONFIG.hadamard:
-        rounded = from_float32(x, q.start.dtype.element_ty, INTERPRETED)
+        rounded = from_float32(x, q.start.dtype.element_ty)
         signs = tl.where(parity(column[:, None] & column[None, :]) == 1, -1.0, 1.0)
         if INTERPRETED:
-            x = tl.dot(to_float32(rounded, True), signs)
+            x = tl.dot(to_float32(rounded), signs)
         elif q.start.dtype.element_ty == tl.float32:
             x = tl.dot(rounded, signs, input_precision="ieee")
         else:
             x = tl.dot(rounded, signs.to(q.start.dtype.element_ty))
         x = x * D**-0.5
-    weight = to_float32(tl.load(token_row(weights, token) + head, mask=inside, other=0.0), INTERPRETED)
+    weight = to_float32(tl.load(token_row(weights, token) + head, mask=inside, other=0.0))
     out_head = token * heads + head
     if outputs.block_scales is not None:
         store_mxfp4(x, outputs, out_head, inside, 0, D)

@@ -17,7 +17,6 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
-from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -54,7 +53,6 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
         BLOCK_K=block.width,
         ALIGN=align,
         STAGES=STAGES,
-        INTERPRETED=machine.interpreting(),
         num_warps=block.warps,
     )
 
@@ -77,7 +75,6 @@ def index_weights_kernel(
     BLOCK_K: tl.constexpr,
     ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Compute BLOCK_T rows of BLOCK_H heads, whose width is ``units`` · ALIGN elements."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -88,7 +85,7 @@ def index_weights_kernel(
     for begin in tl.range(0, units * ALIGN, BLOCK_K, num_stages=STAGES):
         column = begin + tl.arange(0, BLOCK_K)[None, :]
         inside = column < units * ALIGN
-        x = to_float32(tl.load(rows + column, mask=there & inside, other=0.0), INTERPRETED)
+        x = to_float32(tl.load(rows + column, mask=there & inside, other=0.0))
         w = tl.load(of_heads + column, mask=of_layer & inside, other=0.0)
         sums += x[:, None, :] * w[None, :, :]
     target = out + token.to(tl.int64)[:, None] * heads + head[None, :]

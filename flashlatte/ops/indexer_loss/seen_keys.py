@@ -1,9 +1,6 @@
 """The keys of a query by slots, and the rows of queries and keys. A slot is a position in the query's list of indices,
 or the key itself if the query attends to a range."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -13,7 +13,6 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, to_float
 from flashlatte.kernels.triton.rotate import TokenRotation, angles, rotate_tail_by, rotation_of
 from flashlatte.kernels.triton.row_scales import scale_rows
 from flashlatte.kernels.triton.rows import HeadRows, head_row, head_rows
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 TILE, SMALLEST_AMAX = 128, 1e-10
@@ -43,7 +42,6 @@ def inverse_rope_quantize(
         D=head_dim,
         ROPE=cos_sin.shape[1],
         NATIVE=converts_e4m3(o.device),
-        INTERPRETED=machine.interpreting(),
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
@@ -64,7 +62,6 @@ def inverse_rope_quantize_kernel(
     D: tl.constexpr,
     ROPE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Tokens from ``num_tokens`` on are padding of the scales, which is 0."""
     TILES: tl.constexpr = D // _TILE
@@ -76,7 +73,7 @@ def inverse_rope_quantize_kernel(
     real = there & (token < num_tokens)
     column = tile * _TILE + tl.arange(0, _TILE)[None, :]
     o_row = head_row(o, token, head)
-    x = to_float32(tl.load(o_row[:, None] + column, mask=real[:, None], other=0.0), INTERPRETED)
+    x = to_float32(tl.load(o_row[:, None] + column, mask=real[:, None], other=0.0))
     first = D - ROPE - tile * _TILE
     if first < _TILE:
         position = tl.load(rotation.positions + token * rotation.position_stride, mask=token < num_tokens, other=0).to(

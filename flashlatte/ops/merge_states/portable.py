@@ -16,7 +16,6 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_layout import as_bytes
 from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, from_float32, to_float32
 from flashlatte.ops.merge_states.reference import MergeStatesParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -165,7 +164,6 @@ def _launch(states: Sequence[MergeState], target: MergeState, axes: Axes, option
         limited=params.context_tensor is not None or params.context_tokens is not None,
         has_last=options.has_last,
         native=converts_e4m3(target.out.device),
-        interpreted=machine.interpreting(),
         block_r=block_r,
         block_d=block_d,
     )
@@ -217,7 +215,6 @@ class MergeConfig(NamedTuple):
         wide: whether row numbers may exceed 2^31.
         limited, has_last: as in ``MergeContext`` and ``MergeOptions``.
         native: the GPU has e4m3 conversion instructions.
-        interpreted: the kernel runs in Triton's interpreter.
         block_r, block_d: rows and columns of a tile.
     """
 
@@ -230,7 +227,6 @@ class MergeConfig(NamedTuple):
     limited: bool
     has_last: bool
     native: bool
-    interpreted: bool
     block_r: int
     block_d: int
 
@@ -376,7 +372,7 @@ def merge_kernel(
                 weight = tl.where(copied, 1.0, weight)
                 used |= copied
             used = used[:, None] & (columns < D)
-            values = to_float32(tl.load(outs[part] + offsets, mask=used, other=0.0), CONFIG.interpreted)
+            values = to_float32(tl.load(outs[part] + offsets, mask=used, other=0.0))
             merged += (weight / total)[:, None] * values
         offsets = _tile_offsets(index, columns, strides, OUT_STRIDES, CONFIG)
         written = in_use[:, None] & (columns < D)
@@ -384,7 +380,7 @@ def merge_kernel(
             scale = scale_value if scale_tensor is None else tl.load(scale_tensor)
             rounded = float_to_e4m3(merged * tl.div_rn(1.0, scale), CONFIG.native)
         else:
-            rounded = from_float32(merged, OUT_TYPE, CONFIG.interpreted)
+            rounded = from_float32(merged, OUT_TYPE)
         tl.store(outs[PARTS] + offsets, rounded, mask=written)
 
     if COPIES:

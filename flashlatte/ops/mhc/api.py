@@ -61,7 +61,7 @@ def mhc_pre(
     gradients.warn_if_dropped(PRE, streams, projected, base, scale)
     backend = dispatch.select(dispatch.CallSpec(PRE, device, streams.dtype, head_dim=count), backend)
     shares, mixture = projected.new_empty(tokens, count), projected.new_empty(tokens, count, count)
-    seen = streams.new_empty(tokens, width)
+    layer_input = streams.new_empty(tokens, width)
     if tokens:
         params = MhcPreParams(
             streams=streams,
@@ -73,13 +73,13 @@ def mhc_pre(
             iterations=iterations,
             shares=shares,
             mixture=mixture,
-            seen=seen,
+            layer_input=layer_input,
         )
         _mhc_pre(params, backend)
-    return shares, mixture, seen
+    return shares, mixture, layer_input
 
 
-@register_op(PRE, mutates=("shares", "mixture", "seen"))
+@register_op(PRE, mutates=("shares", "mixture", "layer_input"))
 @dispatch.implemented(PRE, portable=refusals.triton)
 def _mhc_pre(params: MhcPreParams, backend: str) -> None:
     if backend == "portable":

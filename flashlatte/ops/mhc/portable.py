@@ -14,7 +14,6 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_layout import alignment_elements, cdiv
 from flashlatte.kernels.triton.fp8 import from_float32, to_float32
 from flashlatte.ops.mhc.reference import MhcPreParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -32,15 +31,15 @@ class MhcProjection(NamedTuple):
 
 
 def mhc_pre(params: MhcPreParams) -> None:
-    streams, seen = params.streams, params.seen
+    streams, layer_input = params.streams, params.layer_input
     tokens, count, width = streams.shape
-    unit = _unit(streams, seen)
+    unit = _unit(streams, layer_input)
     mhc_pre_kernel[(tokens,)](
         MhcProjection(params.projected, params.base, params.scale),
         streams=streams,
         shares=params.shares,
         mixture=params.mixture,
-        seen=seen,
+        layer_input=layer_input,
         rms_eps=params.rms_eps,
         eps=params.eps,
         iterations=params.iterations,
@@ -48,7 +47,6 @@ def mhc_pre(params: MhcPreParams) -> None:
         N=count,
         BLOCK_D=PRE_COLUMNS,
         ALIGN=unit,
-        INTERPRETED=machine.interpreting(),
         num_warps=PRE_WARPS,
     )
 
@@ -68,7 +66,6 @@ def mhc_post(
         N=count,
         BLOCK_D=POST_COLUMNS,
         ALIGN=unit,
-        INTERPRETED=machine.interpreting(),
         num_warps=POST_WARPS,
     )
 
@@ -84,7 +81,7 @@ def mhc_pre_kernel(
     streams,
     shares,
     mixture,
-    seen,
+    layer_input,
     rms_eps: tl.float32,
     eps: tl.float32,
     iterations: tl.int32,
@@ -92,7 +89,6 @@ def mhc_pre_kernel(
     N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Process one token. A stream has ``units`` · ALIGN columns."""
     BLOCK_N: tl.constexpr = triton.next_power_of_2(N)
@@ -103,7 +99,7 @@ def mhc_pre_kernel(
     squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)[None, :]
-        x = to_float32(tl.load(rows + column, mask=there[:, None] & (column < units * ALIGN), other=0.0), INTERPRETED)
+        x = to_float32(tl.load(rows + column, mask=there[:, None] & (column < units * ALIGN), other=0.0))
         squares += x * x
     inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * units * ALIGN) + rms_eps)
 
@@ -126,11 +122,11 @@ def mhc_pre_kernel(
 
     for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
-        wanted = column < units * ALIGN
-        x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & wanted[None, :], other=0.0), INTERPRETED)
+        in_row = column < units * ALIGN
+        x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & in_row[None, :], other=0.0))
         collapsed = tl.sum(tl.where(there, weight, 0.0)[:, None] * x, axis=0)
-        row = seen + token * units * ALIGN
-        tl.store(row + column, from_float32(collapsed, seen.dtype.element_ty, INTERPRETED), mask=wanted)
+        row = layer_input + token * units * ALIGN
+        tl.store(row + column, from_float32(collapsed, layer_input.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
@@ -147,28 +143,17 @@ def _divisor(sums, eps, there):
 
 @kernel
 def mhc_post_kernel(
-    result,
-    streams,
-    shares,
-    mixture,
-    out,
-    units: tl.int32,
-    N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    result, streams, shares, mixture, out, units: tl.int32, N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr
 ):
     """Process BLOCK_D columns of a token. A stream has ``units`` · ALIGN columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    wanted = column < units * ALIGN
-    of_layer = to_float32(tl.load(result + token * units * ALIGN + column, mask=wanted, other=0.0), INTERPRETED)
+    in_row = column < units * ALIGN
+    of_layer = to_float32(tl.load(result + token * units * ALIGN + column, mask=in_row, other=0.0))
     for j in tl.static_range(N):
         mixed = tl.load(shares + token * N + j) * of_layer
         for i in tl.static_range(N):
-            x = to_float32(
-                tl.load(streams + (token * N + i) * units * ALIGN + column, mask=wanted, other=0.0), INTERPRETED
-            )
+            x = to_float32(tl.load(streams + (token * N + i) * units * ALIGN + column, mask=in_row, other=0.0))
             mixed += tl.load(mixture + token * (N * N) + i * N + j) * x
         offset = (token * N + j) * units * ALIGN + column
-        tl.store(out + offset, from_float32(mixed, out.dtype.element_ty, INTERPRETED), mask=wanted)
+        tl.store(out + offset, from_float32(mixed, out.dtype.element_ty), mask=in_row)

@@ -19,7 +19,7 @@ class MhcPreParams(NamedTuple):
     iterations: int
     shares: torch.Tensor
     mixture: torch.Tensor
-    seen: torch.Tensor
+    layer_input: torch.Tensor
 
 
 def mhc_pre(params: MhcPreParams) -> None:
@@ -40,7 +40,7 @@ def mhc_pre(params: MhcPreParams) -> None:
         mixed = mixed / (mixed.sum(dim=2, keepdim=True) + eps)
         mixed = mixed / (mixed.sum(dim=1, keepdim=True) + eps)
     params.mixture.copy_(mixed)
-    params.seen.copy_(((torch.sigmoid(a) + eps).unsqueeze(2) * x).sum(dim=1))
+    params.layer_input.copy_(((torch.sigmoid(a) + eps).unsqueeze(2) * x).sum(dim=1))
 
 
 def mhc_post(

@@ -23,7 +23,6 @@ from flashlatte.kernels.triton.rotate import (
 from flashlatte.kernels.triton.row_norm import RowNorm, row_norm, store_norm
 from flashlatte.kernels.triton.rows import CacheRows, HeadRows, cache_rows, head_row, head_rows, slot_row, token_row
 from flashlatte.ops.norm_rope.reference import LatentRowsParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 ROWS_WARPS = 4
@@ -45,7 +44,6 @@ def latent_rows(params: LatentRowsParams) -> None:
         PAIRS=params.table.shape[1] // 2,
         INTERLEAVED=params.interleaved,
         WIDE=slots.num_slots >= 2**31,
-        INTERPRETED=machine.interpreting(),
         num_warps=ROWS_WARPS,
     )
 
@@ -64,7 +62,6 @@ def rotate_heads(
         PAIRS=rope_dim // 2,
         BLOCK_H=HEADS,
         INTERLEAVED=interleaved,
-        INTERPRETED=machine.interpreting(),
         num_warps=HEADS_WARPS,
     )
 
@@ -79,14 +76,13 @@ def latent_rows_kernel(
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """The first programs process a token's row each, the following ones a token's query latent."""
     program = tl.program_id(0).to(tl.int64)
     if program >= slots.num_tokens:
         token = program - slots.num_tokens
         if q.out is not None:
-            store_norm(q, token, q.out + token * q.width, None, False, INTERPRETED)
+            store_norm(q, token, q.out + token * q.width, None, False)
     else:
         LATENT: tl.constexpr = kv.width
         out_row = kv.out + program * (LATENT + 2 * PAIRS)
@@ -94,19 +90,19 @@ def latent_rows_kernel(
         if cache.start is not None:
             stored, page, offset = locate_slots(slots, program, WIDE)
             row_in_cache = slot_row(cache, page, offset)
-        store_norm(kv, program, out_row, row_in_cache, stored, INTERPRETED)
+        store_norm(kv, program, out_row, row_in_cache, stored)
 
         pair = tl.arange(0, triton.next_power_of_2(PAIRS))
-        cosine, sine = load_rotation(rotation, program, pair, PAIRS, INTERPRETED)
+        cosine, sine = load_rotation(rotation, program, pair, PAIRS)
         first, second = pair_columns(pair, PAIRS, INTERLEAVED)
         mask = pair < PAIRS
         rope = token_row(kv, program) + LATENT
-        x, y = rotate_pairs(rope, out_row + LATENT, first, second, cosine, sine, mask, INTERPRETED)
+        x, y = rotate_pairs(rope, out_row + LATENT, first, second, cosine, sine, mask)
         if cache.start is not None:
             # The cache stores the rounded row, also in a wider dtype.
             DTYPE: tl.constexpr = cache.start.dtype.element_ty
-            tl.store(row_in_cache + LATENT + first, cast(x, DTYPE, INTERPRETED), mask=mask & stored)
-            tl.store(row_in_cache + LATENT + second, cast(y, DTYPE, INTERPRETED), mask=mask & stored)
+            tl.store(row_in_cache + LATENT + first, cast(x, DTYPE), mask=mask & stored)
+            tl.store(row_in_cache + LATENT + second, cast(y, DTYPE), mask=mask & stored)
 
 
 @kernel
@@ -119,13 +115,12 @@ def rotate_heads_kernel(
     PAIRS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """BLOCK_H heads of a token. x and out may be the same."""
     BLOCK_PAIRS: tl.constexpr = triton.next_power_of_2(PAIRS)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    cosine, sine = load_rotation(rotation, token, tl.arange(0, BLOCK_PAIRS), PAIRS, INTERPRETED)
+    cosine, sine = load_rotation(rotation, token, tl.arange(0, BLOCK_PAIRS), PAIRS)
     rotate_rows(
         head_row(x, token, head),
         head_row(out, token, head),
@@ -136,5 +131,4 @@ def rotate_heads_kernel(
         BLOCK_H,
         BLOCK_PAIRS,
         INTERLEAVED,
-        INTERPRETED,
     )

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.row_norm import RowNorm, row_norm, store_norm
 from flashlatte.ops.q_kv_norm.reference import QKvNormParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 # Warps of a program per byte of an element (2 for bf16, 4 for float32), so that a thread holds the same number of
@@ -23,16 +22,15 @@ def q_kv_norm(params: QKvNormParams) -> None:
         row_norm(q, params.q_weight, params.q_out, params.eps),
         row_norm(params.kv, params.kv_weight, params.kv_out, params.eps),
         num_tokens=q.shape[0],
-        INTERPRETED=machine.interpreting(),
         num_warps=WARPS_PER_BYTE * q.element_size(),
     )
 
 
 @kernel
-def q_kv_norm_kernel(q: RowNorm, kv: RowNorm, num_tokens: tl.int64, INTERPRETED: tl.constexpr):
+def q_kv_norm_kernel(q: RowNorm, kv: RowNorm, num_tokens: tl.int64):
     program = tl.program_id(0).to(tl.int64)
     if program < num_tokens:
-        store_norm(q, program, q.out + program * q.width, None, False, INTERPRETED)
+        store_norm(q, program, q.out + program * q.width, None, False)
     else:
         token = program - num_tokens
-        store_norm(kv, token, kv.out + token * kv.width, None, False, INTERPRETED)
+        store_norm(kv, token, kv.out + token * kv.width, None, False)

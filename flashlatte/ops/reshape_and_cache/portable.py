@@ -18,7 +18,6 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3, float_to_e4m3, float_to
 from flashlatte.kernels.triton.rows import HeadRows, head_row, head_rows
 from flashlatte.kv_cache.one_byte import LARGEST, SMALLEST_SCALE
 from flashlatte.ops.reshape_and_cache.reference import ReshapeAndCacheParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import Constant, Float32, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
@@ -82,7 +81,6 @@ def reshape_and_cache(params: ReshapeAndCacheParams) -> None:
         SMALLEST_SCALE=SMALLEST_SCALE,
         WIDE=max(slots.num_slots, num_rows + rows) >= 2**31,
         NATIVE=converts_e4m3(key.device),
-        INTERPRETED=machine.interpreting(),
         BLOCK_R=rows,
         num_warps=NUM_WARPS,
     )
@@ -125,7 +123,6 @@ def reshape_and_cache_kernel(
     SMALLEST_SCALE: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Write BLOCK_R rows (token, head) of keys and of values."""
@@ -136,29 +133,19 @@ def reshape_and_cache_kernel(
         token = (row.to(tl.int32) // heads.to(tl.int32)).to(tl.int64)
         head = row - token * heads
     valid, page, offset = locate_slots(slots, token, WIDE)
-    _store_rows(keys, token, head, valid, page, offset, SMALLEST_SCALE, NATIVE, INTERPRETED)
-    _store_rows(values, token, head, valid, page, offset, SMALLEST_SCALE, NATIVE, INTERPRETED)
+    _store_rows(keys, token, head, valid, page, offset, SMALLEST_SCALE, NATIVE)
+    _store_rows(values, token, head, valid, page, offset, SMALLEST_SCALE, NATIVE)
 
 
 @triton.jit
-def _store_rows(
-    x,
-    token,
-    head,
-    valid,
-    page,
-    offset,
-    SMALLEST_SCALE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _store_rows(x, token, head, valid, page, offset, SMALLEST_SCALE: tl.constexpr, NATIVE: tl.constexpr):
     FORM: tl.constexpr = x.form
     column = tl.arange(0, FORM.block)[None, :]
     mask = valid[:, None] & (column < FORM.width)
     # [BLOCK_R, block]
     elements = tl.load(head_row(x.rows, token, head)[:, None] + column, mask=mask, other=0.0)
     if FORM.dtype is not None:
-        elements = to_float32(elements, INTERPRETED)
+        elements = to_float32(elements)
         scale_at = page * x.scale_page_stride + offset * x.scale_slot_stride + head * x.scale_head_stride
         if FORM.writes_scale:
             # Compared as integers, magnitudes keep their order and NaN is the largest; a float maximum would drop NaN.

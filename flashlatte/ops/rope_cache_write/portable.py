@@ -36,7 +36,6 @@ from flashlatte.kernels.triton.rows import (
     token_rows,
 )
 from flashlatte.ops.rope_cache_write.reference import RopeCacheWriteParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 HEADS, WARPS = 16, 4
@@ -61,7 +60,6 @@ class RopeCacheWriteConfig(NamedTuple):
     interleaved: bool
     wide: bool
     native: bool
-    interpreted: bool
 
 
 def rope_cache_write(params: RopeCacheWriteParams) -> None:
@@ -89,7 +87,6 @@ def rope_cache_write(params: RopeCacheWriteParams) -> None:
             interleaved=params.interleaved,
             wide=slots.num_slots >= 2**31,
             native=converts_e4m3(cache.device),
-            interpreted=machine.interpreting(),
         ),
         num_warps=WARPS,
         enable_fp_fusion=False,
@@ -110,19 +107,18 @@ def rope_cache_write_kernel(
     CONFIG: tl.constexpr,
 ):
     PAIRS: tl.constexpr = CONFIG.pairs
-    INTERPRETED: tl.constexpr = CONFIG.interpreted
     program = tl.program_id(0).to(tl.int64)
     is_key = program < slots.num_tokens
     behind = tl.maximum(program - slots.num_tokens, 0)
     of_query = behind // tl.maximum(head_blocks, 1)
     token = tl.where(is_key, program, of_query)
     pair = tl.arange(0, CONFIG.block_pairs)[None, :]
-    cosine, sine = load_rotation(rotation, token, pair, PAIRS, INTERPRETED)  # [1, block_pairs]
+    cosine, sine = load_rotation(rotation, token, pair, PAIRS)  # [1, block_pairs]
 
     if is_key:
         row, in_rope = token_row(k_rope, token), pair < PAIRS
         first, second = pair_columns(pair, PAIRS, CONFIG.interleaved)
-        x, y = rotate_pairs(row, row, first, second, cosine, sine, in_rope, INTERPRETED)
+        x, y = rotate_pairs(row, row, first, second, cosine, sine, in_rope)
         valid, page, offset = locate_slots(slots, token, CONFIG.wide)
         row_in_cache = slot_row(cache, page, offset)
         factor = load_scale(scale)
@@ -136,20 +132,11 @@ def rope_cache_write_kernel(
         head = (behind - of_query * head_blocks) * CONFIG.block_h + tl.arange(0, CONFIG.block_h)[:, None]
         rows = head_row(q_rope, token, head)
         rotate_rows(
-            rows,
-            rows,
-            head < heads,
-            cosine,
-            sine,
-            PAIRS,
-            CONFIG.block_h,
-            CONFIG.block_pairs,
-            CONFIG.interleaved,
-            INTERPRETED,
+            rows, rows, head < heads, cosine, sine, PAIRS, CONFIG.block_h, CONFIG.block_pairs, CONFIG.interleaved
         )
 
 
 @triton.jit
 def store_elements(places, x, scale, mask, CONFIG: tl.constexpr):
-    stored = encode_elements(x, places.dtype.element_ty, scale, CONFIG.native, CONFIG.interpreted)
+    stored = encode_elements(x, places.dtype.element_ty, scale, CONFIG.native)
     tl.store(places, stored, mask=mask)

@@ -26,7 +26,6 @@ from flashlatte.kernels.triton.rows import (
     token_rows,
 )
 from flashlatte.ops.rotate_and_cache.reference import RotateAndCacheParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
 # Query elements and warps of a program.
@@ -52,7 +51,6 @@ class RotateAndCacheConfig(NamedTuple):
     block_h: int
     wide: bool
     native: bool
-    interpreted: bool
 
 
 def rotate_and_cache(params: RotateAndCacheParams) -> None:
@@ -80,7 +78,6 @@ def rotate_and_cache(params: RotateAndCacheParams) -> None:
             block_h=block,
             wide=slots.num_slots >= 2**31,
             native=converts_e4m3(cache.device),
-            interpreted=machine.interpreting(),
         ),
         num_warps=WARPS,
         enable_fp_fusion=False,
@@ -109,9 +106,9 @@ def rotate_and_cache_kernel(
         valid, page, offset = locate_slots(slots, program, CONFIG.wide)
         if valid:
             position = load_position(rotation, program)
-            x = to_float32(tl.load(token_row(kv, program) + column), CONFIG.interpreted)  # [1, D]
+            x = to_float32(tl.load(token_row(kv, program) + column))  # [1, D]
             x = rotate_tail(x, rotation.cos_sin, position, rotation.num_positions, 1, D, CONFIG.rope_dim)
-            store_row(x, cache, slots.page_size, valid, page, offset, D, ROW_BYTES, CONFIG.native, CONFIG.interpreted)
+            store_row(x, cache, slots.page_size, valid, page, offset, D, ROW_BYTES, CONFIG.native)
     else:
         program -= slots.num_tokens
         token = program // head_blocks
@@ -119,10 +116,10 @@ def rotate_and_cache_kernel(
         inside = (head < heads)[:, None] & (column < D)
         position = load_position(rotation, token)
         q_row = head_row(q, token, head)
-        x = to_float32(tl.load(q_row[:, None] + column, mask=inside, other=0.0), CONFIG.interpreted)  # [block_h, D]
+        x = to_float32(tl.load(q_row[:, None] + column, mask=inside, other=0.0))  # [block_h, D]
         if CONFIG.norm:
             x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + q_eps)[:, None]
         x = rotate_tail(x, rotation.cos_sin, position, rotation.num_positions, CONFIG.block_h, D, CONFIG.rope_dim)
         out_row = head_row(out, token, head)[:, None]
         DTYPE: tl.constexpr = out.start.dtype.element_ty
-        tl.store(out_row + column, from_float32(x, DTYPE, CONFIG.interpreted), mask=inside)
+        tl.store(out_row + column, from_float32(x, DTYPE), mask=inside)

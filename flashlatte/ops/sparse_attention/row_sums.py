@@ -1,7 +1,7 @@
 """The selection, and the sums of each row (a token's head) that the backward kernels read."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.kernels.triton.online_softmax import LOG2_E, sink_weight
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -56,7 +55,6 @@ def row_sums(params: SparseAttentionBackwardParams, d_sink: torch.Tensor) -> tor
         D_V=d_v,
         WIDTH=padded(d_v),
         BLOCK=_BLOCK,
-        INTERPRETED=machine.interpreting(),
         num_warps=4,
     )
     torch.sum(sums[3].view(s_q, h_q), dim=0, out=d_sink)
@@ -77,7 +75,6 @@ def row_sums_kernel(
     D_V: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Write ``sums`` [4, rows]; a row is a head of a token: lse in base 2, w, w Σ out · dout - dlse, and the row's term
     of the sink's gradient. A row without keys has +inf, 0, 0, 0.
@@ -87,8 +84,8 @@ def row_sums_kernel(
     cols = tl.arange(0, WIDTH)
     offsets = row[:, None] * D_V + cols[None, :]
     mask = in_use[:, None] & (cols < D_V)[None, :]
-    product = to_float32(tl.load(out + offsets, mask=mask, other=0), INTERPRETED) * to_float32(
-        tl.load(dout + offsets, mask=mask, other=0), INTERPRETED
+    product = to_float32(tl.load(out + offsets, mask=mask, other=0)) * to_float32(
+        tl.load(dout + offsets, mask=mask, other=0)
     )
     delta = tl.sum(product, axis=1)
     row_lse = tl.load(lse + row, mask=in_use, other=float("-inf"))

@@ -5,7 +5,7 @@ cannot process.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, choose
+from flashlatte.kernels.triton.config import SELECTED_ROWS, AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import (
     LN_2,
@@ -127,7 +127,7 @@ def sparse_prefill_kernel(
     out_offset = (token * outputs.stride_token + head * outputs.stride_head) * OUT_ALIGN
     tl.store(
         outputs.out + out_offset[:, None] + cols[None, :],
-        from_float32(values, outputs.out.dtype.element_ty, STEP.interpreted),
+        from_float32(values, outputs.out.dtype.element_ty),
         mask=in_heads[:, None] & (cols < STEP.latent_dim)[None, :],
     )
     row = token * h_q + head
@@ -139,7 +139,7 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
     """``damaged``, int32: tokens i with damaged[i // group] = 0 are not written."""
     q, kv, out, attn_sink = params.q, params.kv, params.out, params.attn_sink
     s_q, h_q, head_dim = q.shape
-    config, constants = _compiled_for(gpu_class(q.device), h_q, head_dim, out.shape[2])
+    config, step = _config(gpu_class(q.device), h_q, head_dim, out.shape[2])
     out_align = row_align(out)
     sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
         head_rows(q),
@@ -159,17 +159,13 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
         s_kv=kv.shape[0],
         softmax_scale=params.softmax_scale,
         damaged=damaged,
+        STEP=step,
         OUT_ALIGN=out_align,
         GROUP=group,
-        **constants,
+        num_warps=config.num_warps,
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_for(gpu: str, h_q: int, head_dim: int, d_v: int) -> tuple[AttentionConfig, dict[str, Any]]:
-    """The configuration of a shape, and the kernel's constants except for the alignment of rows."""
-    config, step = choose(SELECTED_ROWS, gpu, h_q, head_dim, d_v, in_place=True)
-    return config, {
-        "STEP": step,
-        "num_warps": config.num_warps,
-    }
+def _config(gpu: str, h_q: int, head_dim: int, d_v: int) -> tuple[AttentionConfig, StepConfig]:
+    return choose(SELECTED_ROWS, gpu, h_q, head_dim, d_v, in_place=True)

@@ -1,8 +1,5 @@
 """Loading of rows and entries for all kernels of ``topk``: entries are compared as ordered integers."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -82,9 +79,9 @@ def row_range(rows, row, PER_REQUEST: tl.constexpr):
 
 
 @triton.jit
-def load_values(pointers, inside, INTERPRETED: tl.constexpr):
+def load_values(pointers, inside):
     """float32 entries, 0 where not inside."""
-    return to_float32(tl.load(pointers, mask=inside, other=0.0), INTERPRETED)
+    return to_float32(tl.load(pointers, mask=inside, other=0.0))
 
 
 @triton.jit
@@ -97,18 +94,18 @@ def ordered(x, inside):
 
 
 @triton.jit
-def store_all(entries, index_row, value_row, position, length, k, INTERPRETED: tl.constexpr):
+def store_all(entries, index_row, value_row, position, length, k):
     """Write all ``length`` <= k entries, followed by padding."""
     inside = position < length
     tl.store(index_row + position, tl.where(inside, position, -1), mask=position < k)
     if value_row is not None:
-        value = to_float32(tl.load(entries + position, mask=inside, other=0.0), INTERPRETED)
+        value = to_float32(tl.load(entries + position, mask=inside, other=0.0))
         tl.store(value_row + position, tl.where(inside, value, float("-inf")), mask=position < k)
 
 
 @triton.jit
-def store_chosen(entries, index_row, value_row, chosen, position, columns, INTERPRETED: tl.constexpr):
+def store_chosen(entries, index_row, value_row, chosen, position, columns):
     tl.store(index_row + position, columns.to(tl.int32), mask=chosen)
     if value_row is not None:
-        value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0), INTERPRETED)
+        value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0))
         tl.store(value_row + position, value, mask=chosen)

@@ -40,11 +40,11 @@ def turboquant_decode(params: TurboQuantDecodeParams) -> None:
         pages = block_table[request].long()
         in_cache = (pages >= 0) & (pages < num_pages)
         key = torch.arange(pages.shape[0] * page_size, device=q.device)
-        seen = ((key < length) & in_cache.repeat_interleave(page_size)).nonzero().squeeze(1)
-        keys, values = layout.decode(cache[pages[seen // page_size], seen % page_size])  # [keys, h_kv, d]
+        found = ((key < length) & in_cache.repeat_interleave(page_size)).nonzero().squeeze(1)
+        keys, values = layout.decode(cache[pages[found // page_size], found % page_size])  # [keys, h_kv, d]
 
-        last_seen = length - s_q + query if params.causal else length.expand(s_q)
-        visible = seen <= last_seen[:, None]  # [s_q, keys]
+        last_visible = length - s_q + query if params.causal else length.expand(s_q)
+        visible = found <= last_visible[:, None]  # [s_q, keys]
         values = torch.where(visible.any(dim=0)[:, None, None], values, 0.0)
         queries = q[request].float().unflatten(1, (h_kv, h_q // h_kv))  # [s_q, h_kv, group, d]
         scores = torch.einsum("skgd,nkd->skgn", queries, keys) * params.softmax_scale

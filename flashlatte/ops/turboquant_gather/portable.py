@@ -4,8 +4,7 @@ A program processes several tiles, of either keys or values: both together would
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from flashlatte.kernels.triton.turboquant import (
 )
 from flashlatte.ops.turboquant_gather.reference import TurboQuantGatherParams
 from flashlatte.runtime import machine
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
 BLOCK_R = 64
 NUM_WARPS = 8
@@ -38,9 +37,9 @@ REGISTERS = 128
 def turboquant_gather(params: TurboQuantGatherParams) -> None:
     cache, key, value, block_table = params.cache, params.key, params.value, params.block_table
     num_pages, page_size, heads = cache.shape[:3]
-    tokens, interpreted = key.shape[0], machine.interpreting()
-    block = BLOCK_R if not interpreted else 16
-    records, form = records_of(cache, params.layout, 4, native=converts_e4m3(cache.device), interpreted=interpreted)
+    tokens = key.shape[0]
+    block = 16 if machine.interpreting() else BLOCK_R
+    records, form = records_of(cache, params.layout, 4, native=converts_e4m3(cache.device))
     programs = min(cdiv(tokens * heads, block), machine.num_sms(cache.device) * PROGRAMS)
     turboquant_gather_kernel[(programs, 2)](
         requests_of(params.cu_seqlens, block_table.shape[0], params.seq_starts),
@@ -76,7 +75,6 @@ def turboquant_gather_kernel(
     VALUE_BITS: tl.constexpr = FORM.value_bits
     CODEBOOK: tl.constexpr = FORM.codebook
     CACHE_ALIGN: tl.constexpr = FORM.align
-    INTERPRETED: tl.constexpr = FORM.interpreted
     operand: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
     HALF_ALIGN: tl.constexpr = min(CACHE_ALIGN, 2)
     VALUE_ALIGN: tl.constexpr = CACHE_ALIGN if FORM.value_offset % 4 == 0 else HALF_ALIGN
@@ -106,15 +104,11 @@ def turboquant_gather_kernel(
                 k = tl.dot(rotated.to(operand), rotation, input_precision="ieee")
                 k *= (norm / length * (1.0 / D**0.5))[:, None]
             k_row = head_row(key, token, head)
-            tl.store(
-                k_row[:, None] + col, from_float32(k, key.start.dtype.element_ty, INTERPRETED), mask=inside[:, None]
-            )
+            tl.store(k_row[:, None] + col, from_float32(k, key.start.dtype.element_ty), mask=inside[:, None])
         else:
             steps = load_codes(record + FORM.value_offset, found, D, VALUE_BITS, VALUE_ALIGN).to(tl.float32)
             scale = load_half(record + FORM.scale_offset, found, HALF_ALIGN)
             minimum = load_half(record + FORM.scale_offset + 2, found, HALF_ALIGN)
             v = steps * scale[:, None] + minimum[:, None]
             v_row = head_row(value, token, head)
-            tl.store(
-                v_row[:, None] + col, from_float32(v, value.start.dtype.element_ty, INTERPRETED), mask=inside[:, None]
-            )
+            tl.store(v_row[:, None] + col, from_float32(v, value.start.dtype.element_ty), mask=inside[:, None])

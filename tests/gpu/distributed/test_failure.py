@@ -32,8 +32,8 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], told: list[Path]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes of one group that write to the files ``told``, without a launcher that kills them."""
+def started(arguments: list[str], logs: list[Path]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes of one group that write to the files ``logs``, without a launcher that kills them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,7 +46,7 @@ def started(arguments: list[str], told: list[Path]) -> Iterator[list[subprocess.
             stdout=subprocess.DEVNULL,
             stderr=path.open("wb"),
         )
-        for rank, path in enumerate(told)
+        for rank, path in enumerate(logs)
     ]
     try:
         yield processes
@@ -60,14 +60,14 @@ def started(arguments: list[str], told: list[Path]) -> Iterator[list[subprocess.
     ("rank", "at_step", "context_parallel", "graphs"), [(1, 4, 1, 0), (1, 6, 2, 1), (0, 5, 1, 1)], ids=str
 )
 def test_every_rank_reports_the_reason(rank, at_step, context_parallel, graphs, tmp_path):
-    told, other = [tmp_path / str(number) for number in range(RANKS)], 1 - rank
+    logs, other = [tmp_path / str(number) for number in range(RANKS)], 1 - rank
     reason = "ValueError: this rank has no memory left"
-    with started([str(number) for number in (rank, at_step, context_parallel, graphs)], told) as processes:
+    with started([str(number) for number in (rank, at_step, context_parallel, graphs)], logs) as processes:
         until = time.monotonic() + SECONDS
-        while f"rank {rank} failed, therefore rank {other} stops: {reason}" not in told[other].read_text():
-            assert time.monotonic() < until, told[other].read_text()
+        while f"rank {rank} failed, therefore rank {other} stops: {reason}" not in logs[other].read_text():
+            assert time.monotonic() < until, logs[other].read_text()
             time.sleep(0.2)
         assert processes[rank].wait(until - time.monotonic())
-        assert reason in told[rank].read_text()
+        assert reason in logs[rank].read_text()
         processes[other].terminate()
         assert processes[other].wait(10)

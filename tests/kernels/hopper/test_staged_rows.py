@@ -23,7 +23,7 @@ def _element(thread: int, number: int) -> tuple[int, int]:
 
 def _stores(elements: int, first: int, columns: int) -> list[dict[int, tuple[int, list[tuple[int, int]]]]]:
     """For each store instruction, the address and the elements of each thread."""
-    code = str(staged_rows._stage_asm(elements, first, columns, STRIDE)).strip("{} ")
+    code = str(staged_rows._stage_asm(elements, first, columns)).strip("{} ")
     stores = []
     registers: list[dict[str, int]] = [{"%laneid": thread % 32, "global_smem": START} for thread in range(128)]
     unused = elements // 4

@@ -68,6 +68,7 @@ def with_nan(case: DensePrefillCase) -> tuple[DensePrefillParams, torch.Tensor]:
     """Arguments with NaN in queries without visible keys, and in keys and values visible to no query, and the mask of
     the other queries."""
     inputs = case.inputs()
+    del inputs["max_seqlen_q"]
     left, right = ragged.window_sides(inputs.pop("window"), inputs.pop("causal"))
     params = DensePrefillParams(**inputs, window_left=left, window_right=right, empty_lse=-torch.inf)
     queries, keys = (torch.zeros(x.shape[0], dtype=torch.bool) for x in (params.q, params.k))

@@ -64,9 +64,7 @@ def call_backward(
     q, k, v = tensor(tokens_q, heads, d_qk), tensor(tokens_k, kv_heads, d_qk), tensor(tokens_k, kv_heads, 128)
     cu_seqlens = torch.zeros(requests + 1, dtype=index_dtype)
     launch.backward(
-        DensePrefillParams(
-            q, k, v, cu_seqlens, cu_seqlens, tokens_q, tokens_k, d_qk**-0.5, UNLIMITED, 0, empty_lse=-math.inf
-        ),
+        DensePrefillParams(q, k, v, cu_seqlens, cu_seqlens, tokens_k, d_qk**-0.5, UNLIMITED, 0, empty_lse=-math.inf),
         DensePrefillGradients(
             tensor(tokens_q, heads, 128),
             torch.empty(heads, tokens_q).T,
@@ -83,15 +81,6 @@ def call_backward(
 def compiled(launched: Launch) -> support.Compiled:
     """The machine code of a recorded launch of the main kernel."""
     return support.compile_gluon(backward_kernel, launched)
-
-
-CALLS = {
-    "192, bf16": {},
-    "128, bf16": {"d_qk": 128},
-    "192, fp16, deterministic": {"dtype": torch.float16, "deterministic": True, "dlse": True},
-    "128, bf16, deterministic": {"d_qk": 128, "deterministic": True, "index_dtype": torch.int64},
-    "192, bf16, misaligned gradients": {"pad": 8},
-}
 
 
 def test_dq_is_added_by_tma_reductions(record):
@@ -140,6 +129,6 @@ def test_a_misaligned_buffer_is_an_error(record):
     q = torch.frombuffer(bytes_.numpy().data[start:], dtype=torch.bfloat16)[: 64 * 4 * 192].view(64, 4, 192)
     k, v, lse = torch.zeros(64, 4, 192).bfloat16(), torch.zeros(64, 4, 128).bfloat16(), torch.zeros(64, 4)
     cu = torch.zeros(2, dtype=torch.int32)
-    params = DensePrefillParams(q, k, v, cu, cu, 64, 64, 0.1, UNLIMITED, 0, empty_lse=-math.inf)
+    params = DensePrefillParams(q, k, v, cu, cu, 64, 0.1, UNLIMITED, 0, empty_lse=-math.inf)
     with pytest.raises(ValueError, match=r"^q must begin at a multiple of 16 bytes for backend='hopper', got 0x"):
         launch.backward(params, DensePrefillGradients(v, lse, v, None, False, q, k, v))

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which 
 KERNEL = launch.dense_prefill_forward_kernel
 UNLIMITED = 2**31 - 1
 NUMBERS: dict[str, Any] = {
-    "max_seqlen_q": 64,
     "max_seqlen_k": 64,
     "softmax_scale": 0.1,
     "window_left": 9,
@@ -69,7 +68,6 @@ def prefill(
             torch.empty(tokens, heads_kv, head_dim_v, dtype=dtype),
             cu_seqlens,
             cu_seqlens,
-            max_seqlen,
             max_seqlen,
             head_dim**-0.5,
             *window,
@@ -203,7 +201,7 @@ def test_without_keys_nothing_is_launched(monkeypatch):
     empty = q[:0]
     out, lse = torch.full_like(q, math.nan), torch.full((2, 5), math.nan).t()
     cu_seqlens = torch.zeros(2, dtype=torch.int32)
-    params = DensePrefillParams(q, empty, empty, cu_seqlens, cu_seqlens, 5, 0, 0.1, UNLIMITED, 0, math.inf)
+    params = DensePrefillParams(q, empty, empty, cu_seqlens, cu_seqlens, 0, 0.1, UNLIMITED, 0, math.inf)
     launch.forward(params, out, lse)
     assert not recorder.launches
     assert torch.equal(out, torch.zeros_like(q))

@@ -30,7 +30,7 @@ def run(head_dim: int, head_dim_v: int) -> None:
 
     q, k, v, out, lse = rows(head_dim), rows(head_dim), rows(head_dim_v), rows(head_dim_v), torch.empty(160, 4)
     ends = torch.tensor([0, 40, 160], dtype=torch.int32)
-    params = DensePrefillParams(q, k, v, ends, ends, 120, 120, 0.2, 2**31 - 1, 0, empty_lse=float("-inf"))
+    params = DensePrefillParams(q, k, v, ends, ends, 120, 0.2, 2**31 - 1, 0, empty_lse=float("-inf"))
     launch.forward(params, out, lse)
     gradients = rows(head_dim), rows(head_dim), rows(head_dim_v)
     launch.backward(params, DensePrefillGradients(out, lse, out, None, True, *gradients))

@@ -99,8 +99,8 @@ def test_paged(backend, lengths, next_n, kind, page_size, no_page, per_token, sl
     if no_page is not None:
         table[:, columns // 2] = no_page
         # Its keys count as zeros, and have no slots in the cache.
-        gone = position // page_size == columns // 2
-        places[:, gone] = num_slots
+        removed = position // page_size == columns // 2
+        places[:, removed] = num_slots
     k = torch.cat((k, torch.zeros(1, 32)))
     q = integers(-2, 3, requests, next_n, 8, 32, seed=seed + 2)
     q = q.to(torch.bfloat16 if kind == "index_bf16" else torch.float8_e4m3fn)

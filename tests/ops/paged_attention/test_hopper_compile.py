@@ -97,6 +97,12 @@ def test_requests_of_few_queries_have_launches_that_do_not_grow_with_tokens(laun
     assert len(grids[0]) > 1
 
 
+def test_rows_that_tma_cannot_address_are_an_error(launched):
+    """Also under torch.compile, where the operation cannot check addresses."""
+    with pytest.raises(ValueError, match=r"^q must have rows that begin at multiples of 16 bytes for backend='hopper'"):
+        launched(q_pad=4)
+
+
 def test_lengths_and_strides_do_not_compile(launched):
     calls = ({"tokens": 600}, {"tokens": 4000, "requests": 9, "q_pad": 8}, {"requests": 9, "columns": 3, "pages": 99})
     assert len({launched(**call)[0].variant for call in calls}) == 1

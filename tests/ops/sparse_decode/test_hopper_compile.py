@@ -280,8 +280,8 @@ def call(cache_format: str, head_dim: int, head_dim_v: int = 512, **facts: Any) 
 
 
 def refusal(*shape: Any, extra: str | None = None, **facts: Any) -> str | None:
-    asked = call(*shape, extra_cache_format=extra, **facts)
-    return {choice.backend: choice.refusal for choice in dispatch.explain(asked)}["hopper"]
+    spec = call(*shape, extra_cache_format=extra, **facts)
+    return {choice.backend: choice.refusal for choice in dispatch.explain(spec)}["hopper"]
 
 
 def test_refusals(monkeypatch):
@@ -317,7 +317,7 @@ def test_caches_too_large_for_its_numbers_are_left_to_others(monkeypatch):
 @pytest.mark.parametrize("large", ["k_cache", "extra_k_cache"])
 def test_error_gives_the_size_of_the_larger_cache(monkeypatch, large):
     calls = []
-    monkeypatch.setattr(dispatch, "select", lambda asked, _: calls.append(asked) or "reference")
+    monkeypatch.setattr(dispatch, "select", lambda spec, _: calls.append(spec) or "reference")
     caches: dict[str, Any] = {
         name: torch.zeros(2, 4, 1, 656, dtype=torch.uint8) for name in ("k_cache", "extra_k_cache")
     }
@@ -325,7 +325,7 @@ def test_error_gives_the_size_of_the_larger_cache(monkeypatch, large):
     indices = torch.zeros(1, 1, 3, dtype=torch.int32)
     q = torch.zeros(1, 1, 8, 576)
     api.sparse_decode(q, indices=indices, extra_indices=indices, cache_format="v32", **caches)
-    assert [(asked.slots, asked.stride_bytes) for asked in calls] == [(12, 8 * 656)]
+    assert [(spec.slots, spec.stride_bytes) for spec in calls] == [(12, 8 * 656)]
 
 
 @pytest.mark.parametrize(("first_byte", "aligned"), [(0, True), (4, True), (2, False)])

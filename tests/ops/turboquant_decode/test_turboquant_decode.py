@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import assert_compiles, opcheck
+from support.turboquant_oracle import attend
 
 from flashlatte import merge_states, turboquant_decode
 from flashlatte.kv_cache import turboquant
 from flashlatte.ops.turboquant_decode import api
 from flashlatte.runtime import machine
-from flashlatte.testing.turboquant_oracle import attend
 
 BACKEND = "portable" if machine.interpreting() else "reference"
 # Run both without the interpreter (reference) and with it (kernel).

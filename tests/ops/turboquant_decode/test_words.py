@@ -8,8 +8,9 @@ from flashlatte.runtime import machine
 
 pytest.importorskip("triton")
 
+from support.turboquant_oracle import centroids
+
 from flashlatte.ops.turboquant_decode.portable import words
-from flashlatte.testing.turboquant_oracle import centroids
 
 pytestmark = pytest.mark.skipif(machine.interpreting(), reason="runs no kernel")
 

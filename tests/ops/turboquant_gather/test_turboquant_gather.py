@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.torch_op import opcheck
+from support.turboquant_oracle import decode_record
 
 from flashlatte import turboquant_gather
 from flashlatte.kv_cache import turboquant
 from flashlatte.ops.turboquant_gather import api
 from flashlatte.runtime import machine
-from flashlatte.testing.turboquant_oracle import decode_record
 
 BACKEND = "portable" if machine.interpreting() else "reference"
 # Run both without the interpreter (reference) and with it (kernel).

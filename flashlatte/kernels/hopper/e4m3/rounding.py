@@ -1,7 +1,7 @@
 """Rounding of queries to e4m3 with a power-of-two scale for each row."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

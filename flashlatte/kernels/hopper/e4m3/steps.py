@@ -11,7 +11,7 @@ row_max goes even → odd → even once a step, before P is computed.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

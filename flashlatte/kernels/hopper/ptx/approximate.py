@@ -1,8 +1,5 @@
 """Elementary functions as one instruction; subnormal arguments and results are flushed to zero."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 from triton.experimental import gluon

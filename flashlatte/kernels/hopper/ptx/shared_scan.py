@@ -6,7 +6,7 @@ each thread adds up all warps.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import num_warps
 
 from flashlatte.kernels.hopper.ptx import shared_words
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 
 @triton.constexpr_function
@@ -86,8 +87,8 @@ def _bin_asm(bins, warps):
 
 
 @triton.jit
-def find_bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Find the first of BINS counters at word ``bins`` whose inclusive prefix sum is at least ``wanted``; the total
+def find_bin_of_rank(memory, bins, scratch, rank, BINS: tl.constexpr):
+    """Find the first of BINS counters at word ``bins`` whose inclusive prefix sum is at least ``rank``; the total
     must be.
 
     ``bins`` is a multiple of 4, BINS a power of two and at least 64 per warp; ``scratch`` has one word per warp.
@@ -96,16 +97,16 @@ def find_bin_of_rank(memory, bins, scratch, wanted, BINS: tl.constexpr, INTERPRE
     """
     if INTERPRETED:
         position = tl.arange(0, BINS)
-        counts = shared_words.load(memory, bins + position, position >= 0, INTERPRETED)
+        counts = shared_words.load(memory, bins + position, position >= 0)
         inclusive = tl.cumsum(counts, axis=0)
-        found = tl.sum((inclusive < wanted).to(tl.int32), axis=0)
+        found = tl.sum((inclusive < rank).to(tl.int32), axis=0)
         above = tl.sum(tl.where(position < found, counts, 0), axis=0)
         return found, above, tl.sum(tl.where(position == found, counts, 0), axis=0)
     else:
         found, above, inside, _ = tl.inline_asm_elementwise(
             _bin_asm(BINS, num_warps()),
             "=&r,=&r,=&r,=&r,r,r,r",
-            [memory + bins * 4, memory + scratch * 4, wanted],
+            [memory + bins * 4, memory + scratch * 4, rank],
             (tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=False,
             pack=1,
@@ -143,7 +144,7 @@ def _ones_asm(words, warps):
 
 
 @triton.jit
-def popcount_prefix_sums(memory, bitmap, sums, scratch, before, WORDS: tl.constexpr, INTERPRETED: tl.constexpr):
+def popcount_prefix_sums(memory, bitmap, sums, scratch, before, WORDS: tl.constexpr):
     """Store at word ``sums`` the number of set bits before each pair of words of a bitmap of WORDS words, plus
     ``before``.
 
@@ -153,10 +154,10 @@ def popcount_prefix_sums(memory, bitmap, sums, scratch, before, WORDS: tl.conste
     """
     if INTERPRETED:
         pair = tl.arange(0, WORDS // 2)
-        first, second = shared_words.load_two(memory, bitmap + 2 * pair, pair >= 0, INTERPRETED)
-        ones = shared_words.popcount(first, INTERPRETED) + shared_words.popcount(second, INTERPRETED)
+        first, second = shared_words.load_two(memory, bitmap + 2 * pair, pair >= 0)
+        ones = shared_words.popcount(first) + shared_words.popcount(second)
         inclusive = before + tl.cumsum(ones, axis=0)
-        shared_words.store(memory, sums + pair, inclusive - ones, pair >= 0, INTERPRETED)
+        shared_words.store(memory, sums + pair, inclusive - ones, pair >= 0)
         return tl.max(inclusive, axis=0)
     else:
         return tl.inline_asm_elementwise(

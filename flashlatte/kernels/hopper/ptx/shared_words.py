@@ -4,17 +4,18 @@ The words are a PTX variable outside of Triton's allocations, so Triton inserts 
 ``tl.debug_barrier`` before reading what other threads have written. Tensors must have at least one element per thread;
 a shorter tensor is replicated, and each copy would count.
 
-INTERPRETED: the kernel runs in Triton's interpreter, and ``memory`` is a pointer to words of global memory.
+In Triton's interpreter, ``memory`` is a pointer to words of global memory.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 # Elements of a thread per call of ``append_at_least``.
 APPENDED_AT_ONCE = tl.constexpr(16)
@@ -82,7 +83,7 @@ _SET = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p red.shared.or.b32 
 
 
 @triton.jit
-def load(memory, position, mask, INTERPRETED: tl.constexpr):
+def load(memory, position, mask):
     """Load int32 words; 0 where not ``mask``."""
     if INTERPRETED:
         return tl.load(memory + position, mask=mask, other=0)
@@ -93,7 +94,7 @@ def load(memory, position, mask, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def load_two(memory, position, mask, INTERPRETED: tl.constexpr):
+def load_two(memory, position, mask):
     """Load two adjacent words, the first at an even position; 0 where not ``mask``."""
     if INTERPRETED:
         return tl.load(memory + position, mask=mask, other=0), tl.load(memory + position + 1, mask=mask, other=0)
@@ -130,7 +131,7 @@ def load_two_cluster(address, mask):
 
 
 @triton.jit
-def store(memory, position, words, mask, INTERPRETED: tl.constexpr):
+def store(memory, position, words, mask):
     if INTERPRETED:
         tl.store(memory + position, words, mask=mask)
     else:
@@ -140,7 +141,7 @@ def store(memory, position, words, mask, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def count(memory, position, mask, INTERPRETED: tl.constexpr):
+def count(memory, position, mask):
     """Atomically add 1 to the word at each position."""
     if INTERPRETED:
         tl.atomic_add(memory + position, 1, mask=mask)
@@ -151,7 +152,7 @@ def count(memory, position, mask, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def set_bits(memory, position, bits, mask, INTERPRETED: tl.constexpr):
+def set_bits(memory, position, bits, mask):
     """Atomically set bits of words."""
     if INTERPRETED:
         tl.atomic_or(memory + position, bits, mask=mask)
@@ -203,16 +204,7 @@ def _append_constraints(entries):
 
 
 @triton.jit
-def append_at_least(
-    memory,
-    counter,
-    position,
-    values,
-    column,
-    threshold,
-    CAPACITY: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def append_at_least(memory, counter, position, values, column, threshold, CAPACITY: tl.constexpr):
     """Append the float32 ``values`` >= ``threshold`` with their columns to a list of pairs, in any order.
 
     The list begins at word ``position``; the word at ``counter`` is its length. The counter also counts entries beyond
@@ -246,7 +238,7 @@ def append_at_least(
 
 
 @triton.jit
-def popcount(words, INTERPRETED: tl.constexpr):
+def popcount(words):
     """The number of set bits of each word."""
     if INTERPRETED:
         ones = tl.zeros_like(words)
@@ -258,7 +250,7 @@ def popcount(words, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def bit_length(number, INTERPRETED: tl.constexpr):
+def bit_length(number):
     """The bit length of an unsigned 32-bit value, given as int32."""
     if INTERPRETED:
         bits = tl.zeros_like(number)
@@ -287,17 +279,17 @@ _COUNT_BITS_BEFORE = tl.constexpr(
 
 
 @triton.jit
-def count_bits_before(memory, bitmap, sums, bit, mask, INTERPRETED: tl.constexpr):
+def count_bits_before(memory, bitmap, sums, bit, mask):
     """The number of set bits before ``bit`` in the bitmap at word ``bitmap`` (even); 0 where not ``mask``. The words at
     ``sums`` are the prefix sums of ``shared_scan.popcount_prefix_sums``.
     """
     if INTERPRETED:
-        lower, upper = load_two(memory, bitmap + 2 * (bit >> 6), mask, INTERPRETED)
+        lower, upper = load_two(memory, bitmap + 2 * (bit >> 6), mask)
         below = (tl.zeros_like(bit) + 1 << (bit & 31)) - 1
         in_upper = (bit & 32) != 0
-        ones = load(memory, sums + (bit >> 6), mask, INTERPRETED)
-        ones += popcount(tl.where(in_upper, lower, lower & below), INTERPRETED)
-        return ones + popcount(tl.where(in_upper, upper & below, 0), INTERPRETED)
+        ones = load(memory, sums + (bit >> 6), mask)
+        ones += popcount(tl.where(in_upper, lower, lower & below))
+        return ones + popcount(tl.where(in_upper, upper & below, 0))
     else:
         zero = tl.zeros_like(bit)
         return tl.inline_asm_elementwise(

@@ -5,7 +5,7 @@ symbol ``global_smem`` is the start of the CTA's shared memory, as in the PTX of
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROWS_OF_WARP = gl.constexpr(16)
 
 
 @gluon.constexpr_function
-def _stage_asm(elements, first, columns, stride):
+def _stage_asm(elements, first, columns):
     # Operands: unused results, a byte for each element; the elements; and for each the offset of its row. A thread has
     # two columns of each eight, in two rows.
     unused = elements // 4
@@ -54,7 +54,7 @@ def stage_rows(tile, offset, FIRST: gl.constexpr):
     COLUMNS: gl.constexpr = min(tile.shape[1] - FIRST, STAGED_COLUMNS)
     row = gl.arange(0, 64, gl.SliceLayout(1, tile.type.layout))
     gl.inline_asm_elementwise(
-        _stage_asm(ELEMENTS, FIRST, COLUMNS, STAGED_STRIDE),
+        _stage_asm(ELEMENTS, FIRST, COLUMNS),
         _stage_constraints(ELEMENTS),
         [tile, (offset + row * STAGED_STRIDE)[:, None]],
         gl.int8,

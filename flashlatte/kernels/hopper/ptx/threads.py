@@ -16,9 +16,9 @@ def one_per_thread(THREADS):
 
 
 @gluon.jit
-def broadcast_to_threads(x, THREADS: gl.constexpr = 128):
-    """The scalar x as a vector with one element per thread."""
-    return gl.full([THREADS], x, gl.int32, one_per_thread(THREADS))
+def broadcast_to_threads(x):
+    """The scalar x as a vector with one element for each of a partition's 128 threads."""
+    return gl.full([128], x, gl.int32, one_per_thread(128))
 
 
 @gluon.constexpr_function

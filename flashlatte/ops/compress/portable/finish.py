@@ -105,7 +105,7 @@ def next_of(chosen, lane, after, MAX_WINDOW: tl.constexpr):
 def load_finish(target, end, FORM: tl.constexpr):
     """The gain and rotation of the group that ends at position ``end``."""
     D: tl.constexpr = FORM.head_dim
-    gain = to_float32(tl.load(target.weight + tl.arange(0, D)), FORM.interpreted)
+    gain = to_float32(tl.load(target.weight + tl.arange(0, D)))
     pair = (tl.arange(0, D // 2) - (D - FORM.rope_dim) // 2)[None, :]
     cosine, sine = angles(target.cos_sin, end + 1 - FORM.ratio, target.num_positions, pair, FORM.rope_dim)
     return Finish(gain, cosine, sine)
@@ -121,7 +121,7 @@ def finish_row(x, tokens, token, finish, target, FORM: tl.constexpr):
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / D + target.eps) * finish.gain
     x = rotate_tail_by(x[None, :], finish.cosine, finish.sine, D - FORM.rope_dim, 1, D)
     page, offset = page_and_offset(slot, slot >= 0, target.page_size, FORM.wide)
-    store_row(x, target, target.page_size, slot >= 0, page, offset, D, ROW_BYTES, FORM.native, FORM.interpreted)
+    store_row(x, target, target.page_size, slot >= 0, page, offset, D, ROW_BYTES, FORM.native)
 
 
 @triton.jit
@@ -141,5 +141,5 @@ def save_state(tokens, states, token, column, FORM: tl.constexpr, OVERLAPPED: tl
     bias = tl.load(bias_row + column, mask=inside, other=0.0)
     if OVERLAPPED:
         gdc_wait()
-    tl.store(row + column, to_float32(values, FORM.interpreted), mask=inside)
-    tl.store(row + WIDTH + column, to_float32(scores, FORM.interpreted) + bias, mask=inside)
+    tl.store(row + column, to_float32(values), mask=inside)
+    tl.store(row + WIDTH + column, to_float32(scores) + bias, mask=inside)

@@ -18,7 +18,6 @@ from flashlatte.ops.compress.portable.finish import compress_finish_kernel
 from flashlatte.ops.compress.portable.operands import CompressConstants, RowTarget, States, Tokens
 from flashlatte.ops.compress.portable.sums import compress_sum_kernel
 from flashlatte.ops.compress.reference import CompressParams
-from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
 
 # Elements of kv that a thread holds, and how many of them are adjacent columns; maximum number of warps.
@@ -155,5 +154,4 @@ def _constants(params: CompressParams, cache: torch.Tensor) -> CompressConstants
         row_bytes=row_bytes(params.layout, params.scale_rounding),
         wide=cache.shape[0] * cache.shape[1] >= 2**31,
         native=converts_e4m3(cache.device),
-        interpreted=machine.interpreting(),
     )

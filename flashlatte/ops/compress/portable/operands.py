@@ -76,7 +76,6 @@ class CompressConstants(NamedTuple):
         row_bytes: the encoding of a row.
         wide: whether slots exceed 32 bits.
         native: whether the GPU has e4m3 conversion instructions.
-        interpreted: whether the kernel runs in Triton's interpreter.
     """
 
     head_dim: int
@@ -86,7 +85,6 @@ class CompressConstants(NamedTuple):
     row_bytes: RowBytes
     wide: bool
     native: bool
-    interpreted: bool
 
 
 @triton.jit

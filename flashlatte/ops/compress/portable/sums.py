@@ -142,8 +142,8 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
             score_rows = tl.where(is_old, state + WIDTH, score_rows)
             here = is_new | is_old
     there = here[:, :, None]
-    values = to_float32(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0), FORM.interpreted)
-    scores = to_float32(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")), FORM.interpreted)
+    values = to_float32(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0))
+    scores = to_float32(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")))
     scores += tl.load(bias_rows[:, :, None] + at, mask=is_new[:, :, None], other=0.0)
     if states.start is not None and not ALIKE:
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)

@@ -54,7 +54,7 @@ class DenseDecodeArgs(NamedTuple):
         query_origin: origin of the CTA's tile of queries (``producer.QueryTileOrigin``).
         keys: the cache (``producer.KeyDescriptors`` or ``one_byte_producer.OneByteKeys``).
         key_lengths: lengths of the requests (``device.KeyLengths``).
-        table: pages of the requests (``packed.BlockTable``).
+        table: pages of the requests (``rows.BlockTable``).
         work: the work of the CTA (``schedule.DenseDecodeWork``).
         causal_offset: keys at a request's end that are masked for its first query token: s_q - 1 if causal, else 0.
         scale: softmax_scale · log2(e).
@@ -82,13 +82,13 @@ class DecodeMask(NamedTuple):
 
     Attributes:
         length: keys of the request.
-        seen_by_all: number of keys that are visible to every row, if their pages are in the cache.
-        seen: [64], number of visible keys of each row.
+        visible_to_all: number of keys that are visible to every row, if their pages are in the cache.
+        visible: [64], number of visible keys of each row.
     """
 
     length: Any
-    seen_by_all: Any
-    seen: Any
+    visible_to_all: Any
+    visible: Any
 
 
 class DecodeRequest(NamedTuple):
@@ -104,8 +104,8 @@ class DecodeRequest(NamedTuple):
 def _mask_of(length, args):
     """The mask of a request with ``length`` keys."""
     token = (args.work.group.first_row + gl.arange(0, ROWS, SCORE_ROWS)) // args.query.heads
-    seen_by_all = length - args.causal_offset
-    return DecodeMask(length, seen_by_all, gl.minimum(seen_by_all + token, length))
+    visible_to_all = length - args.causal_offset
+    return DecodeMask(length, visible_to_all, gl.minimum(visible_to_all + token, length))
 
 
 @gluon.jit
@@ -116,8 +116,8 @@ def absent_boxes(page, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def mask_scores(scores, seen, absent, first_key, CONFIG: gl.constexpr):
-    """Scores [64, 64] of the block at ``first_key``, with -inf for keys from ``seen`` [64] on and in ``absent``
+def mask_scores(scores, visible, absent, first_key, CONFIG: gl.constexpr):
+    """Scores [64, 64] of the block at ``first_key``, with -inf for keys from ``visible`` [64] on and in ``absent``
     boxes."""
     COLS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     key = first_key + gl.arange(0, KEYS, COLS)
@@ -125,8 +125,8 @@ def mask_scores(scores, seen, absent, first_key, CONFIG: gl.constexpr):
         box = gl.arange(0, KEYS, COLS) // CONFIG.box
         key = gl.where((absent >> box) & 1 == 0, key, 2**31 - 1)
     else:
-        seen = gl.where(absent, 0, seen)
-    return gl.where(key[None, :] < seen[:, None], scores, float("-inf"))
+        visible = gl.where(absent, 0, visible)
+    return gl.where(key[None, :] < visible[:, None], scores, float("-inf"))
 
 
 @gluon.jit
@@ -137,8 +137,8 @@ def _apply_mask(scores, mask, page, first_key, left, right, CONFIG: gl.constexpr
     """
     absent = absent_boxes(page, CONFIG)
     any_absent = absent != 0
-    if (first_key + KEYS > mask.seen_by_all) | any_absent:
-        scores = mask_scores(scores, mask.seen, absent, first_key, CONFIG)
+    if (first_key + KEYS > mask.visible_to_all) | any_absent:
+        scores = mask_scores(scores, mask.visible, absent, first_key, CONFIG)
         # The one-byte producer stores zeros there.
         if not CONFIG.one_byte:  # noqa: SIM102
             if first_key + KEYS > mask.length:

@@ -75,7 +75,7 @@ def write(state, split, args, FIRST_COL: gl.constexpr, CONFIG: gl.constexpr):
             )
         else:
             col = FIRST_COL + gl.arange(0, HALF, OUTPUT_COLS)
-            write_out(outputs, split.item, work.group.kv_head, item_row, col, values, lse2, LATENT, OUT_ALIGN, False)
+            write_out(outputs, split.item, work.group.kv_head, item_row, col, values, lse2, LATENT, OUT_ALIGN)
         if FIRST_COL == 0:
             write_lse(outputs, split.item, work.group.kv_head, item_row, lse2)
     elif CONFIG.stream_k:

@@ -22,7 +22,7 @@ from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
-from flashlatte.runtime.tma_descriptors import Address, describe
+from flashlatte.runtime.tma_descriptors import Address, check_rows, describe
 from flashlatte.split_kv import plan
 from flashlatte.split_kv.combine import launch_combine
 from flashlatte.split_kv.device import key_lengths
@@ -213,8 +213,8 @@ def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) ->
 def _keys(k_cache: torch.Tensor, box: int, few_rows: bool, fp8: bool) -> tuple[KeyDescriptors, OneByteKeys]:
     """The cache in the form that each producer uses."""
     strides = strides_in_use(k_cache)
-    address = k_cache.data_ptr(), k_cache.dtype
-    keys = KeyDescriptors(*_descriptors(*address, tuple(k_cache.shape), strides, box, few_rows, k_cache.device, fp8))
+    shape = tuple(k_cache.shape)
+    keys = KeyDescriptors(*_descriptors(k_cache.data_ptr(), k_cache.dtype, shape, strides, box, few_rows, fp8))
     if k_cache.dtype.itemsize > 1 or few_rows or fp8:
         return keys, OneByteKeys(None, 0, 0, 0)
     return keys, OneByteKeys(k_cache, *(stride // _ALIGN_BYTES for stride in strides))
@@ -228,8 +228,7 @@ def _descriptors(
     strides: tuple[int, ...],
     box: int,
     few_rows: bool,
-    device: torch.device,
-    fp8: bool = False,
+    fp8: bool,
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """TMA descriptors of a cache [pages, page_size, h_kv, d] for boxes of ``box`` keys: of 256 columns, and of the
     rope.
@@ -237,8 +236,7 @@ def _descriptors(
     One-byte elements are described as pairs: boxes of 128 bytes of ``box`` keys. For ``few_rows``, boxes are as above
     with a 64-byte swizzle. For ``fp8``, they have all 512 columns of the latent, and the rope has a 64-byte swizzle.
     """
-    if address % _ALIGN_BYTES or any(stride * dtype.itemsize % _ALIGN_BYTES for stride in strides):
-        raise ValueError(f"k_cache must have rows that begin at multiples of 16 bytes, got strides {(*strides, 1)}")
+    check_rows("k_cache", address, strides, dtype.itemsize)
     if dtype.itemsize > 1:
         return _tiles(Address(address, dtype), shape, strides, (1, box, 1))
     pages, page_size, heads, width = shape

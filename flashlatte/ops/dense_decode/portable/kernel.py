@@ -25,7 +25,7 @@ from flashlatte.kernels.triton.online_softmax import (
 )
 from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs
@@ -77,7 +77,7 @@ def _as_operand(x, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, step: tl.const
     """Cache elements as an MMA operand in q's dtype, or float32 in the interpreter."""
     if x.dtype == tl.uint8:
         x = e4m3_to_float(x, NATIVE_FP8)
-        if not step.interpreted:
+        if not INTERPRETED:
             x = x.to(dtype)
         if step.ptx:
             # An opaque move. Without it, Triton converts the bytes twice, in the layout of each of the two MMAs, and no
@@ -99,7 +99,7 @@ def _load_boxes(cache, page, kv_head, token, step: tl.constexpr):
 @triton.jit
 def _load_box(boxes, page, kv_head, token, FIRST: tl.constexpr, WIDTH: tl.constexpr, step: tl.constexpr):
     rows = tl.reshape(boxes.load([page, kv_head, token, FIRST]), [step.block_n, WIDTH])
-    return to_float32(rows, True) if step.interpreted else rows
+    return to_float32(rows) if INTERPRETED else rows
 
 
 class RequestKeys(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashlatte.kernels.triton.config import INTERPRETED, AttentionConfig, StepConfig, Table, choose
+from flashlatte.kernels.triton.config import INTERPRETER_CONFIGS, AttentionConfig, StepConfig, Table, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
@@ -38,7 +38,7 @@ TABLE: Table = {
     "ampere": (AttentionConfig(16, 32, 8, 4), AttentionConfig(32, 32, 8, 3), AttentionConfig(64, 32, 8, 3)),
     "small": (AttentionConfig(16, 32, 8, 3), AttentionConfig(32, 16, 8, 3)),
     "other": (AttentionConfig(16, 32, 4), AttentionConfig(32, 32, 4)),
-    "interpreter": INTERPRETED,
+    "interpreter": INTERPRETER_CONFIGS,
 }
 
 # float8_e4m3fn keys are converted in registers, which leaves fewer registers for query rows.
@@ -48,7 +48,7 @@ FP8_TABLE: Table = {
     "ampere": (AttentionConfig(16, 32, 8, 4),),
     "small": (AttentionConfig(16, 32, 8, 3),),
     "other": (AttentionConfig(16, 16, 4),),
-    "interpreter": INTERPRETED,
+    "interpreter": INTERPRETER_CONFIGS,
 }
 
 # With batch_invariant: keys per split times the groups of a request's query rows, whose splits run in parallel; and the
@@ -109,7 +109,7 @@ def dense_decode(params: DenseDecodeParams) -> None:
                 token_stride=k_token if k_token * k_align == h_kv * head_dim else None,
                 q_align=q_align,
                 k_align=k_align,
-                split=split_config(split, step.block_n, out_align, interpreted=step.interpreted),
+                split=split_config(split, step.block_n, out_align),
                 native_fp8=is_fp8 and converts_e4m3(device),
             ),
             num_warps=launch_plan.config.num_warps,

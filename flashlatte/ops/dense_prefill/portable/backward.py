@@ -41,7 +41,6 @@ def row_sums_kernel(
     D_V: tl.constexpr,
     WIDTH_V: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Compute lse in base 2 and Σ out · dout - dlse, interleaved [heads, total_q, 2]; +inf and 0 for rows without
     keys."""
@@ -52,8 +51,8 @@ def row_sums_kernel(
     mask = in_use[:, None] & (cols < D_V)[None, :]
     out_offset = (token * out.token_stride + head * out.head_stride)[:, None] * out.align + cols[None, :]
     dout_offset = (token * dout.token_stride + head * dout.head_stride)[:, None] * dout.align + cols[None, :]
-    x = to_float32(tl.load(out.start + out_offset, mask=mask, other=0), INTERPRETED)
-    product = x * to_float32(tl.load(dout.start + dout_offset, mask=mask, other=0), INTERPRETED)
+    x = to_float32(tl.load(out.start + out_offset, mask=mask, other=0))
+    product = x * to_float32(tl.load(dout.start + dout_offset, mask=mask, other=0))
     # Before the sum, so that all loads are in flight together.
     row_lse = tl.load(lse.start + token * lse.token_stride + head * lse.head_stride, mask=in_use, other=0.0)
     delta = tl.sum(product, axis=1)
@@ -147,7 +146,7 @@ def keys_kernel(
     dk_rows = dk.start + (token * dk.token_stride + kv_head * dk.head_stride)[:, None] * dk.align
     dv_rows = dv.start + (token * dv.token_stride + kv_head * dv.head_stride)[:, None] * dv.align
     store_parts(dk_rows, dk_first, dk_rest, softmax_scale, in_use, STEP)
-    store_columns(dv_rows, dvalue, in_use, 0, STEP.head_dim_v, STEP.interpreted)
+    store_columns(dv_rows, dvalue, in_use, 0, STEP.head_dim_v)
 
 
 @kernel

@@ -83,5 +83,5 @@ def forward_kernel(
     token = (queries.q_begin + queries.row).to(tl.int64)
     in_use = queries.row < queries.s_q
     out_rows = out.start + (token * out.token_stride + head * out.head_stride)[:, None] * out.align
-    store_columns(out_rows, values, in_use, 0, STEP.head_dim_v, STEP.interpreted)
+    store_columns(out_rows, values, in_use, 0, STEP.head_dim_v)
     tl.store(lse.start + token * lse.token_stride + head * lse.head_stride, row_lse, mask=in_use)

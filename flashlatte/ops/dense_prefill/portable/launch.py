@@ -70,7 +70,6 @@ def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> No
             D_V=head_dim_v,
             WIDTH_V=padded(head_dim_v),
             BLOCK=_ROW_SUMS_BLOCK,
-            INTERPRETED=gpu == "interpreter",
             num_warps=4,
         )
     if total_k:
@@ -110,7 +109,6 @@ def _steps(
                 block_n=config.block_n,
                 num_stages=config.num_stages,
                 branches=name == "forward" and gpu in _BRANCHING,
-                interpreted=gpu == "interpreter",
             ),
         )
         for name, config in (("forward", configs.forward), ("keys", configs.keys), ("queries", configs.queries))

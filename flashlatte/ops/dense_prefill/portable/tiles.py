@@ -4,7 +4,7 @@
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class DensePrefillStep(NamedTuple):
         block_m, block_n: queries and keys of a tile; the program's own tile and the loop's.
         num_stages: pipeline stages of the loop over keys.
         branches: whether the forward loop applies masks in a branch.
-        interpreted: the kernel runs in Triton's interpreter.
     """
 
     head_dim: int
@@ -40,7 +39,6 @@ class DensePrefillStep(NamedTuple):
     block_n: int
     num_stages: int
     branches: bool
-    interpreted: bool
 
 
 class TileOfQueries(NamedTuple):
@@ -161,7 +159,7 @@ def load_tile(
     in_use = row < limit - start
     if seen is not None:
         in_use = in_use & (row >= seen - start)
-    return load_rows(rows.start + stride * start * rows.align, offsets, in_use, FIRST, COUNT, WIDTH, step.interpreted)
+    return load_rows(rows.start + stride * start * rows.align, offsets, in_use, FIRST, COUNT, WIDTH)
 
 
 @triton.jit
@@ -204,16 +202,16 @@ def load_parts_and_dot(x, x_rest, rows, start, seen, limit, BLOCK: tl.constexpr,
 
 
 @triton.jit
-def store_columns(rows, tile, in_use, FIRST: tl.constexpr, COUNT: tl.constexpr, INTERPRETED: tl.constexpr):
+def store_columns(rows, tile, in_use, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """Store a tile [rows, width] to elements FIRST to FIRST + COUNT of the rows at pointers ``rows`` [rows, 1]."""
     cols = tl.arange(0, tile.shape[1])
     mask = in_use[:, None] & (cols < COUNT)[None, :]
-    tl.store(rows + (FIRST + cols)[None, :], from_float32(tile, rows.dtype.element_ty, INTERPRETED), mask=mask)
+    tl.store(rows + (FIRST + cols)[None, :], from_float32(tile, rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_parts(rows, first, rest, factor, in_use, step: tl.constexpr):
     """Store ``factor`` times the two tiles of a gradient of q or k to the rows at pointers ``rows`` [rows, 1]."""
-    store_columns(rows, first * factor, in_use, 0, min(step.head_dim, step.first), step.interpreted)
+    store_columns(rows, first * factor, in_use, 0, min(step.head_dim, step.first))
     if step.rest > 0:
-        store_columns(rows, rest * factor, in_use, step.first, step.head_dim - step.first, step.interpreted)
+        store_columns(rows, rest * factor, in_use, step.first, step.head_dim - step.first)

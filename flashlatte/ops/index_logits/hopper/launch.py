@@ -31,7 +31,7 @@ from flashlatte.ops.index_logits.key_ranges import key_ranges, query_lengths
 from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import stride_in_use
-from flashlatte.runtime.tma_descriptors import Address
+from flashlatte.runtime.tma_descriptors import Address, check_rows
 
 # Work items per program of the ragged kernel, if they keep the minimum number of keys: many, to balance the programs.
 _ITEMS_PER_PROGRAM = 16
@@ -110,8 +110,8 @@ def paged(params: PagedIndexLogitsParams) -> None:
 def keys_per_item(num_queries: int, num_keys: int, queries: int, programs: int) -> int:
     """Keys per work item of the ragged kernel."""
     blocks = -(-num_queries // queries)
-    wanted = -(-_ITEMS_PER_PROGRAM * programs // blocks)
-    keys = -(-num_keys // (wanted * KEYS.value)) * KEYS.value
+    items = -(-_ITEMS_PER_PROGRAM * programs // blocks)
+    keys = -(-num_keys // (items * KEYS.value)) * KEYS.value
     return max(keys, _MIN_ITEM_KEYS)
 
 
@@ -159,10 +159,6 @@ def _descriptor(
     strides: tuple[int, ...],
     box: tuple[int, ...],
 ) -> Any:
-    if address % 16 or any(stride * dtype.itemsize % 16 for stride in strides[:-1]):
-        raise ValueError(
-            f"{name} must have rows that begin at multiples of 16 bytes for backend='hopper', "
-            f"got address {address:#x}, strides {strides}"
-        )
+    check_rows(name, address, strides[:-1], dtype.itemsize)
     layout = vectors_layout(box[-1], len(box)) if dtype == torch.float8_e4m3fn else scalars_layout(len(box))
     return TensorDescriptor(Address(address, dtype), list(shape), list(strides), list(box), layout)

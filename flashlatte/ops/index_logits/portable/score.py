@@ -65,7 +65,6 @@ class ScoreConfig(NamedTuple):
     scale_bytes: int
     key_align: int
     native: bool
-    interpreted: bool
     block_q: int
     block_h: int
     block_n: int
@@ -120,7 +119,6 @@ def score_arguments(
         scale_bytes,
         align,
         converts_e4m3(q.device),
-        machine.interpreting(),
         *blocks,
     )
     return (head_rows(as_bytes(q)), token_rows(weights, align=1), keys), config
@@ -156,7 +154,7 @@ def store_logits(begin, stop, source, queries, rows, LOCATE: tl.constexpr, CONFI
             visible = position[:, None] < rows.end[None, :]
         else:
             visible = (position[:, None] >= rows.start[None, :]) & (position[:, None] < rows.end[None, :])
-        value = from_float32(scores, rows.address.dtype.element_ty, CONFIG.interpreted)
+        value = from_float32(scores, rows.address.dtype.element_ty)
         tl.store(rows.address[None, :] + position[:, None], value, mask=visible)
 
 
@@ -185,7 +183,7 @@ def as_operand(x, CONFIG: tl.constexpr):
             y = e4m3_to_float(x, CONFIG.native)
             return y if CONFIG.compute == "fp32" else y.to(tl.bfloat16)
     else:
-        return to_float32(x, True) if CONFIG.compute == "fp32" and x.dtype != tl.float32 else x
+        return to_float32(x) if CONFIG.compute == "fp32" and x.dtype != tl.float32 else x
 
 
 @triton.jit

@@ -8,7 +8,7 @@ With s = index_scale · index_q · index_k, r = 1 where s > 0 and G the gradient
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

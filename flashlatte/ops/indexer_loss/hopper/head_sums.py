@@ -2,7 +2,7 @@
 warps, through shared memory. ``gl.sum`` over all heads would need an additional barrier."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 

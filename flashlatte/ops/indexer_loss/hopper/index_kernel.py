@@ -7,7 +7,7 @@ the products of the next step, and with the first pass of the SM's other program
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportInvalidTypeForm=false
+# pyright: reportCallIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 

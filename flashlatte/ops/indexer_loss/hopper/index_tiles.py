@@ -1,7 +1,7 @@
 """Tiles of the index kernel in shared memory, and the stream of a token's selected index keys through them."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The arithmetic is that of ``portable/loss_kernels.py``.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

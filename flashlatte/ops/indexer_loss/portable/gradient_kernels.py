@@ -6,7 +6,7 @@ d index_k = index_scale · Σ_h G r index_weights index_q. Each kernel computes 
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def index_queries_kernel(
         d_query = tl.dot(d_score.to(keys.latent.dtype), keys.latent, d_query)
 
     weight = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=in_use, other=0)
-    d_query *= (to_float32(weight, STEP.interpreted) * indexer.index_scale)[:, None]
+    d_query *= (to_float32(weight) * indexer.index_scale)[:, None]
     cols = tl.arange(0, STEP.latent)
     row_offset = token * indexer.h_i + head
     pointers = d_index_q + row_offset[:, None] * STEP.head_dim + cols[None, :]
     mask = in_heads[:, None] & (cols < STEP.head_dim)[None, :]
-    tl.store(pointers, from_float32(d_query, d_index_q.dtype.element_ty, STEP.interpreted), mask=mask)
+    tl.store(pointers, from_float32(d_query, d_index_q.dtype.element_ty), mask=mask)
     tl.store(d_index_weights + row_offset, tl.sum(d_weight, axis=1), mask=in_heads)
 
 
@@ -108,7 +108,7 @@ def selected_keys_kernel(
         in_heads = head < indexer.h_i
         query = load_tile(indexer.q, query_offset(indexer, token, head), in_heads, STEP)
         weight = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=in_heads, other=0)
-        d_keys = _add_gradient(d_keys, keys, query, to_float32(weight, STEP.interpreted), d_logit, indexer.use_relu)
+        d_keys = _add_gradient(d_keys, keys, query, to_float32(weight), d_logit, indexer.use_relu)
 
     d_keys *= indexer.index_scale
     cols = tl.arange(0, STEP.latent)
@@ -163,7 +163,7 @@ def range_keys_kernel(
         in_heads = (head < indexer.h_i) & (begin < end)
         query = load_tile(indexer.q, query_offset(indexer, token, head), in_heads, STEP)
         weight = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=in_heads, other=0)
-        d_keys = _add_gradient(d_keys, keys, query, to_float32(weight, STEP.interpreted), d_logit, indexer.use_relu)
+        d_keys = _add_gradient(d_keys, keys, query, to_float32(weight), d_logit, indexer.use_relu)
 
     cols = tl.arange(0, STEP.latent)
     pointers = d_index_k + (group.to(tl.int64) * slots.s_kv + key)[:, None] * STEP.head_dim + cols[None, :]

@@ -127,7 +127,7 @@ def logits_kernel(
         head = first_head + tl.arange(0, STEP.block_h)
         query = load_tile(indexer.q, query_offset(indexer, token, head), head < indexer.h_i, STEP)
         loaded = tl.load(indexer.weights + token * indexer.weights_stride + head, mask=head < indexer.h_i, other=0)
-        weight = to_float32(loaded, STEP.interpreted)
+        weight = to_float32(loaded)
         for start in tl.range(first, last, STEP.block_n, num_stages=STEP.num_stages):
             slot = start + tl.arange(0, STEP.block_n)
             key, seen = keys_at(slot, begin, last, slots, token)

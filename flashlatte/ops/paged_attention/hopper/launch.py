@@ -18,7 +18,7 @@ from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillConfig
 from flashlatte.ops.paged_attention.reference import PagedAttentionParams, paged_requests
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
-from flashlatte.runtime.tma_descriptors import Address, describe
+from flashlatte.runtime.tma_descriptors import Address, check_rows, describe
 
 _LOG2_E = math.log2(math.e)
 # Larger than any request, and small enough that sums of positions and windows fit 32 bits.
@@ -51,8 +51,8 @@ def attend_long(params: PagedAttentionParams, min_queries: int) -> None:
     sink = params.attn_sink
     inputs = PagedPrefillInputs(
         q=_packed(q, pack),
-        k=_paged(k_cache.squeeze(3), box),
-        v=_paged(v_cache, box),
+        k=_paged("k_cache", k_cache.squeeze(3), box),
+        v=_paged("v_cache", v_cache, box),
         table=BlockTable(params.block_table, params.block_table.stride(0), num_pages),
         boxes=KEYS.value // box,
     )
@@ -91,18 +91,18 @@ def _packed(q: torch.Tensor, pack: int) -> Any:
     tokens, heads, head_dim = q.shape
     token, head = strides_in_use(q)
     shape, strides = (tokens, heads // pack, pack, head_dim), (token, head * pack, head)
-    return _descriptor(q.data_ptr(), q.dtype, shape, strides, (ROWS.value // pack, 1, pack, CHUNK.value))
+    return _descriptor("q", q.data_ptr(), q.dtype, shape, strides, (ROWS.value // pack, 1, pack, CHUNK.value))
 
 
-def _paged(cache: torch.Tensor, box: int) -> Any:
+def _paged(name: str, cache: torch.Tensor, box: int) -> Any:
     """TMA descriptor of a cache [pages, page_size, h_kv, d]."""
-    return _descriptor(
-        cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_in_use(cache), (1, box, 1, CHUNK.value)
-    )
+    boxes = 1, box, 1, CHUNK.value
+    return _descriptor(name, cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_in_use(cache), boxes)
 
 
 @functools.lru_cache(maxsize=1024)
 def _descriptor(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    name: str, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
+    check_rows(name, address, strides)
     return describe(Address(address, dtype), shape, strides, box)

@@ -69,10 +69,10 @@ def find_tile(work, tile, num_blocks, CONFIG: gl.constexpr):
     position = row + keys - queries
     visible_from = gl.maximum(position - work.window.left, 0)
     visible_to = gl.minimum(position + tokens + work.window.right, keys)
-    sees_some = visible_to > visible_from
+    is_visible = visible_to > visible_from
     # At least one block, fully masked, so that the empty result is written.
-    first_key = gl.where(sees_some, visible_from, 0)
-    last = gl.where(sees_some, (visible_to - 1) // KEYS, 0)
+    first_key = gl.where(is_visible, visible_from, 0)
+    last = gl.where(is_visible, (visible_to - 1) // KEYS, 0)
     count = last - first_key // KEYS + 1
     return PagedPrefillTile(count, last, pack, item.first + row, tokens, position, first_key, keys), item.request
 

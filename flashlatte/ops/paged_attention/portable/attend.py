@@ -4,7 +4,7 @@ The pages of a block are looked up one block ahead.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashlatte.kernels.triton.online_softmax import finish, softmax, within
 from flashlatte.kernels.triton.rows import BlockTable, HeadRows
 from flashlatte.ops.paged_attention.portable.keys import KeyAddresses, PagedRows, load_operand
 from flashlatte.ops.paged_attention.portable.scores import ScoreTerms, add_terms, is_visible
-from flashlatte.ops.paged_attention.portable.tiles import VisibleRanges, seen_by, seen_by_all
+from flashlatte.ops.paged_attention.portable.tiles import VisibleRanges, visible_range, visible_to_all
 
 # P in fp16 is scaled by 2^14, so its smallest nonzero value is 2^-39 of the maximum instead of 2^-25.
 P_SHIFT = tl.constexpr(14)
@@ -42,7 +42,6 @@ class PagedStep(NamedTuple):
         halves: operands are fp16 instead of q's dtype. Rows of q are scaled to its range; P is scaled by 2^P_SHIFT.
         in_words: both caches have one-byte elements, which ``attend_bytes`` loads as words.
         key_heads: key heads per program; 1 unless ``in_words``.
-        interpreted: the kernel runs in Triton's interpreter.
     """
 
     block_m: int
@@ -64,7 +63,6 @@ class PagedStep(NamedTuple):
     halves: bool
     in_words: bool
     key_heads: int
-    interpreted: bool
 
 
 class PagedInputs(NamedTuple):
@@ -226,12 +224,12 @@ def attend(
     begin = origin + first_block * BLOCK_N
     stop = tl.minimum(origin + stop_block * BLOCK_N, tile.stop_key)
     position = tile.context + tile.own + queries.token
-    lower, upper = seen_by(position, tile.stop_key, window)
+    lower, upper = visible_range(position, tile.stop_key, window)
     first_new = tile.first_token - tile.own - tile.cached
     request = tile.request.to(tl.int64)
     if step.branches:
         # Between these two, all keys are visible to all rows.
-        full_begin, full_stop = seen_by_all(tile, window)
+        full_begin, full_stop = visible_to_all(tile, window)
         full_stop = tl.minimum(full_stop, tl.minimum(stop, tile.cached))
         full_stop = tl.minimum(full_stop, _first_absent(table, request, begin, full_stop, step.page_size))
 

@@ -7,7 +7,7 @@ supports the other terms.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.online_softmax import within
 from flashlatte.ops.paged_attention.portable.attend import P_SHIFT, load_pages
 from flashlatte.ops.paged_attention.portable.byte_operands import key_operand, value_operand
-from flashlatte.ops.paged_attention.portable.tiles import seen_by
+from flashlatte.ops.paged_attention.portable.tiles import visible_range
 
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
@@ -71,7 +71,7 @@ def attend_bytes(
     origin = tile.first_key // BLOCK_N * BLOCK_N
     begin = origin + first_block * BLOCK_N
     stop = tl.minimum(origin + stop_block * BLOCK_N, tile.stop_key)
-    lower, upper = seen_by(tile.context + tile.own + queries.token, tile.stop_key, inputs.visible.window)
+    lower, upper = visible_range(tile.context + tile.own + queries.token, tile.stop_key, inputs.visible.window)
     request = tile.request.to(tl.int64)
     lower = tl.reshape(lower, [HEADS, 1, BLOCK_M])
     upper = tl.reshape(upper, [HEADS, 1, BLOCK_M])

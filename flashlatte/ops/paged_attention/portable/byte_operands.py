@@ -10,8 +10,7 @@ between. Along the summed axis, each of 4 threads holds every fourth group of 4 
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import e4m3_to_float
 from flashlatte.ops.paged_attention.portable.keys import E4M3, E5M2, INT8
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 # Converts four bytes x to two interleaved pairs y of fp16. e5m2 is the upper half of fp16; int8 + 128 becomes the
 # lowest bits of 1024.
@@ -63,7 +63,7 @@ def _number(words, NUMBER: tl.constexpr, form: tl.constexpr):
         x = (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         x = byte.to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
-    return x if form.interpreted else x.to(tl.float16)
+    return x if INTERPRETED else x.to(tl.float16)
 
 
 @triton.jit

@@ -5,8 +5,7 @@ multiplied by all of them. ``split_kv.work`` splits the keys of all tiles over C
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from flashlatte.ops.paged_attention.portable.attend_bytes import attend_bytes, f
 from flashlatte.ops.paged_attention.portable.byte_operands import key_dims
 from flashlatte.ops.paged_attention.portable.keys import PagedRows, RowScales, cache_of_heads
 from flashlatte.ops.paged_attention.portable.tiles import TileLengths, load_tile
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import SplitGrid
 from flashlatte.split_kv.outputs import Outputs
@@ -83,19 +82,17 @@ def _load_queries(query, group, tile, slopes, step: tl.constexpr):
     if step.in_words:
         pointers = query.start + offsets[:, None] + key_dims(step.head_dim)[None, :]
         q = tl.load(pointers, mask=in_use[:, None], other=0.0)
-        if step.interpreted:
-            q = to_float32(q, True)
+        if INTERPRETED:
+            q = to_float32(q)
     else:
-        q = load_rows(query.start, offsets, in_use, 0, min(step.head_dim, step.first), step.first, step.interpreted)
+        q = load_rows(query.start, offsets, in_use, 0, min(step.head_dim, step.first), step.first)
     rest = q
     if step.rest > 0:
-        rest = load_rows(
-            query.start, offsets, in_use, step.first, step.head_dim - step.first, step.rest, step.interpreted
-        )
+        rest = load_rows(query.start, offsets, in_use, step.first, step.head_dim - step.first, step.rest)
     inverse = 1.0
     if step.halves:
         q, rest, inverse = fit_halves(q, rest, step.rest > 0)
-        if not step.interpreted:
+        if not INTERPRETED:
             q = q.to(tl.float16)
             rest = rest.to(tl.float16)
     return PagedQueries(q, rest, inverse, group.token, slopes)

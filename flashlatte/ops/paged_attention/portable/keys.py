@@ -1,8 +1,7 @@
 """Loading of tiles of keys and values, from pages or from new tokens."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
 from flashlatte.kernels.triton.rows import HeadRows
 from flashlatte.runtime.kernel_records import Float32, Int64, Pointer
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 # The storage dtype of a cache's elements.
 PLAIN, E4M3, E5M2, INT8 = 0, 1, 2, 3
@@ -32,7 +32,6 @@ class KeyForm(NamedTuple):
         ptx: whether the kernel may use inline PTX.
         opaque: whether the PTX is marked as having side effects. Not on Blackwell, where Triton predicates parts of a
             loop and cannot predicate side effects.
-        interpreted: the kernel runs in Triton's interpreter, with float32 operands.
     """
 
     kind: int
@@ -42,7 +41,6 @@ class KeyForm(NamedTuple):
     native: bool
     ptx: bool
     opaque: bool
-    interpreted: bool
 
 
 class RowCache(NamedTuple):
@@ -141,7 +139,7 @@ def load_operand(
     new = rows.new
     if new.start is not None:
         token = addresses.token * new.token_stride
-        new_x = load_rows(new.start, token, addresses.is_new, FIRST, COUNT, WIDTH, form.interpreted)
+        new_x = load_rows(new.start, token, addresses.is_new, FIRST, COUNT, WIDTH)
         x = tl.where(addresses.is_new[:, None], new_x, x)
     return x
 
@@ -158,7 +156,7 @@ _INT8_TO_HALVES = tl.constexpr(
 def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
     """Cast cache elements to an operand, exactly: ``dtype``, or float32 in the interpreter."""
     if form.kind == 0:
-        return to_float32(x, True) if form.interpreted else x
+        return to_float32(x) if INTERPRETED else x
     elif form.kind > 1 and form.ptx and dtype == tl.float16:
         CODE: tl.constexpr = _E5M2_TO_HALVES if form.kind == 2 else _INT8_TO_HALVES
         return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=not form.opaque, pack=4)
@@ -174,7 +172,7 @@ def _converted(x, dtype: tl.constexpr, form: tl.constexpr):
             x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
         else:
             x = x.to(tl.float32)
-        if not form.interpreted:
+        if not INTERPRETED:
             x = x.to(dtype)
         if form.ptx:
             # An opaque move, as in dense decode: without it, Triton converts in the layout of the MMA.

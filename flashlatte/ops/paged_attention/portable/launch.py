@@ -122,9 +122,7 @@ def attend(params: PagedAttentionParams, max_queries: int = 0) -> None:
         K_FORM=k_form,
         V_FORM=v_form,
         STEP=step,
-        SPLIT=split_config(
-            split, step.block_n, out_align, interpreted=step.interpreted, native_fp8=converts_e4m3(device)
-        ),
+        SPLIT=split_config(split, step.block_n, out_align, native_fp8=converts_e4m3(device)),
         num_warps=config.num_warps,
     )
     if scratch is not None:
@@ -185,7 +183,6 @@ def _step(params: PagedAttentionParams, gpu: str, launch_plan: PagedAttentionLau
         halves=halves,
         in_words=launch_plan.in_words,
         key_heads=config.key_heads,
-        interpreted=gpu == "interpreter",
     )
 
 
@@ -301,7 +298,6 @@ def _form(cache: torch.Tensor, gpu: str) -> KeyForm:
         native=converts_e4m3(cache.device),
         ptx=gpu in NVIDIA,
         opaque=gpu != "blackwell",
-        interpreted=gpu == "interpreter",
     )
 
 

@@ -86,7 +86,7 @@ def load_tile(tiles, tiles_stride, item):
 
 
 @triton.jit
-def seen_by(position, stop, window):
+def visible_range(position, stop, window):
     """First and last key below ``stop`` in the windows of queries at these positions, both from -1 to ``stop``."""
     position = position.to(tl.int64)
     lower = tl.minimum(tl.maximum(position - window.left, 0), stop)
@@ -95,11 +95,11 @@ def seen_by(position, stop, window):
 
 
 @triton.jit
-def seen_by_all(tile, window):
+def visible_to_all(tile, window):
     """The range [first, end) of keys that are in the windows of all queries of a tile."""
     first = tile.context + tile.own
-    lower, _ = seen_by(first + tile.tokens - 1, tile.stop_key, window)
-    _, upper = seen_by(first, tile.stop_key, window)
+    lower, _ = visible_range(first + tile.tokens - 1, tile.stop_key, window)
+    _, upper = visible_range(first, tile.stop_key, window)
     return lower, upper + 1
 
 
@@ -142,8 +142,8 @@ def find_tiles_kernel(
     cached = tl.minimum(tl.maximum(cached, 0), requests.capacity.to(tl.int64)).to(tl.int32)
     keys = cached + rows if HAS_NEW else cached
     context = keys - rows
-    first_key, _ = seen_by(context + own, keys, visible.window)
-    _, last_key = seen_by(context + own + tokens - 1, keys, visible.window)
+    first_key, _ = visible_range(context + own, keys, visible.window)
+    _, last_key = visible_range(context + own + tokens - 1, keys, visible.window)
     if visible.prefix_ranges is not None:
         of_request = visible.prefix_ranges + request * visible.prefix_stride_request
         for number in range(0, visible.num_prefix_ranges):
@@ -153,9 +153,9 @@ def find_tiles_kernel(
             if (first <= last) & (first < context + own + tokens) & (last >= context + own):
                 first_key = tl.minimum(first_key, tl.maximum(first, 0)).to(tl.int32)
                 last_key = tl.maximum(last_key, tl.minimum(last, keys - 1)).to(tl.int32)
-    sees_some = is_request & (tokens > 0) & (first_key <= last_key)
-    stop_key = tl.where(sees_some, last_key + 1, 0)
-    first_key = tl.where(sees_some, first_key, 0)
+    is_visible = is_request & (tokens > 0) & (first_key <= last_key)
+    stop_key = tl.where(is_visible, last_key + 1, 0)
+    first_key = tl.where(is_visible, first_key, 0)
 
     base = tiles + slot.to(tl.int64) * 8
     tl.store(base, begin + own)

@@ -1,8 +1,5 @@
 """Records of both kernels: the piece of queries that they process, and the layout of P and dS in memory."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -8,7 +8,7 @@ STEP is a ``kernels.triton.config.StepConfig``. out, lse, their gradients and dq
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _load_heads(q, queries, token, head, STEP: tl.constexpr):
     query = load_tile(q.start, (token * q.token_stride + head * q.head_stride) * q.align, in_heads, STEP)
     row = token * h_q + head
     d_out = load_rows(
-        queries.dout, row * STEP.latent_dim, in_heads, 0, STEP.latent_dim, STEP.latent, STEP.interpreted
+        queries.dout, row * STEP.latent_dim, in_heads, 0, STEP.latent_dim, STEP.latent
     )  # [block_h, latent]
     lse2 = tl.load(sums + row, mask=in_heads, other=float("inf"))
     weight = tl.load(sums + queries.rows + row, mask=in_heads, other=0.0)
@@ -178,4 +178,4 @@ def _store(
     if ATOMIC:
         tl.atomic_add(pointers, tile, mask=mask, sem="relaxed")
     else:
-        tl.store(pointers, from_float32(tile, base.dtype.element_ty, STEP.interpreted), mask=mask)
+        tl.store(pointers, from_float32(tile, base.dtype.element_ty), mask=mask)

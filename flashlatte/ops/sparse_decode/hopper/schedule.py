@@ -44,7 +44,7 @@ class SparseDecodeConfig(NamedTuple):
     """Compile-time configuration of the kernel.
 
     Attributes:
-        format: ``tiles.PLAIN``, ``V32``, ``MODEL1`` or ``V41``.
+        format: ``tiles.PLAIN``, ``V32``, ``MODEL1``, ``V41`` or ``V41_FP4``.
         producer_threads: threads of the producer, the default partition.
         has_rope: whether rows have 64 columns of rope after the 512 of the latent.
         alignment: alignment in bytes of tokens in the caches, at most 16.

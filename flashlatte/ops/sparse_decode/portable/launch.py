@@ -7,7 +7,7 @@ import functools
 import torch
 
 from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
-from flashlatte.kernels.triton.config import INTERPRETED, SELECTED_ROWS, AttentionConfig, Table, choose
+from flashlatte.kernels.triton.config import INTERPRETER_CONFIGS, SELECTED_ROWS, AttentionConfig, Table, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
@@ -38,7 +38,7 @@ PACKED_TOKENS: Table = {
     "ampere": (AttentionConfig(16, 64, 8), AttentionConfig(32, 32, 8), AttentionConfig(64, 32, 8)),
     "small": (AttentionConfig(16, 32, 8), AttentionConfig(32, 32, 8)),
     "other": (AttentionConfig(16, 16, 4), AttentionConfig(32, 16, 4)),
-    "interpreter": INTERPRETED,
+    "interpreter": INTERPRETER_CONFIGS,
 }
 
 # For e4m3 formats: if shared memory has room (``num_stages`` above 1), tiles are prefetched to it in packed form.
@@ -94,7 +94,7 @@ def sparse_decode(params: SparseDecodeParams) -> None:
             cache_layout=main_layout,
             extra_cache_layout=second_layout,
             step=step,
-            split=split_config(split, step.block_n, out_align, interpreted=step.interpreted),
+            split=split_config(split, step.block_n, out_align),
             q_align=q_align,
         ),
         num_warps=launch_plan.config.num_warps,

@@ -16,6 +16,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_float32, to_float32
 from flashlatte.kernels.triton.online_softmax import RowTile
 from flashlatte.ops.sparse_decode.portable.tiles import locate, locate_bytes, locate_scale_bytes
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 _LATENT = tl.constexpr(512)
 _ROPE_DIM = tl.constexpr(64)
@@ -96,18 +97,18 @@ def dequantize(codes, scales, dtype: tl.constexpr, cache_layout: tl.constexpr, s
     TILES: tl.constexpr = scales.shape[1]
     bits = tl.reshape(codes.latent, [BLOCK_N, TILES, _LATENT // TILES])
     latent = e4m3_to_float(bits, cache_layout.native) * scales[:, :, None]
-    latent = from_float32(latent, tl.bfloat16, step.interpreted)
+    latent = from_float32(latent, tl.bfloat16)
     TILING: tl.constexpr = cache_layout.tiling
     if TILING is None or TILING.rope_offset == TILING.row_bytes:
         rope = latent
     else:
-        rope = to_float32(codes.rope, True) if step.interpreted else codes.rope
+        rope = to_float32(codes.rope) if INTERPRETED else codes.rope
         if TILING.e8m0:
             # The last tile's elements are still 0.
             in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
             in_rope = tl.broadcast_to(in_rope[None, :, None], latent.shape)
             latent = tl.fma(tl.broadcast_to(rope[:, None, :], latent.shape), in_rope, latent.to(rope.dtype))
-        rope = rope if step.interpreted else rope.to(dtype)
+        rope = rope if INTERPRETED else rope.to(dtype)
     latent = tl.reshape(latent, [BLOCK_N, _LATENT])
-    latent = to_float32(latent, True) if step.interpreted else latent.to(dtype)
+    latent = to_float32(latent) if INTERPRETED else latent.to(dtype)
     return RowTile(latent, rope)

@@ -20,6 +20,7 @@ from flashlatte.kernels.triton.fp8 import e4m3_to_float, e8m0_to_float, from_flo
 from flashlatte.kernels.triton.online_softmax import RowTile
 from flashlatte.kv_cache.formats import BlockScaling, Tiling
 from flashlatte.runtime.kernel_records import Int64, Pointer
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 # Words of four latent elements.
 _WORDS = tl.constexpr(128)
@@ -185,10 +186,10 @@ def _unpack_blocks(packed, dtype: tl.constexpr, FP4: tl.constexpr, step: tl.cons
         factors = e8m0_to_float(packed.scales)
     POWER: tl.constexpr = _TWO_126 if FP4 else _TWO_120
     bits = tl.reshape(bits, [BLOCK_N, BLOCKS, 4 * _WORDS // BLOCKS]).to(tl.bfloat16, bitcast=True)
-    elements = to_float32(bits, True) * POWER if step.interpreted else bits * POWER
+    elements = to_float32(bits) * POWER if INTERPRETED else bits * POWER
     factors = tl.broadcast_to(factors.to(elements.dtype)[:, :, None], elements.shape)
     latent = tl.reshape(elements * factors, [BLOCK_N, 4 * _WORDS])
-    latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
+    latent = to_float32(from_float32(latent, tl.bfloat16)) if INTERPRETED else latent.to(dtype)
     latent = _opaque(latent, step)
     return RowTile(latent, latent)
 
@@ -214,29 +215,29 @@ def _unpack_tiles(packed, dtype: tl.constexpr, E8M0: tl.constexpr, HAS_ROPE: tl.
     TILES: tl.constexpr = packed.scales.shape[1]
     bits = _e4m3_to_bf16_bits(packed.words)
     bits = tl.reshape(bits, [BLOCK_N, TILES, 4 * _WORDS // TILES]).to(tl.bfloat16, bitcast=True)
-    elements = to_float32(bits, True) * _TWO_120 if step.interpreted else bits * _TWO_120
+    elements = to_float32(bits) * _TWO_120 if INTERPRETED else bits * _TWO_120
     if HAS_ROPE:
         rope = packed.rope.to(tl.bfloat16, bitcast=True)
-        if step.interpreted:
-            rope = to_float32(rope, True)
+        if INTERPRETED:
+            rope = to_float32(rope)
     if E8M0:
         high = e8m0_to_float(packed.scales).to(elements.dtype)
         # The last tile's elements and scale are still 0.
         in_rope = (tl.arange(0, TILES) == TILES - 1).to(rope.dtype)
         rest = rope[:, None, :] * in_rope[None, :, None]
     else:
-        high = from_float32(packed.scales, tl.bfloat16, step.interpreted)
-        low = packed.scales - to_float32(high, step.interpreted)
+        high = from_float32(packed.scales, tl.bfloat16)
+        low = packed.scales - to_float32(high)
         high = high.to(elements.dtype)
         rest = elements * low.to(elements.dtype)[:, :, None]
     latent = tl.fma(elements, tl.broadcast_to(high[:, :, None], elements.shape), rest)
     latent = tl.reshape(latent, [BLOCK_N, 4 * _WORDS])
-    latent = to_float32(from_float32(latent, tl.bfloat16, True), True) if step.interpreted else latent.to(dtype)
+    latent = to_float32(from_float32(latent, tl.bfloat16)) if INTERPRETED else latent.to(dtype)
     latent = _opaque(latent, step)
     if not HAS_ROPE:
         return RowTile(latent, latent)
     else:
-        return RowTile(latent, rope if step.interpreted else rope.to(dtype))
+        return RowTile(latent, rope if INTERPRETED else rope.to(dtype))
 
 
 @triton.jit

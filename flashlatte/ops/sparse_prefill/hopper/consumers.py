@@ -71,7 +71,7 @@ class SparsePrefillArgs(NamedTuple):
         tiles, shared: shared memory.
         scale: softmax_scale · log2(e).
         peer: None, for ``mla_pipeline``.
-        problem: the selection (``state.SparsePrefillWork``).
+        work: the selection (``state.SparsePrefillWork``).
         output: results (``epilogue.SparsePrefillOutput``).
     """
 

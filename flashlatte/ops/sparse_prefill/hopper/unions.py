@@ -20,7 +20,7 @@ import triton.language as tl
 from flashlatte.kernels.hopper.ptx import shared_words
 from flashlatte.ops.sparse_prefill.by_token import TokenSelections, selections_of
 from flashlatte.runtime import machine
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
 # An entry of the list is position << MEMBER_BITS | members, or -1 for nothing.
 MEMBER_BITS = tl.constexpr(4)
@@ -51,7 +51,6 @@ def build_unions(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: 
     None."""
     s_q, _, topk = indices.shape
     groups = -(-s_q // group)
-    interpreting = machine.interpreting()
     int32_options = {"dtype": torch.int32, "device": indices.device}
     entries = torch.empty(groups, group * topk, **int32_options)
     counts, damaged = torch.empty(groups, **int32_options), torch.empty(groups, **int32_options)
@@ -60,13 +59,12 @@ def build_unions(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: 
         entries=entries,
         counts=counts,
         damaged=damaged,
-        interpreted_memory=torch.empty(groups, WORDS, dtype=torch.int32) if interpreting else None,
+        interpreted_memory=torch.empty(groups, WORDS, dtype=torch.int32) if machine.interpreting() else None,
         tokens=s_q,
         s_kv=s_kv,
         GROUP=group,
         WORDS=WORDS,
         BLOCK=BLOCK,
-        INTERPRETED=interpreting,
         num_warps=8,
     )
     return Union(entries, counts, damaged)
@@ -84,7 +82,6 @@ def union_kernel(
     GROUP: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Each program writes the entries [GROUP · topk] of one group, their count, and 0 to ``damaged``.
 
@@ -102,9 +99,7 @@ def union_kernel(
         positions = tl.minimum(s_kv - window, WORDS * PER_WORD)
         words = tl.cdiv(positions, PER_WORD)
         for begin in range(0, words, BLOCK):
-            shared_words.store(
-                memory, begin + lane_offset, tl.zeros_like(lane_offset), begin + lane_offset < words, INTERPRETED
-            )
+            shared_words.store(memory, begin + lane_offset, tl.zeros_like(lane_offset), begin + lane_offset < words)
         tl.debug_barrier()
         for member in tl.static_range(GROUP):
             row, length = selection_of(selections, first + member, tokens)
@@ -113,14 +108,14 @@ def union_kernel(
                 inside = (index >= window) & (index < window + positions)
                 position = tl.where(inside, index, window).to(tl.int32) - window
                 bit = (tl.zeros_like(position) + (1 << member)) << ((position % PER_WORD) * MEMBER_BITS)
-                shared_words.set_bits(memory, position // PER_WORD, bit, inside, INTERPRETED)
+                shared_words.set_bits(memory, position // PER_WORD, bit, inside)
                 selected += inside.to(tl.int32)
         tl.debug_barrier()
         for begin in range(0, words, BLOCK):
-            word = shared_words.load(memory, begin + lane_offset, begin + lane_offset < words, INTERPRETED)
-            listed += shared_words.popcount(word, INTERPRETED)
+            word = shared_words.load(memory, begin + lane_offset, begin + lane_offset < words)
+            listed += shared_words.popcount(word)
             present = (word | (word >> 1) | (word >> 2) | (word >> 3)) & 0x11111111
-            ones = shared_words.popcount(present, INTERPRETED)
+            ones = shared_words.popcount(present)
             entry = count + tl.cumsum(ones, axis=0) - ones
             for eighth in tl.static_range(PER_WORD):
                 members = (word >> (eighth * MEMBER_BITS)) & MEMBERS

@@ -2,7 +2,7 @@
 row."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -53,35 +53,34 @@ def append_candidates(row, threshold, loaded, memory, CONFIG: tl.constexpr):
     """
     CAPACITY: tl.constexpr = CONFIG.capacity
     BLOCK: tl.constexpr = CONFIG.block
-    INTERPRETED: tl.constexpr = CONFIG.interpreted
     logits, begin = row.logits, row.begin
     first = row.first + begin
     length = row.stop - begin
     head, aligned, blocks = whole_blocks(logits, first, length, BLOCK)
     offset = tl.arange(0, BLOCK)
     for block in range(blocks):
-        values = to_float32(loaded, INTERPRETED)
+        values = to_float32(loaded)
         # Prefetch the next block; in the last iteration reload the last block instead of reading past it.
         loaded = tl.load(logits + aligned + tl.minimum(block + 1, blocks - 1).to(tl.int64) * BLOCK + offset)
         column = begin + head + block * BLOCK + offset
-        shared_words.append_at_least(memory, COUNTER, LIST, values, column, threshold, CAPACITY, INTERPRETED)
+        shared_words.append_at_least(memory, COUNTER, LIST, values, column, threshold, CAPACITY)
 
     rest = length - blocks * BLOCK
     for rest_begin in range(0, rest, BLOCK):
         offset = rest_begin + tl.arange(0, BLOCK)
         column = tl.where(offset < head, offset, offset + blocks * BLOCK)
-        values = to_float32(tl.load(logits + first + column, mask=offset < rest, other=float("nan")), INTERPRETED)
-        shared_words.append_at_least(memory, COUNTER, LIST, values, begin + column, threshold, CAPACITY, INTERPRETED)
+        values = to_float32(tl.load(logits + first + column, mask=offset < rest, other=float("nan")))
+        shared_words.append_at_least(memory, COUNTER, LIST, values, begin + column, threshold, CAPACITY)
 
 
 @triton.jit
-def locate_candidates(memory, CAPACITY: tl.constexpr, CTAS: tl.constexpr, INTERPRETED: tl.constexpr):
+def locate_candidates(memory, CAPACITY: tl.constexpr, CTAS: tl.constexpr):
     """The number of candidates of all CTAs of a row, and their addresses [CAPACITY], concatenated over the CTAs, for
     ``load_candidates``.
     """
     offset = tl.arange(0, CAPACITY)
     if CTAS == 1:
-        return shared_words.load(memory, COUNTER, tl.full([], True, tl.int1), INTERPRETED), LIST + 2 * offset
+        return shared_words.load(memory, COUNTER, tl.full([], True, tl.int1)), LIST + 2 * offset
     else:
         source = tl.zeros_like(offset)
         count = tl.zeros([], tl.int32)
@@ -94,9 +93,9 @@ def locate_candidates(memory, CAPACITY: tl.constexpr, CTAS: tl.constexpr, INTERP
 
 
 @triton.jit
-def load_candidates(memory, source, valid, CTAS: tl.constexpr, INTERPRETED: tl.constexpr):
+def load_candidates(memory, source, valid, CTAS: tl.constexpr):
     """The values of candidates as bits, and their columns, in any order."""
     if CTAS == 1:
-        return shared_words.load_two(memory, source, valid, INTERPRETED)
+        return shared_words.load_two(memory, source, valid)
     else:
         return shared_words.load_two_cluster(source, valid)

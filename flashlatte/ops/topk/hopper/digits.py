@@ -1,10 +1,10 @@
-"""One pass of a radix select: a histogram of a digit of the keys in shared memory, and the digit of the wanted key.
+"""One pass of a radix select: a histogram of a digit of the keys in shared memory, and the digit of the key of a rank.
 
-The state of the search: the result is the ``wanted``-th largest of the keys from ``low`` to ``low + 2^bits - 1``.
+The state of the search: the result is the ``rank``-th largest of the keys from ``low`` to ``low + 2^bits - 1``.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flashlatte.ops.topk.hopper.shared_layout import BINS, SCRATCH
 
 
 @triton.jit
-def clear_bins(memory, DIGIT: tl.constexpr, INTERPRETED: tl.constexpr):
+def clear_bins(memory, DIGIT: tl.constexpr):
     """Clear the histogram of a digit of DIGIT bits."""
     bin = tl.arange(0, 1 << DIGIT)
-    shared_words.store(memory, BINS + bin, tl.zeros_like(bin), bin >= 0, INTERPRETED)
+    shared_words.store(memory, BINS + bin, tl.zeros_like(bin), bin >= 0)
     tl.debug_barrier()
 
 
 @triton.jit
-def count_digits(keys, valid, low, bits, memory, DIGIT: tl.constexpr, INTERPRETED: tl.constexpr):
+def count_digits(keys, valid, low, bits, memory, DIGIT: tl.constexpr):
     """Add the highest digits of the keys in ``low`` to ``low + 2^bits - 1`` to the histogram; bins are in descending
     order."""
     shift = tl.maximum(bits - DIGIT, 0)
@@ -32,16 +32,16 @@ def count_digits(keys, valid, low, bits, memory, DIGIT: tl.constexpr, INTERPRETE
     digit = distance >> shift.to(tl.uint32)
     last = (1 << (bits - shift)) - 1
     undecided = valid & (digit <= last.to(tl.uint32))
-    shared_words.count(memory, BINS + last - digit.to(tl.int32), undecided, INTERPRETED)
+    shared_words.count(memory, BINS + last - digit.to(tl.int32), undecided)
 
 
 @triton.jit
-def resolve_digit(low, bits, wanted, memory, DIGIT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Find the digit of the wanted-th largest of the counted keys.
+def resolve_digit(low, bits, rank, memory, DIGIT: tl.constexpr):
+    """Find the digit of the rank-th largest of the counted keys.
 
-    Returns the new ``low``, ``bits`` and ``wanted`` for the keys with that digit, and their number.
+    Returns the new ``low``, ``bits`` and ``rank`` for the keys with that digit, and their number.
     """
-    position, above, inside = shared_scan.find_bin_of_rank(memory, BINS, SCRATCH, wanted, 1 << DIGIT, INTERPRETED)
+    position, above, inside = shared_scan.find_bin_of_rank(memory, BINS, SCRATCH, rank, 1 << DIGIT)
     shift = tl.maximum(bits - DIGIT, 0)
     digit = (1 << (bits - shift)) - 1 - position
-    return low + (digit.to(tl.int64) << shift), shift, wanted - above, inside
+    return low + (digit.to(tl.int64) << shift), shift, rank - above, inside

@@ -29,7 +29,7 @@ from flashlatte.ops.topk.hopper.shared_layout import COUNTER, num_words
 from flashlatte.ops.topk.hopper.store_largest import select_largest, store_in_order
 from flashlatte.ops.topk.order import TopkOutputs, TopkRows, ordered, row_range, store_all
 from flashlatte.runtime.triton_internals import ClusterLaunch
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
 
 class TopkConfig(NamedTuple):
@@ -55,24 +55,22 @@ class TopkConfig(NamedTuple):
     prefetch: bool
     ctas: int
     overlapped: bool
-    interpreted: bool
 
 
 def topk_kernel(
     rows: TopkRows,
     outputs: TopkOutputs,
     interpreted_memory,
-    wanted: tl.int32,
+    target: tl.int32,
     CONFIG: tl.constexpr,
 ):
     """Each cluster of CTAs processes one row.
 
-    ``wanted``: target number of candidates, more than k and fewer than the capacity. ``interpreted_memory``: int32 in
+    ``target``: target number of candidates, more than k and fewer than the capacity. ``interpreted_memory``: int32 in
         place of shared memory in Triton's interpreter, else None.
     """
     CAPACITY: tl.constexpr = CONFIG.capacity
     CTAS: tl.constexpr = CONFIG.ctas
-    INTERPRETED: tl.constexpr = CONFIG.interpreted
     if CONFIG.overlapped:
         gdc_wait()
         gdc_launch_dependents()
@@ -92,19 +90,19 @@ def topk_kernel(
 
     if length <= k:
         if cta == 0:
-            store_all(entries, index_row, value_row, tl.arange(0, CAPACITY), length, k, INTERPRETED)
+            store_all(entries, index_row, value_row, tl.arange(0, CAPACITY), length, k)
     else:
         begin, stop = column_range(cta, length, CONFIG.block, CTAS)
         row = TopkRow(rows.logits, first, length, begin, stop)
-        low, count, source = list_candidates(row, k, wanted, memory, CONFIG)
+        low, count, source = list_candidates(row, k, target, memory, CONFIG)
         if is_sufficient(count, k, CAPACITY):
             valid = tl.arange(0, CAPACITY) < count
-            bits, column = load_candidates(memory, source, valid, CTAS, INTERPRETED)
+            bits, column = load_candidates(memory, source, valid, CTAS)
             if CTAS > 1:
                 shared_words.cluster_arrive()
             keys = ordered(bits.to(tl.float32, bitcast=True), valid)
-            selected = select_largest(keys, column, valid, low, length, k, memory, INTERPRETED)
-            store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS, INTERPRETED)
+            selected = select_largest(keys, column, valid, low, length, k, memory)
+            store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS)
             if CTAS > 1:
                 # A CTA must not exit before all CTAs have read its list.
                 shared_words.cluster_wait()
@@ -112,7 +110,7 @@ def topk_kernel(
             # A CTA must not exit before all CTAs have read its counter.
             sync_row(CTAS)
             if cta == 0:
-                store_largest_of_row(entries, index_row, value_row, length, k, memory, CONFIG.masked_block, INTERPRETED)
+                store_largest_of_row(entries, index_row, value_row, length, k, memory, CONFIG.masked_block)
 
 
 @triton.jit
@@ -127,7 +125,7 @@ def column_range(cta, length, BLOCK: tl.constexpr, CTAS: tl.constexpr):
 
 
 @triton.jit
-def list_candidates(row, k, wanted, memory, CONFIG: tl.constexpr):
+def list_candidates(row, k, target, memory, CONFIG: tl.constexpr):
     """Build the list of candidates of a row. The threshold comes from a small sample, and if the list is not
     sufficient, from a larger one.
 
@@ -137,26 +135,25 @@ def list_candidates(row, k, wanted, memory, CONFIG: tl.constexpr):
     """
     CAPACITY: tl.constexpr = CONFIG.capacity
     SAMPLE_BLOCK: tl.constexpr = CONFIG.sample_block
-    INTERPRETED: tl.constexpr = CONFIG.interpreted
     low = tl.full([], NEGATIVE_INFINITY, tl.int64)
     count = tl.zeros([], tl.int32)
     source = tl.zeros([CAPACITY], tl.int32)
-    enough = sample_size(row.length, wanted)
+    enough = sample_size(row.length, target)
     sample = tl.minimum(enough, CONFIG.first_sample)
     retry = True
     while retry:
         if CONFIG.prefetch:  # in flight while the sample is processed
             loaded = load_first_block(row, CONFIG.block)
-        shared_words.store(memory, COUNTER, tl.full([], 0, tl.int32), row.length > 0, INTERPRETED)
+        shared_words.store(memory, COUNTER, tl.full([], 0, tl.int32), row.length > 0)
         if row.length > CAPACITY:
             entries = row.logits + row.first
-            low = estimate_threshold(entries, row.length, wanted, sample, memory, SAMPLE_BLOCK, INTERPRETED)
+            low = estimate_threshold(entries, row.length, target, sample, memory, SAMPLE_BLOCK)
         tl.debug_barrier()
         if not CONFIG.prefetch:
             loaded = load_first_block(row, CONFIG.block)
         append_candidates(row, value_of(low), loaded, memory, CONFIG)
         sync_row(CONFIG.ctas)
-        count, source = locate_candidates(memory, CAPACITY, CONFIG.ctas, INTERPRETED)
+        count, source = locate_candidates(memory, CAPACITY, CONFIG.ctas)
         retry = (sample < enough) & (is_sufficient(count, k, CAPACITY) == 0)
         sample = enough
         if retry:

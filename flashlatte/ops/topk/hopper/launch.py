@@ -48,12 +48,11 @@ def topk(params: TopkParams) -> None:
         prefetch=rows <= sms,
         ctas=ctas,
         overlapped=overlapped,
-        interpreted=interpreting,
     )
     KERNELS[ctas][(rows,)](
         *records_of(params),
         interpreted_memory=torch.empty(num_words(capacity), dtype=torch.int32) if interpreting else None,
-        wanted=int(TARGET_FILL * capacity),
+        target=int(TARGET_FILL * capacity),
         CONFIG=config,
         num_warps=warps,
         maxnreg=registers,

@@ -1,8 +1,5 @@
 """Select the k largest of a row's candidates in registers, and store them in ascending order of their columns."""
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton
@@ -14,51 +11,40 @@ from flashlatte.ops.topk.hopper.shared_layout import BEFORE, BITMAP, BITMAP_WORD
 
 
 @triton.jit
-def select_largest(keys, column, valid, low, length, k, memory, INTERPRETED: tl.constexpr):
+def select_largest(keys, column, valid, low, length, k, memory):
     """Which candidates are the k largest. At least k candidates have keys >= ``low`` (int64)."""
     highest = tl.max(keys, axis=0).to(tl.int64)
-    bits = shared_words.bit_length((highest - low).to(tl.int32), INTERPRETED)
-    low, wanted, inside = _kth_largest(keys, valid, low, bits, k, memory, INTERPRETED)
+    bits = shared_words.bit_length((highest - low).to(tl.int32))
+    low, rank, inside = _kth_largest(keys, valid, low, bits, k, memory)
     kth_key = low.to(tl.int32)
     last_tie = length
-    if inside != wanted:
+    if inside != rank:
         # Of the entries that equal the k-th, select the lowest columns: the largest values of -column.
-        bits = shared_words.bit_length(length, INTERPRETED)
+        bits = shared_words.bit_length(length)
         ties = valid & (keys == kth_key)
-        low, _, _ = _kth_largest(-column, ties, -length.to(tl.int64), bits, wanted, memory, INTERPRETED)
+        low, _, _ = _kth_largest(-column, ties, -length.to(tl.int64), bits, rank, memory)
         last_tie = -low.to(tl.int32)
     return valid & ((keys > kth_key) | ((keys == kth_key) & (column <= last_tie)))
 
 
 @triton.jit
-def _kth_largest(keys, valid, low, bits, k, memory, INTERPRETED: tl.constexpr):
+def _kth_largest(keys, valid, low, bits, k, memory):
     """A key from ``low`` to ``low + 2^bits - 1`` that exactly k keys reach, or the k-th largest key if there is none.
 
     Returns the key and, of the keys that are not distinguished from it, how many are among the k largest, and how many
     exist.
     """
-    wanted = k
+    rank = k
     inside = k + 1
-    while (bits > 0) & (inside != wanted):
-        clear_bins(memory, 10, INTERPRETED)
-        count_digits(keys, valid, low, bits, memory, 10, INTERPRETED)
-        low, bits, wanted, inside = resolve_digit(low, bits, wanted, memory, 10, INTERPRETED)
-    return low, wanted, inside
+    while (bits > 0) & (inside != rank):
+        clear_bins(memory, 10)
+        count_digits(keys, valid, low, bits, memory, 10)
+        low, bits, rank, inside = resolve_digit(low, bits, rank, memory, 10)
+    return low, rank, inside
 
 
 @triton.jit
-def store_in_order(
-    index_row,
-    value_row,
-    selected,
-    bits,
-    column,
-    begin,
-    stop,
-    memory,
-    CTAS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS: tl.constexpr):
     """Store the selected entries of columns ``begin`` to ``stop``; the output position is the number of selected
     columns below.
 
@@ -70,13 +56,13 @@ def store_in_order(
     word = tl.arange(0, BITMAP_WORDS)
     bit = tl.zeros_like(column) + 1
     for segment in range(begin, stop, SEGMENT):
-        shared_words.store(memory, BITMAP + word, tl.zeros_like(word), word >= 0, INTERPRETED)
+        shared_words.store(memory, BITMAP + word, tl.zeros_like(word), word >= 0)
         tl.debug_barrier()
         offset = column - segment
         stored = selected & (offset >= 0) & (offset < tl.minimum(stop - segment, SEGMENT))
-        shared_words.set_bits(memory, BITMAP + (offset >> 5), bit << (offset & 31), stored, INTERPRETED)
-        before = shared_scan.popcount_prefix_sums(memory, BITMAP, BEFORE, SCRATCH, before, BITMAP_WORDS, INTERPRETED)
-        rank = shared_words.count_bits_before(memory, BITMAP, BEFORE, offset, stored, INTERPRETED)
+        shared_words.set_bits(memory, BITMAP + (offset >> 5), bit << (offset & 31), stored)
+        before = shared_scan.popcount_prefix_sums(memory, BITMAP, BEFORE, SCRATCH, before, BITMAP_WORDS)
+        rank = shared_words.count_bits_before(memory, BITMAP, BEFORE, offset, stored)
         tl.store(index_row + rank, column, mask=stored)
         if value_row is not None:
             tl.store(value_row + rank, bits.to(tl.float32, bitcast=True), mask=stored)

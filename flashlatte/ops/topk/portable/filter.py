@@ -56,16 +56,15 @@ def filter_kernel(
     rows: TopkRows,
     candidates: TopkCandidates,
     first_row: tl.int64,
-    wanted: tl.int32,
+    target: tl.int32,
     PER_REQUEST: tl.constexpr,
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Write the candidates of one chunk of a row in order of column, and their number, which may exceed CAPACITY.
 
-    In rows of at most CAPACITY entries, all are candidates; in longer rows, about ``wanted``.
+    In rows of at most CAPACITY entries, all are candidates; in longer rows, about ``target``.
     """
     program = tl.program_id(0).to(tl.int64)
     row = first_row + program // candidates.chunks
@@ -79,8 +78,8 @@ def filter_kernel(
         position = tl.arange(0, SAMPLE)
         position = (position // RUN) * spread + position % RUN
         inside = position < length
-        sample = ordered(load_values(entries + position, inside, INTERPRETED), inside)
-        cutoff = threshold(sample, (wanted.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
+        sample = ordered(load_values(entries + position, inside), inside)
+        cutoff = threshold(sample, (target.to(tl.int64) * SAMPLE // length).to(tl.int32) + 1)
 
     chunk_length = tl.cdiv(tl.cdiv(length, candidates.chunks), RUN) * RUN
     begin = (program % candidates.chunks).to(tl.int32) * chunk_length
@@ -89,12 +88,12 @@ def filter_kernel(
     column_places = candidates.columns + program * CAPACITY
     count = tl.zeros([], tl.int32)
     column = begin + tl.arange(0, BLOCK)
-    values = load_values(entries + column, column < stop, INTERPRETED)
+    values = load_values(entries + column, column < stop)
     for block in range(begin, stop, BLOCK):
         column = block + tl.arange(0, BLOCK)
         keys = ordered(values, column < stop)
         # The next block is loaded while this one is counted.
-        values = load_values(entries + (column + BLOCK), column + BLOCK < stop, INTERPRETED)
+        values = load_values(entries + (column + BLOCK), column + BLOCK < stop)
         passes = (keys >= cutoff).to(tl.int32)
         ranks = tl.cumsum(passes, axis=0)
         position = count + ranks - passes

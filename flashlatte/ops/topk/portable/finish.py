@@ -34,7 +34,6 @@ def finish_kernel(
     SPLIT: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """If candidates are None, rows have at most CAPACITY entries. SPLIT: rows have several chunks of candidates."""
     program = tl.program_id(0).to(tl.int64)
@@ -50,11 +49,11 @@ def finish_kernel(
 
     position = tl.arange(0, CAPACITY)
     if length <= k:
-        store_all(entries, index_row, value_row, position, length, k, INTERPRETED)
+        store_all(entries, index_row, value_row, position, length, k)
     elif candidates.keys is None:
-        keys = ordered(load_values(entries + position, position < length, INTERPRETED), position < length)
+        keys = ordered(load_values(entries + position, position < length), position < length)
         chosen, rank = places_of_largest(keys, k)
-        store_chosen(entries, index_row, value_row, chosen, rank, position, INTERPRETED)
+        store_chosen(entries, index_row, value_row, chosen, rank, position)
     else:
         # [CAPACITY]: indices of the concatenated candidates of all chunks
         source = position
@@ -74,9 +73,9 @@ def finish_kernel(
             keys = tl.load(candidates.keys + base + source, mask=taken, other=OUTSIDE)
             chosen, rank = places_of_largest(keys, k)
             columns = tl.load(candidates.columns + base + source, mask=chosen, other=0)
-            store_chosen(entries, index_row, value_row, chosen, rank, columns, INTERPRETED)
+            store_chosen(entries, index_row, value_row, chosen, rank, columns)
         else:
-            store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK, INTERPRETED)
+            store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK)
 
 
 @triton.jit
@@ -95,11 +94,11 @@ def places_of_largest(keys, k):
 
 
 @triton.jit
-def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.constexpr):
     """Select the k largest of ``length`` > k entries by radix: one pass for every eight bits of the keys, and one to
     write."""
     settled = tl.zeros([], tl.int64)
-    wanted = k
+    rank = k
     digit = tl.arange(0, DIGITS)
     for step in range(4):
         shift = 24 - 8 * step
@@ -107,30 +106,30 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         for block in range(0, length, BLOCK):
             column = block + tl.arange(0, BLOCK)
             inside = column < length
-            keys = ordered(load_values(entries + column, inside, INTERPRETED), inside)
+            keys = ordered(load_values(entries + column, inside), inside)
             digits = (keys ^ OUTSIDE).to(tl.uint32, bitcast=True) >> shift
             undecided = inside & ((digits >> 8) == settled.to(tl.uint32))
             histogram += tl.histogram((digits & 255).to(tl.int32), DIGITS, mask=undecided)
         # Entries with this digit or a higher one.
         reaching = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
-        chosen = tl.max(tl.where(reaching >= wanted, digit, 0), axis=0)
-        wanted -= tl.sum(tl.where(digit == chosen, reaching - histogram, 0), axis=0)
+        chosen = tl.max(tl.where(reaching >= rank, digit, 0), axis=0)
+        rank -= tl.sum(tl.where(digit == chosen, reaching - histogram, 0), axis=0)
         settled = settled * 256 + chosen
     cutoff = (settled - 0x80000000).to(tl.int32)
 
-    # ``wanted`` of the entries that equal the k-th are taken, the first ones.
+    # ``rank`` of the entries that equal the k-th are taken, the first ones.
     above_before = tl.zeros([], tl.int32)
     ties_before = tl.zeros([], tl.int32)
     for block in range(0, length, BLOCK):
         column = block + tl.arange(0, BLOCK)
         inside = column < length
-        keys = ordered(load_values(entries + column, inside, INTERPRETED), inside)
+        keys = ordered(load_values(entries + column, inside), inside)
         above = (keys > cutoff).to(tl.int32)
         ties = (keys == cutoff).to(tl.int32)
         above_ranks = above_before + tl.cumsum(above, axis=0) - above
         ties_ranks = ties_before + tl.cumsum(ties, axis=0) - ties
-        chosen = (above == 1) | ((ties == 1) & (ties_ranks < wanted))
-        position = above_ranks + tl.minimum(ties_ranks, wanted)
-        store_chosen(entries, index_row, value_row, chosen, position, column, INTERPRETED)
+        chosen = (above == 1) | ((ties == 1) & (ties_ranks < rank))
+        position = above_ranks + tl.minimum(ties_ranks, rank)
+        store_chosen(entries, index_row, value_row, chosen, position, column)
         above_before += tl.sum(above, axis=0)
         ties_before += tl.sum(ties, axis=0)

@@ -43,8 +43,8 @@ class Regime:
         """Entries of a sample, 4,096 to 16,384: enough for a number of candidates within 20% of the target with high
         probability.
         """
-        wanted = _MIN_RANK * width / (self.fill * capacity)
-        return min(max(1 << max(int(wanted) - 1, 0).bit_length(), 4096), 16384)
+        sample = _MIN_RANK * width / (self.fill * capacity)
+        return min(max(1 << max(int(sample) - 1, 0).bit_length(), 4096), 16384)
 
 
 # The standard error of rank r in a sample is √r: 1/16 for rank 256; five standard errors are rare.
@@ -75,12 +75,11 @@ def topk(params: TopkParams) -> None:
             records_of(params)[0],
             candidates,
             first_row=first_row,
-            wanted=int(regime.fill * capacity),
+            target=int(regime.fill * capacity),
             PER_REQUEST=params.per_request,
             CAPACITY=capacity,
             SAMPLE=4096 if chunks > 1 else regime.sample(width, capacity),
             BLOCK=32 * regime.filter_warps * regime.filter_entries,
-            INTERPRETED=machine.interpreting(),
             num_warps=regime.filter_warps,
         )
         _finish(params, candidates, first_row, count, capacity, warps)
@@ -97,6 +96,5 @@ def _finish(
         SPLIT=candidates.chunks > 1,
         CAPACITY=capacity,
         BLOCK=capacity // 4,
-        INTERPRETED=machine.interpreting(),
         num_warps=warps,
     )

@@ -7,7 +7,6 @@ middle values. ``split_kv.work`` splits the keys of all requests over CTAs.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from flashlatte.kernels.triton.turboquant import RecordCache
 from flashlatte.ops.turboquant_decode.portable.records import load_keys, load_norms, load_values, records_at, section
 from flashlatte.ops.turboquant_decode.portable.words import keep_tables, key_dims, value_dims, value_unit
 from flashlatte.runtime.kernel_records import Int32, Pointer
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 from flashlatte.split_kv import device
 from flashlatte.split_kv.device import KeyLengths, SplitGrid
 from flashlatte.split_kv.outputs import Outputs
@@ -67,12 +66,12 @@ class TileOfRows(NamedTuple):
     Attributes:
         q: [D, BLOCK_M], in the order of ``key_dims``.
         scale: [BLOCK_M], scales dot products to base-2 scores.
-        last_seen: [BLOCK_M], the last visible key of each row, if CAUSAL.
+        last_visible: [BLOCK_M], the last visible key of each row, if CAUSAL.
     """
 
     q: Any
     scale: Any
-    last_seen: Any
+    last_visible: Any
 
 
 @triton.jit
@@ -133,7 +132,7 @@ def _attend(
             scores = _times_each(scores, load_norms(records, form), squares)
         visible = exists[:, None]
         if CAUSAL:
-            visible = visible & (keys[:, None] <= rows.last_seen[None, :])
+            visible = visible & (keys[:, None] <= rows.last_visible[None, :])
         scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=0))
@@ -242,7 +241,7 @@ def turboquant_decode_kernel(
             request_rows = item64 * query.tokens * query.heads + query_row
             pointers = query.rotated + (request_rows * D)[None, :] + q_dims[:, None]
             q_tile = tl.load(pointers, mask=in_rows[None, :], other=0.0)  # [D, BLOCK_M]
-            if FORM.interpreted:
+            if INTERPRETED:
                 q_tile = q_tile.to(tl.float32)
             scale = tl.load(query.row_scale + request_rows, mask=in_rows, other=1.0)
             values, lse2 = _attend(

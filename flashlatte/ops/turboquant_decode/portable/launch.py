@@ -79,7 +79,7 @@ def turboquant_decode(params: TurboQuantDecodeParams) -> None:
     launch_plan = make_plan(gpu, machine.num_sms(device), batch, s_q * heads, h_kv, head_dim, page_size, max_pages)
     config, split = launch_plan.config, launch_plan.split
     packed, native = gpu in NVIDIA and head_dim >= _SMALLEST_PACKED, converts_e4m3(device)
-    records, form = records_of(cache, layout, 8, native=native, interpreted=gpu == "interpreter")
+    records, form = records_of(cache, layout, 8, native=native)
     has_usual_stride = records.stride_token * form.align in _usual_token_strides(layout, h_kv)
     step = TurboQuantStep(
         block_m=config.block_m,
@@ -105,7 +105,6 @@ def turboquant_decode(params: TurboQuantDecodeParams) -> None:
         D=head_dim,
         ROTATES=layout.rotates,
         Q_ALIGN=q_align,
-        INTERPRETED=form.interpreted,
         BLOCK_R=_ROTATED_ROWS,
         num_warps=_ROTATING_WARPS,
     )
@@ -120,7 +119,7 @@ def turboquant_decode(params: TurboQuantDecodeParams) -> None:
         STEP=step,
         FORM=form,
         CAUSAL=params.causal and s_q > 1,
-        SPLIT=split_config(split, step.block_n, out_align, interpreted=form.interpreted),
+        SPLIT=split_config(split, step.block_n, out_align),
         num_warps=config.num_warps,
     )
     if scratch is not None:

@@ -1,7 +1,7 @@
 """Preparation of queries: rotated if the keys are, and in fp16 with a scale per row."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.turboquant import hadamard
 from flashlatte.runtime.kernel_records import Int64, Pointer
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
 
 class TurboQuantQuery(NamedTuple):
@@ -36,7 +36,6 @@ def rotate_queries_kernel(
     D: tl.constexpr,
     ROTATES: tl.constexpr,
     Q_ALIGN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """``rotated`` [rows, D] · ``row_scale`` [rows] is q, or q times the Hadamard matrix of 1 and -1, times ``factor``.
@@ -52,7 +51,7 @@ def rotate_queries_kernel(
     col = tl.arange(0, D)[None, :]
     x = tl.load(query.q + offset[:, None] * Q_ALIGN + col, mask=valid[:, None], other=0.0)  # [BLOCK_R, D]
     if INTERPRETED:
-        x = to_float32(x, INTERPRETED)
+        x = to_float32(x)
     y = tl.dot(x, hadamard(D, x.dtype), input_precision="ieee") if ROTATES else x.to(tl.float32)
     exponent = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1) >> 23
     # The power of two and its reciprocal must be normal numbers.

@@ -1,8 +1,7 @@
 """Loading of records by 32-bit words, at any alignment."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import e4m3_to_float
 from flashlatte.kernels.triton.turboquant import centroids_of, load_codes
 from flashlatte.ops.turboquant_decode.portable.words import e4m3_operand, key_operand, spread, value_operand
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 
 class Records(NamedTuple):
@@ -151,7 +151,7 @@ def load_keys(records, part, form: tl.constexpr, PACKED: tl.constexpr):
 
     PACKED: codes are unpacked by PTX.
     """
-    operand: tl.constexpr = tl.float32 if form.interpreted else tl.float16
+    operand: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
     if PACKED:
         words = _load_words(records, part, 0, form.key_bits, form)
         if form.key_bits == 8:
@@ -181,7 +181,7 @@ def load_values(records, part, form: tl.constexpr, PACKED: tl.constexpr):
         codes = value_operand(_load_words(records, part, form.value_offset, form.value_bits, form))
     else:
         codes = _codes(records, form.value_offset, form.value_bits, form)
-        codes = codes.to(tl.float32 if form.interpreted else tl.float16)
+        codes = codes.to(tl.float32 if INTERPRETED else tl.float16)
     scale = _load_half(records, form.scale_offset, form)
     minimum = _load_half(records, form.scale_offset + 2, form)
     return tl.trans(codes), scale, minimum

@@ -10,7 +10,7 @@ the other axis, each of 8 threads holds every eighth element.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """Quantization to codes: nearest centroids for keys, uniform steps for values."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from flashlatte.runtime.triton_kernel import INTERPRETED
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def codes_of(x, MIDPOINTS: tl.constexpr):
 
 
 @triton.jit
-def quotient(x, scale, INTERPRETED: tl.constexpr):
+def quotient(x, scale):
     """x / scale of float32 x [BLOCK_R, D] and scale [BLOCK_R, 1], correctly rounded.
 
     A multiplication by the reciprocal and one correction step: two FMAs instead of the eight instructions and a branch

@@ -7,8 +7,7 @@ and records written without shared memory.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from flashlatte.kv_cache.turboquant import LARGEST_HALF, NORM_EPSILON, SMALLEST_
 from flashlatte.ops.turboquant_store.portable.codes import codes_of, quotient
 from flashlatte.ops.turboquant_store.portable.records import column_dims, eights, pack, store, store_bytes, store_codes
 from flashlatte.runtime.kernel_records import Int32
-from flashlatte.runtime.triton_kernel import kernel
+from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
 _NORM_EPSILON, _SMALLEST_VALUE_SCALE = tl.constexpr(NORM_EPSILON), tl.constexpr(SMALLEST_VALUE_SCALE)
 _LARGEST_HALF = tl.constexpr(LARGEST_HALF)
@@ -108,7 +107,7 @@ def _store_values(record, x, valid, form: tl.constexpr, step: tl.constexpr):
     is_finite = _is_finite(x) if step.in_order else maximum * 0.0 + minimum * 0.0 == 0
     scale = tl.maximum(tl.div_rn(maximum - minimum, LARGEST * 1.0), _SMALLEST_VALUE_SCALE)
     # At most LARGEST, except in a row that is not finite, whose codes are undefined.
-    steps = (quotient(x - minimum[:, None, None], scale[:, None, None], form.interpreted) + 0.5).to(tl.int32)
+    steps = (quotient(x - minimum[:, None, None], scale[:, None, None]) + 0.5).to(tl.int32)
     scale_half = _half(scale, is_finite)
     if step.shifted:
         words = pack(steps, 4)
@@ -146,7 +145,7 @@ def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.const
     """Store a program's tiles, of values or of keys."""
     tokens = step.block // tiles.heads
     IS_ROTATED: tl.constexpr = not VALUES and form.key_bits < 8
-    matrix = _matrix(tl.float32 if form.interpreted else rows.start.dtype.element_ty, VALUES, form, step)
+    matrix = _matrix(tl.float32 if INTERPRETED else rows.start.dtype.element_ty, VALUES, form, step)
     dims = tl.arange(0, form.head_dim)
     row = tl.arange(0, step.block)
     row_token, row_head = (row // tiles.heads).to(tl.int64), (row % tiles.heads).to(tl.int64)
@@ -164,8 +163,8 @@ def _store_tiles(rows, cache, slots, tiles, VALUES: tl.constexpr, form: tl.const
         valid, page, offset = locate_slots(slots, token, step.wide)
         in_page = offset * cache.stride_token + (first_head + row_head) * cache.stride_head
         record = cache.start + (page * cache.stride_page + in_page) * form.align
-        if form.interpreted:
-            x = to_float32(x, form.interpreted)
+        if INTERPRETED:
+            x = to_float32(x)
         if not VALUES and form.key_bits == 8:
             codes = float_to_e4m3(x.to(tl.float32), form.native)
             tl.store(record[:, None] + dims[None, :], codes, mask=valid[:, None])

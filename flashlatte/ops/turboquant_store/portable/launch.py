@@ -25,14 +25,14 @@ REGISTERS = 128
 def turboquant_store(params: TurboQuantStoreParams) -> None:
     key, value, cache, layout = params.key, params.value, params.cache, params.layout
     heads, head_dim = key.shape[1:]
-    device, interpreted = key.device, machine.interpreting()
-    block = BLOCK_R if not interpreted else 16
+    device = key.device
+    block = 16 if machine.interpreting() else BLOCK_R
     # A tile has the same heads of some tokens. Its number of heads is the largest power of two that divides h_kv.
     tile_heads = min(heads & -heads, block)
     tiles = cdiv(params.slot_mapping.shape[0], block // tile_heads) * (heads // tile_heads)
     align = min(row_alignment(rows, 0, 1) for rows in (key, value))
     # Records have an even number of bytes, so fp16 values are aligned if heads are.
-    records, form = records_of(cache, layout, 8, native=converts_e4m3(device), interpreted=interpreted)
+    records, form = records_of(cache, layout, 8, native=converts_e4m3(device))
     slots = slots_of(params.slot_mapping, cache)
     is_nvidia = gpu_class(device) in NVIDIA
     in_order = key.element_size() == 4

@@ -41,7 +41,7 @@ class FewRowsRequest(NamedTuple):
 
     split: Any
     scale: Any
-    seen: Any
+    visible: Any
 
 
 class FewRowsState(NamedTuple):
@@ -71,14 +71,14 @@ def _mask(scores, request, page, block, CONFIG: gl.constexpr):
     if CONFIG.box < KEYS:
         absent_boxes = ballot_negative(page)
         absent = absent_boxes != 0
-    if (block * KEYS + KEYS > gl.min(request.seen, 0)) | absent:
+    if (block * KEYS + KEYS > gl.min(request.visible, 0)) | absent:
         key = block * KEYS + gl.arange(0, KEYS, _KEYS)
         if CONFIG.box < KEYS:
             box = gl.arange(0, KEYS, _KEYS) // CONFIG.box
             key = gl.where((absent_boxes >> box) & 1 == 0, key, 2**31 - 1)
         else:
             key = gl.where(absent, 2**31 - 1, key)
-        scores = gl.where(key[:, None] < request.seen[None, :], scores, float("-inf"))
+        scores = gl.where(key[:, None] < request.visible[None, :], scores, float("-inf"))
     return scores
 
 
@@ -128,7 +128,7 @@ def _write_half(values, lse2, split, args, FIRST_COL: gl.constexpr, CONFIG: gl.c
     continues = split.begin > 0
     if (continues == 0) & (split.end == split.steps):
         col = FIRST_COL + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
-        write_out(outputs, split.item, work.group.kv_head, row, col, values, lse2, LATENT, CONFIG.out_align, False)
+        write_out(outputs, split.item, work.group.kv_head, row, col, values, lse2, LATENT, CONFIG.out_align)
         if FIRST_COL == 0:
             write_lse(outputs, split.item, work.group.kv_head, row, lse2)
     elif results.scratch is not None:

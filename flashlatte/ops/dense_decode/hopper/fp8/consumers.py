@@ -33,14 +33,14 @@ class Fp8Request(NamedTuple):
     Attributes:
         split: ``schedule.DenseDecodeSplit``.
         factor: [64], of the scores of each row: softmax_scale · log2(e) and the scales of q and keys.
-        seen_by_all: number of keys that are visible to every row, if their pages are in the cache.
-        seen: [64], number of visible keys of each row.
+        visible_to_all: number of keys that are visible to every row, if their pages are in the cache.
+        visible: [64], number of visible keys of each row.
     """
 
     split: Any
     factor: Any
-    seen_by_all: Any
-    seen: Any
+    visible_to_all: Any
+    visible: Any
 
 
 @gluon.jit
@@ -61,8 +61,8 @@ def _apply_mask(scores, request, page, first_key, latent, CONFIG: gl.constexpr):
     """
     absent = absent_boxes(page, CONFIG)
     any_absent = absent != 0
-    if (first_key + KEYS > request.seen_by_all) | any_absent:
-        scores = mask_scores(scores, request.seen, absent, first_key, CONFIG)
+    if (first_key + KEYS > request.visible_to_all) | any_absent:
+        scores = mask_scores(scores, request.visible, absent, first_key, CONFIG)
         if first_key + KEYS > request.split.length:
             _zero_rows(latent, request.split.length - first_key)
             # Other threads read the values.
@@ -100,8 +100,8 @@ def consume(args, ODD: gl.constexpr, CONFIG: gl.constexpr):
         # See ``producer.load_in_order``.
         if end > begin:
             factor = queries.quantize(args, item, ODD, CONFIG)
-            seen_by_all = length - args.causal_offset
-            request = Fp8Request(split, factor, seen_by_all, gl.minimum(seen_by_all + token, length))
+            visible_to_all = length - args.causal_offset
+            request = Fp8Request(split, factor, visible_to_all, gl.minimum(visible_to_all + token, length))
             state = steps.empty_state()
             for step in range(begin, end):
                 scores = _begin_step(args, request, step, steps_taken, ODD, CONFIG)

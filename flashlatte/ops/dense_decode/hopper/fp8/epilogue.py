@@ -48,7 +48,7 @@ def _write_result(values, row, lse2, split, args, FIRST_COL: gl.constexpr, OUT_A
         in_use, col = gl.broadcast((item_row < outputs.rows)[:, None], col[None, :])
         gl.store(pointers[:, None] + col, values, mask=in_use)
     else:
-        write_out(outputs, split.item, kv_head, item_row, col, values, lse2, LATENT, OUT_ALIGN, False)
+        write_out(outputs, split.item, kv_head, item_row, col, values, lse2, LATENT, OUT_ALIGN)
 
 
 @gluon.jit

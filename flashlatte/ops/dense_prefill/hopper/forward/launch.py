@@ -28,11 +28,9 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
 from flashlatte.ops.dense_prefill.reference import DensePrefillParams, requests_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
-from flashlatte.runtime.tma_descriptors import Address, describe
+from flashlatte.runtime.tma_descriptors import Address, check_rows, describe
 
 _LOG2_E = math.log2(math.e)
-# Alignment of rows that the copies require: 16 bytes, in elements.
-_ALIGN = 8
 # Bytes of keys and values that are in use at the same time: about half of the L2 cache.
 _RESIDENT = 24 << 20
 # Larger than any request, and small enough that sums of positions and windows fit 32 bits.
@@ -124,9 +122,5 @@ def _descriptor(
     cols: int,
 ) -> Any:
     """TMA descriptor of a tensor [tokens, heads, d], for boxes of ``rows`` and ``cols`` of a head."""
-    if address % 16 or any(stride % _ALIGN for stride in strides):
-        raise ValueError(
-            f"{name} must have rows that begin at multiples of 16 bytes for backend='hopper', "
-            f"got address {address:#x}, strides {(*strides, 1)}"
-        )
+    check_rows(name, address, strides)
     return describe(Address(address, dtype), shape, strides, (rows, 1, cols))

@@ -1,8 +1,7 @@
 """The two consumers: the steps of each tile, and its results."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Shared memory, and the arguments of the partitions."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 

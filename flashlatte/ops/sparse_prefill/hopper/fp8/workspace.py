@@ -1,7 +1,7 @@
 """Quantize kv to e4m3 with one power-of-two scale. The scale stays on the device."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -40,11 +40,19 @@ def quantize_keys(kv: torch.Tensor) -> Fp8Keys:
     scale = torch.empty(1, dtype=torch.float32, device=kv.device)
     maxima = torch.empty(_MAXIMA, dtype=torch.float32, device=kv.device)
     programs = min(-(-s_kv // _ROWS), _PROGRAMS_PER_SM * machine.num_sms(kv.device), _MAXIMA)
-    constants = {"ROPE": head_dim - 512, "ROWS": _ROWS, "num_warps": 4}
-    source = token_rows(kv[:, 0])
-    maxima_kernel[(programs,)](source, maxima=maxima, s_kv=s_kv, **constants)
+    source, rope = token_rows(kv[:, 0]), head_dim - 512
+    maxima_kernel[(programs,)](source, maxima=maxima, s_kv=s_kv, ROPE=rope, ROWS=_ROWS, num_warps=4)
     quantize_kernel[(programs,)](
-        source, rows=rows, maxima=maxima, scale=scale, programs=programs, s_kv=s_kv, MAXIMA=_MAXIMA, **constants
+        source,
+        rows=rows,
+        maxima=maxima,
+        scale=scale,
+        programs=programs,
+        s_kv=s_kv,
+        ROPE=rope,
+        ROWS=_ROWS,
+        MAXIMA=_MAXIMA,
+        num_warps=4,
     )
     return Fp8Keys(rows, scale)
 
