@@ -177,3 +177,20 @@ def test_sinks_without_an_indexer():
     impl.forward_mha(query, rows[:, :512], rows[:, None, 512:], cache, batch, torch.ones(()), out)
     scores = scale * query.transpose(0, 1) @ keys.permute(1, 2, 0)
     torch.testing.assert_close(out.view(tokens, heads, 128), with_sink(scores, values.transpose(0, 1), sink))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sinks_of_all_ranks_stay_in_place(monkeypatch, rank):
+    """A CUDA graph reads them after weights were loaded again."""
+    from flashlatte.integrations.vllm.backends import sparse
+
+    group = SimpleNamespace(all_gather=lambda own, dim: torch.cat((own, own + 10), dim))
+    monkeypatch.setattr(sparse, "get_dcp_group", lambda: group)
+    impl = object.__new__(sparse.FlashLatteSparseMLAImpl)
+    impl.sinks, impl.group_sinks, impl.need_to_return_lse_for_decode, impl.dcp_rank = torch.ones(2), None, True, rank
+    impl.process_weights_after_loading(torch.bfloat16)
+    first = impl.group_sinks
+    impl.sinks.mul_(3)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.group_sinks is first
+    assert (first is None) if rank else first.tolist() == [3, 3, 13, 13]
