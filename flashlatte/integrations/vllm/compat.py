@@ -155,6 +155,14 @@ def selects_other_prefill() -> bool:
     return named is not None and named.name != "CUSTOM"
 
 
+def block_size_is_given() -> bool:
+    """Whether the user set the page size of vLLM's current configuration; also if there is none."""
+    from vllm.config import get_current_vllm_config_or_none  # pyright: ignore[reportMissingImports]
+
+    cache = getattr(get_current_vllm_config_or_none(), "cache_config", None)
+    return cache is None or cache.user_specified_block_size
+
+
 def configure_models(
     architectures: Iterable[str],
     before: Callable[[Any, str], None] | None = None,

@@ -60,6 +60,10 @@ NEEDS_CUSTOM = "models with an indexer need --attention-backend CUSTOM"
 # What FLASHLATTE_DECODE_PRECISION needs.
 PRECISION_NEEDS = "a model whose layers all attend to all tokens, without an indexer"
 PRECISION_NEEDS_NO_SINKS = "layers without attention sinks, which are applied by lse"
+SHARED_SPECULATION_UNSUPPORTED = (
+    "FlashLatte supports decode context parallelism with speculative decoding only with --no-async-scheduling: "
+    "requests with drafts run in vLLM's prefill, which takes lengths from the host, and these count rejected drafts too"
+)
 WINDOW_UNSUPPORTED = "its backends for MLA take no sliding windows"
 # By ``model_type``: models that FlashLatte's layer supports, but for which vLLM uses no MLA backend.
 WITHOUT_MLA = {

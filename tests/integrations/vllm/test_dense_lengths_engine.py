@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, MLACommonMetadataBuilder
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from flashlatte.integrations.vllm.backends.dense import FlashLatteMLAImpl, FlashLatteMLAMetadataBuilder
@@ -111,3 +111,23 @@ def test_each_token_attends_to_its_own_past(counts, surplus):
             torch.testing.assert_close(lse[token].double(), scores.logsumexp(-1), atol=1e-5, rtol=0)
             token += 1
     assert token == tokens
+
+
+@pytest.mark.parametrize(
+    ("ranks", "drafts", "asynchronous", "refused"),
+    [(2, 3, True, True), (2, 3, False, False), (2, 0, True, False), (1, 3, True, False)],
+)
+def test_ranks_that_share_contexts_need_lengths_on_the_host(monkeypatch, ranks, drafts, asynchronous, refused):
+    """There, requests with drafts run in vLLM's prefill."""
+    monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", lambda self, *_: setattr(self, "dcp_world_size", ranks))
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace() if drafts else None,
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+    )
+    arguments = (None, ["layer"], config, torch.device("cpu"))
+    if refused:
+        with pytest.raises(ValueError, match="speculative decoding only with --no-async-scheduling"):
+            FlashLatteMLAMetadataBuilder(*arguments)
+    else:
+        made = FlashLatteMLAMetadataBuilder(*arguments)
+        assert made.supports_draft_decode_metadata_update == (ranks == 1)

@@ -177,3 +177,42 @@ def test_sinks_without_an_indexer():
     impl.forward_mha(query, rows[:, :512], rows[:, None, 512:], cache, batch, torch.ones(()), out)
     scores = scale * query.transpose(0, 1) @ keys.permute(1, 2, 0)
     torch.testing.assert_close(out.view(tokens, heads, 128), with_sink(scores, values.transpose(0, 1), sink))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sinks_of_all_ranks_stay_in_place(monkeypatch, rank):
+    """A CUDA graph reads them after weights were loaded again."""
+    from flashlatte.integrations.vllm.backends import sparse
+
+    group = SimpleNamespace(all_gather=lambda own, dim: torch.cat((own, own + 10), dim))
+    monkeypatch.setattr(sparse, "get_dcp_group", lambda: group)
+    impl = object.__new__(sparse.FlashLatteSparseMLAImpl)
+    impl.sinks, impl.group_sinks, impl.need_to_return_lse_for_decode, impl.dcp_rank = torch.ones(2), None, True, rank
+    impl.process_weights_after_loading(torch.bfloat16)
+    first = impl.group_sinks
+    impl.sinks.mul_(3)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.group_sinks is first
+    assert (first is None) if rank else first.tolist() == [3, 3, 13, 13]
+
+
+@pytest.mark.parametrize("others", [(), (16,), (16, 128)])
+def test_pages_of_a_model_with_several_backends(others):
+    """vLLM takes the smallest page size that all support. Index keys and latents are two, and a draft may add one."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.platforms.interface import Platform
+    from vllm.v1.attention.backend import MultipleOf
+
+    from flashlatte.integrations.vllm.backends import dense, indexer, sparse
+
+    config = VllmConfig()
+    ours = [sparse.FlashLatteSparseMLABackend, indexer.FlashLatteIndexerBackend, dense.FlashLatteMLABackend]
+    others = [
+        type("Other", (dense.FlashLatteMLABackend,), {"get_supported_kernel_block_sizes": lambda n=n: [MultipleOf(n)]})
+        for n in others
+    ]
+    pages = 128 if len(others) > 1 else 64
+    assert Platform._preferred_block_size_for_backends(ours + others, 16, config) == pages
+    config.cache_config.user_specified_block_size = True
+    with set_current_vllm_config(config):
+        assert all(backend.supports_block_size(size) for backend in ours for size in (16, 48, 64))

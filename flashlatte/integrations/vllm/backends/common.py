@@ -8,7 +8,7 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import MultipleOf
 
-from flashlatte.integrations.vllm import support
+from flashlatte.integrations.vllm import compat, support
 from flashlatte.ops.concat_mla_q import concat_mla_q
 
 # Whether the result of a request must be bitwise independent of the other requests.
@@ -34,6 +34,9 @@ class CommonBackendMixin:
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
+        if kv_cache_spec is None and not compat.block_size_is_given():
+            # For a model with several backends vLLM takes a size that all support, not the preferred one.
+            return [MultipleOf(support.PAGE_SIZE)]
         return support.page_sizes(None if kv_cache_spec is None else kv_cache_spec.block_size, MultipleOf)
 
     @classmethod

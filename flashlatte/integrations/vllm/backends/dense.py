@@ -119,6 +119,9 @@ class FlashLatteMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         **others: Any,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **others)
+        speculates = getattr(vllm_config, "speculative_config", None) is not None
+        if self.dcp_world_size > 1 and speculates and vllm_config.scheduler_config.async_scheduling:
+            raise ValueError(support.SHARED_SPECULATION_UNSUPPORTED)
         # Not between ranks: vLLM would not advance their lengths.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
         if device.type != "cpu" and self.dcp_world_size == 1:

@@ -260,7 +260,10 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         """Collect the sinks of all ranks' heads on the first rank: a sink counts once in the merged denominator."""
         if self.sinks is not None and self.need_to_return_lse_for_decode:
             sinks = get_dcp_group().all_gather(self.sinks.detach(), dim=0)
-            self.group_sinks = sinks if self.dcp_rank == 0 else None
+            if self.group_sinks is not None:
+                self.group_sinks.copy_(sinks)  # CUDA graphs keep the address when weights are loaded again
+            elif self.dcp_rank == 0:
+                self.group_sinks = sinks
 
     def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
         """vLLM's cache: plain values [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
