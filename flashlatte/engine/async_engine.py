@@ -106,7 +106,8 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
         request_ids: Sequence[str] | None = None,
         cache_salt: str = "",
     ) -> OutputStream:
-        """Queue one request for each prompt, or none if one of them is invalid. The caller closes the returned stream.
+        """Queue one request for each prompt, or none if one of them is invalid. The caller reads the returned stream to
+        its end, or closes it.
 
         Raises:
             TypeError, ValueError: as ``Engine.add``; more outputs than ``max_num_outputs``.

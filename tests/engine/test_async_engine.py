@@ -220,6 +220,17 @@ def test_outputs_beyond_the_queue_are_refused_until_others_are_read():
     run(fill, engine(max_num_seqs=1), max_num_queued=2)
 
 
+def test_a_stream_that_is_read_to_its_end_frees_its_slots():
+    async def read_twice(shared: AsyncEngine) -> None:
+        for _ in range(2):
+            stream = await shared.add([[1, 2], [3]], greedy(NEW))
+            results = [output async for _, output in stream]
+            assert results[-1].finished
+            assert shared.statistics()["accepted"] == 0
+
+    run(read_twice, engine(max_num_seqs=2), max_num_queued=0)
+
+
 def test_a_shutdown_ends_requests_with_words_and_leaves_the_engine_usable():
     served = engine()
 
