@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
     """
 
     def __init__(self, engine: Engine, *, max_num_queued: int = 256) -> None:
+        checks.instance("engine", engine, Engine)
         checks.positive_int("max_num_queued", max_num_queued, or_zero=True)
         self.engine = engine
         self.max_num_outputs = engine.scheduler.max_num_seqs + max_num_queued
@@ -105,7 +106,8 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
         request_ids: Sequence[str] | None = None,
         cache_salt: str = "",
     ) -> OutputStream:
-        """Queue one request for each prompt, or none if one of them is invalid. The caller closes the returned stream.
+        """Queue one request for each prompt, or none if one of them is invalid. The caller reads the returned stream to
+        its end, or closes it.
 
         Raises:
             TypeError, ValueError: as ``Engine.add``; more outputs than ``max_num_outputs``.
@@ -114,6 +116,10 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running" + _reason(self.step_error))
+        if isinstance(prompts, str) or not isinstance(prompts, Collection):
+            raise TypeError(f"prompts must be a sequence of prompts, got {prompts!r}")
+        if request_ids is not None and len(request_ids) != len(prompts):
+            raise ValueError(f"request_ids must be one for each of {len(prompts)} prompts, got {len(request_ids)}")
         params = SamplingParams() if sampling_params is None else sampling_params
         num_outputs = len(prompts) * getattr(params, "n", 1)
         if not 0 < num_outputs <= self.max_num_outputs:

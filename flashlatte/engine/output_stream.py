@@ -12,7 +12,7 @@ class OutputStream(AsyncIterator[tuple[int, RequestOutput]]):
     """Iterates over (index of the request, its result so far), for requests that were added together.
 
     An update of a request replaces the one before it that was not read. ``new_token_ids`` are the tokens since the last
-    result of this request that was read. The iteration ends when all requests have ended.
+    result of this request that was read. The iteration ends, and closes the stream, when all requests have ended.
 
     All methods run in the event loop's thread.
 
@@ -40,10 +40,9 @@ class OutputStream(AsyncIterator[tuple[int, RequestOutput]]):
 
     async def __anext__(self) -> tuple[int, RequestOutput]:
         while not self._latest:
-            if self._error is not None:
-                raise self._error
-            if self.ended or self._closed:
-                raise StopAsyncIteration
+            if self._error is not None or self.ended or self._closed:
+                await self.aclose()
+                raise self._error or StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
         index = next(iter(self._latest))

@@ -93,7 +93,6 @@ class Runner:
             self.host_caches = model.allocate(cache_format, limits.swap_space, limits.page_size, on_host=True)
         self.states = model.allocate_states(limits.num_state_slots)
         self.host_states = model.allocate_states(limits.num_host_states, on_host=True)
-        self._plan = model.planner(cache_format, limits)
         max_num_seqs = limits.max_num_seqs
         # With one size, all decode steps run the same kernels.
         smaller = () if model.batch_invariant else GRAPH_SIZES
@@ -101,12 +100,19 @@ class Runner:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._buffers_of_graphs: object = None
         self._use_graphs = cuda_graphs and model.device.type == "cuda" and model.has_graphs
-        with torch.inference_mode(False), torch.device(model.device):
-            self._tokens = torch.zeros(max(limits.max_num_batched_tokens, max_num_seqs), dtype=torch.int64)
-            # Graphs read this tensor, so it keeps its address.
-            self._rows = torch.arange(max_num_seqs)
-            # The last sampled token by state index.
-            self._last = torch.zeros(max_num_seqs, dtype=torch.int64)
+        try:
+            self._plan = model.planner(cache_format, limits)
+            with torch.inference_mode(False), torch.device(model.device):
+                self._tokens = torch.zeros(max(limits.max_num_batched_tokens, max_num_seqs), dtype=torch.int64)
+                # Graphs read this tensor, so it keeps its address.
+                self._rows = torch.arange(max_num_seqs)
+                # The last sampled token by state index.
+                self._last = torch.zeros(max_num_seqs, dtype=torch.int64)
+        except RuntimeError as error:
+            raise ValueError(
+                "max_num_batched_tokens and max_num_seqs must be of a step that fits the memory, got "
+                f"{limits.max_num_batched_tokens} and {max_num_seqs}"
+            ) from error
         # Allocated for the first request with a penalty.
         self._history: TokenHistory | None = None
         self._free_state_indices: list[int] = []

@@ -44,7 +44,7 @@ def new_requests(
     if isinstance(prompt, str):
         if not hasattr(tokenizer, "encode"):
             raise TypeError("prompt must be tokens for an engine without a tokenizer that encodes, got a string")
-        prompt = tokenizer.encode(prompt)
+        prompt = tokenizer.encode(_checked_text("prompt", prompt))
     if isinstance(prompt, (Set, Mapping)):
         raise TypeError(f"prompt must hold its tokens in order, got {prompt!r}")
     tokens = _checked_tokens("prompt", prompt, model)
@@ -84,7 +84,8 @@ def _checked_sampling(params: SamplingParams, model: PagedModel, tokenizer: Any)
     excluded = (*(params.suppress_tokens or ()), *(params.stop_token_ids or ()), *eos_token_ids)
     if params.min_tokens and not _leaves_token(params, model.vocabulary, excluded):
         raise ValueError("min_tokens must leave a token to choose, and all tokens that are allowed end the output")
-    words = tuple(tokens for word in params.bad_words or () for tokens in _bad_word_tokens(word, tokenizer))
+    texts = [_checked_text("bad_words", word) for word in params.bad_words or ()]
+    words = tuple(tokens for word in texts for tokens in _bad_word_tokens(word, tokenizer))
     for tokens in words:
         _checked_tokens("bad_words", tokens, model)
     return dataclasses.replace(params, _eos_token_ids=tuple(eos_token_ids), _bad_words_token_ids=words)
@@ -150,6 +151,15 @@ def check_options(
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         got = repr(tokenizer) if isinstance(tokenizer, str) else type(tokenizer).__name__
         raise TypeError(f"tokenizer must have decode, as AutoTokenizer.from_pretrained(…) has, got {got}")
+
+
+def _checked_text(name: str, text: str) -> str:
+    """A string that tokenizers can encode, which raise an error without the argument's name for others."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be a string without lone surrogates, got {text!r}") from None
+    return text
 
 
 def _checked_tokens(name: str, values: Iterable[Any], model: PagedModel) -> list[int]:

@@ -51,6 +51,8 @@ def parse_completion(body: bytes, context: ServerContext) -> GenerationJob:
     fields.unsupported("best_of", values.get("n", 1))
     fields.unsupported("suffix", "")
     prompts = _prompts(fields)
+    # Before they are encoded, which takes long for many.
+    context.check_num_outputs(len(prompts), values.get("n", 1), "prompt")
     salt = read_rest(fields)
 
     texts: list[str] = []

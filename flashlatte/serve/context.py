@@ -58,6 +58,13 @@ class ServerContext:
                 404, f"model must be {self.model_name!r}, got {name!r:.200}", param="model", code="model_not_found"
             )
 
+    def check_num_outputs(self, num_prompts: int, n: int, name: str) -> None:
+        """Status 400 for more outputs than the engine accepts at a time. ``name`` is the field of the prompts."""
+        if num_prompts * n > (limit := self.engine.max_num_outputs):
+            param = name if num_prompts > 1 else "n"
+            message = f"{param} must ask for at most {limit} outputs, got {num_prompts * n}"
+            raise ApiError(400, message, param=param)
+
     def room_after(self, prompts: list[list[int]], name: str) -> int:
         """Number of tokens that fit the context after the longest prompt. Status 400 if none does."""
         longest = max(map(len, prompts))

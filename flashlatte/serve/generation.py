@@ -22,9 +22,7 @@ async def start(context: ServerContext, job: GenerationJob) -> OutputStream:
     Raises:
         ApiError: the engine refuses it.
     """
-    if job.num_outputs > (limit := context.engine.max_num_outputs):
-        name = job.prompt_field if len(job.prompts) > 1 else "n"
-        raise ApiError(400, f"{name} must ask for at most {limit} outputs, got {job.num_outputs}", param=name)
+    context.check_num_outputs(len(job.prompts), job.sampling.n, job.prompt_field)
     _check_num_logprobs(job)
     request_ids = [f"{job.form.id_prefix}{job.id}-{number}" for number in range(len(job.prompts))]
     try:

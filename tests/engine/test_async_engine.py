@@ -80,6 +80,31 @@ def test_of_several_prompts_with_an_invalid_one_none_runs(wrong):
     run(refused)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "request_ids", "message"),
+    [
+        ("ab", None, "prompts must be a sequence of prompts, got 'ab'"),
+        (5, None, "prompts must be a sequence of prompts, got 5"),
+        (iter([[1]]), None, "prompts must be a sequence of prompts"),
+        ([[1], [2]], ["one"], "request_ids must be one for each of 2 prompts, got 1"),
+        ([[1]], ["one", "two"], "request_ids must be one for each of 1 prompts, got 2"),
+        ([[1], [2]], ["one", "one"], "request_id must be unique"),
+        ([[1]], [5], "request_id must be a string, got 5"),
+    ],
+)
+def test_arguments_of_another_type_or_length_are_refused_by_name(prompts, request_ids, message):
+    async def wrong(shared: AsyncEngine) -> None:
+        with pytest.raises((TypeError, ValueError), match=message):
+            await shared.add(prompts, greedy(NEW), request_ids=request_ids)
+
+    run(wrong)
+
+
+def test_an_engine_of_another_type_is_refused_by_name():
+    with pytest.raises(TypeError, match="engine must be of type Engine, got str"):
+        AsyncEngine("directory")  # type: ignore[arg-type]
+
+
 def test_a_reader_that_leaves_ends_its_request_alone():
     async def leave(shared: AsyncEngine) -> list[int]:
         async def leaver() -> None:
@@ -193,6 +218,17 @@ def test_outputs_beyond_the_queue_are_refused_until_others_are_read():
         await (await shared.add([prompt(3)], SamplingParams(n=3))).aclose()
 
     run(fill, engine(max_num_seqs=1), max_num_queued=2)
+
+
+def test_a_stream_that_is_read_to_its_end_frees_its_slots():
+    async def read_twice(shared: AsyncEngine) -> None:
+        for _ in range(2):
+            stream = await shared.add([[1, 2], [3]], greedy(NEW))
+            results = [output async for _, output in stream]
+            assert results[-1].finished
+            assert shared.statistics()["accepted"] == 0
+
+    run(read_twice, engine(max_num_seqs=2), max_num_queued=0)
 
 
 def test_a_shutdown_ends_requests_with_words_and_leaves_the_engine_usable():

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine_models import VOCABULARY, chosen_logprobs, generated_by_transformers, greedy, model, prompt
+from support.letters import Letters
 
 from flashlatte.engine import Engine, SamplingParams, runner
 from flashlatte.engine.request import Step
@@ -419,3 +420,18 @@ def test_error_for_a_cache_that_does_not_fit_suggests_changes(name):
         ValueError, match=rf"{name} must fit the host's free memory: of 10000000000000 pages .* about \d+ do"
     ):
         engine(**{name: 10**13})
+
+
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs"])
+def test_error_for_a_step_that_does_not_fit_names_its_sizes(name):
+    with pytest.raises(ValueError, match=rf"{name}.* must be of a step that fits the memory, got .*{10**14}"):
+        engine(**{name: 10**14})
+
+
+@pytest.mark.parametrize(("name", "prompt"), [("prompt", "a\ud800"), ("bad_words", "a")])
+def test_text_that_tokenizers_cannot_encode_is_refused_by_name(name, prompt):
+    params = SamplingParams(bad_words=["a", "b\udfff"]) if name == "bad_words" else None
+    served = engine(tokenizer=Letters())
+    with pytest.raises(ValueError, match=rf"{name} must be a string without lone surrogates, got '.*\\ud"):
+        served.add(prompt, params)
+    assert served.unfinished == 0

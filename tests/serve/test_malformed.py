@@ -146,6 +146,12 @@ def test_fields_of_completions(server, change, param):
     assert refused(server, COMPLETIONS, {**BASE, **change})["param"] == param
 
 
+def test_too_many_prompts_are_refused_before_they_are_encoded(server, monkeypatch):
+    monkeypatch.setattr(server.engine.tokenizer, "encode", lambda *_, **__: pytest.fail("encoded"))
+    error = refused(server, COMPLETIONS, {**BASE, "prompt": ["a"] * 161})
+    assert (error["param"], error["message"]) == ("prompt", "prompt must ask for at most 160 outputs, got 161")
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
