@@ -8,7 +8,13 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs(example, capsys):
+# Training takes ten seconds.
+SLOW = ("train_dsa",)
+MARKED = [pytest.param(path, marks=pytest.mark.full) if path.stem in SLOW else path for path in EXAMPLES]
+
+
+@pytest.mark.parametrize("example", MARKED, ids=lambda path: path.stem)
+def test_the_example_runs(example, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out

@@ -223,19 +223,19 @@ def test_gradcheck(dense):
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         parameter.data.normal_(0.0, 0.3, generator=generator)
-    # Another selection would be a discontinuity.
-    others = {True: [], False: []}
+    weights: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for name, parameter in layer.named_parameters():
-        others[name.startswith("indexer.")].append(parameter)
+        weights[name.startswith("indexer.")].append(parameter)
     hidden = torch.randn(10, 16, generator=generator, dtype=torch.float64)
 
     def results(index: int) -> Any:
         return lambda *_: layer.forward_training(hidden, torch.tensor([0, 7, 7, 10]), 7, dense=dense)[index]
 
     if dense:
-        assert torch.autograd.gradcheck(results(1), others[True], fast_mode=True)
-    layer.indexer.requires_grad_(False)
-    assert torch.autograd.gradcheck(results(0), (hidden.requires_grad_(), *others[False]), fast_mode=True)
+        assert torch.autograd.gradcheck(results(1), weights[True], fast_mode=True)
+    for parameter in weights[True]:
+        parameter.requires_grad_(False)
+    assert torch.autograd.gradcheck(results(0), (hidden.requires_grad_(), *weights[False]), fast_mode=True)
 
 
 @pytest.mark.interpreter

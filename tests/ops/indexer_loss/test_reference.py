@@ -125,8 +125,10 @@ def test_no_loss_where_the_prediction_is_the_target():
 def test_no_queries(dense, s_kv):
     none = torch.zeros(0, dtype=torch.int32)
     seen = {"key_start": none, "key_end": none} if dense else {"indices": none.view(0, 1, 0), "topk_length": none}
-    leaves = [torch.ones(shape).requires_grad_() for shape in ((0, 3, 8), (s_kv, 8), (0, 3))]
-    loss, num_rows = indexer_loss(*leaves, torch.ones(0, 4, 12), torch.ones(s_kv, 1, 12), **seen)
+    index_q, index_k, weights = leaves = [
+        torch.ones(shape).requires_grad_() for shape in ((0, 3, 8), (s_kv, 8), (0, 3))
+    ]
+    loss, num_rows = indexer_loss(index_q, index_k, weights, torch.ones(0, 4, 12), torch.ones(s_kv, 1, 12), **seen)
     assert (loss, num_rows) == (0, 0)
     for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
         assert gradient.equal(torch.zeros_like(leaf))
