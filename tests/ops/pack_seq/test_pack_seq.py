@@ -95,6 +95,7 @@ X, CU = torch.zeros(3, 2), torch.tensor([0, 1, 3])
 PACKED = torch.zeros(2, 2, 4)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_packing_compiles():
     x, cu_seqlens = torch.ones(1, 4), torch.tensor([0, 1])
     compiled = torch.compile(lambda x: pack_seq(x, cu_seqlens, 2, pad_value=2.0), fullgraph=True, backend="eager")
