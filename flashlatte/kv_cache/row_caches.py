@@ -38,7 +38,7 @@ def as_row_cache(
     if layout.head_dim != head_dim:
         raise ValueError(f"cache of format {layout.name} must take rows of {head_dim}, got {layout.head_dim}")
     check_scale_rounding(layout, scale_rounding)
-    checks.not_expanded("cache", cache)
+    checks.writable("cache", cache)
     if cache.device != device:
         raise ValueError(f"cache must be on {device} like the other arguments, got {cache.device}")
     return cache, layout

@@ -101,9 +101,9 @@ def output(
     unit_last_stride: bool = True,
     may_be_empty: int = 0,
 ) -> torch.Tensor:
-    """``tensor`` for a tensor that is written to: no two of its elements may share memory."""
+    """``tensor`` for a tensor that is ``writable``."""
     value = tensor(name, value, shape, dtypes, device, unit_last_stride=unit_last_stride, may_be_empty=may_be_empty)
-    not_expanded(name, value)
+    writable(name, value)
     return value
 
 
@@ -166,8 +166,10 @@ def _address(x: torch.Tensor) -> int:
         return 0
 
 
-def not_expanded(name: str, value: torch.Tensor) -> None:
-    """Check that no two elements of an output share memory."""
+def writable(name: str, value: torch.Tensor) -> None:
+    """Check that a kernel can write to a tensor: no two elements share memory, and none is stored negated."""
+    if not torch.compiler.is_compiling() and value.is_neg():
+        raise ValueError(f"{name} must not be a negated view, such as the imaginary part of a conjugate")
     expanded = any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
     if expanded and value.numel() > 0:
         raise ValueError(f"{name} must not be an expanded tensor, got strides {value.stride()}")

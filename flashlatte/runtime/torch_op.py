@@ -95,7 +95,8 @@ def _isolated(function: Callable[..., Any], mutates: Sequence[str]) -> Callable[
     """``function`` without autocast and autograd, and with the versions of its outputs incremented.
 
     Autocast would lower the reference's float32 precision. Autograd would record the reference's operations but no
-    kernel; a differentiable operation has its own backward. PyTorch does not see the writes of kernels.
+    kernel; a differentiable operation has its own backward. PyTorch does not see the writes of kernels. Outside of
+    inference mode it refuses those of references to inference tensors, so references run in it.
     """
     positions = _positions(function, mutates)
 
@@ -107,6 +108,8 @@ def _isolated(function: Callable[..., Any], mutates: Sequence[str]) -> Callable[
             for device_type in _AUTOCAST:
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
+            if any(tensor.is_inference() for tensor in _tensors_at(positions, args)):
+                stack.enter_context(torch.inference_mode())
             result = function(*args, **kwargs)
         if positions:
             record_writes(_tensors_at(positions, args))

@@ -155,6 +155,12 @@ def test_an_output_has_a_place_for_every_element():
         checks.output("out", torch.empty(1, 3).expand(2, 3), (2, 3), (torch.float32,))
 
 
+def test_an_output_is_not_stored_negated():
+    imaginary = torch.zeros(3, 1, dtype=torch.complex64).conj().imag
+    with pytest.raises(ValueError, match=r"^out must not be a negated view, such as the imaginary part of a conj"):
+        checks.output("out", imaginary, (3, 1), (torch.float32,))
+
+
 @pytest.mark.parametrize("value", [-1e-6, math.inf, math.nan, 1e39])
 def test_epsilon(value):
     assert checks.epsilon("eps", 0) == 0.0

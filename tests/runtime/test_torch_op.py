@@ -45,6 +45,17 @@ def test_autocast_takes_no_precision_from_a_gradient():
         assert gradient().equal(expected)
 
 
+def test_an_operation_writes_to_inference_tensors_outside_of_inference_mode():
+    k_rope, rows = torch.ones(2, 64), torch.ones(2, 32)
+    arguments = {"slot_mapping": torch.arange(2), "positions": torch.arange(2), "cos_sin": torch.full((2, 64), 0.5)}
+    with torch.inference_mode():
+        of_inference = kv_cache.allocate("fp32", 1, 2, head_dim=96), k_rope.clone()
+    for cache, rope in ((kv_cache.allocate("fp32", 1, 2, head_dim=96), k_rope), of_inference):
+        kv_cache.rope_write(cache, latent=rows, k_rope=rope, interleaved=True, **arguments)
+        assert rope[0, :4].tolist() == [0.0, 1.0, 0.0, 1.0]
+        assert torch.equal(cache[0, :, 0, 32:], rope)
+
+
 def written_sums(compiled: object, layer: int) -> list[float]:
     """Sums of each layer's cache, after writing rows of ones to one of them."""
     caches = torch.zeros(3, 4, 16, 1, 576)

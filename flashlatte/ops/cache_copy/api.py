@@ -48,7 +48,7 @@ def copy_blocks(
     every = [caches] if isinstance(caches, torch.Tensor) else list(caches)
     for cache in every:
         _check_paged("caches", cache)
-        checks.not_expanded("caches", cache)
+        checks.writable("caches", cache)
     # All pairs are checked before any page is written. Iterators are converted to lists first, because each cache reads
     # them.
     src_pages, dst_pages = _as_list(src_pages), _as_list(dst_pages)
@@ -84,7 +84,7 @@ def swap_blocks(
     """
     _check_paged("src_cache", src_cache)
     _check_paged("dst_cache", dst_cache)
-    checks.not_expanded("dst_cache", dst_cache)
+    checks.writable("dst_cache", dst_cache)
     if src_cache.dtype != dst_cache.dtype:
         raise TypeError(
             f"dst_cache must have src_cache's dtype {checks.dtype_names([src_cache.dtype])}, "

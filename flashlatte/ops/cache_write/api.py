@@ -51,7 +51,7 @@ def cache_write(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
-    checks.not_expanded("cache", cache)
+    checks.writable("cache", cache)
     device = cache.device
     checks.tensor("x", x, ("T", "width"), checks.FLOAT_DTYPES, device, may_be_empty=1)
     if rope is not None:

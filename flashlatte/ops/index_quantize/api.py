@@ -46,6 +46,7 @@ def index_quantize(
     checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1)
     check_head_dim("k", k.shape[1])
     cache, layout = as_index_cache(cache, k.shape[1], device=k.device)
+    checks.writable("cache", cache)
     checks.choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
     check_slots(slot_mapping, cache, "k", k.shape[0])
     gradients.warn_if_dropped(QUANTIZE, k)

@@ -55,9 +55,10 @@ def latent_rows(
     """
     checks.tensor("kv_a", kv_a, ("T", "latent + rope"), checks.FLOAT_DTYPES, may_be_empty=1)
     device, dtype, tokens = kv_a.device, kv_a.dtype, kv_a.shape[0]
-    _check_rotary(rotary, tokens, device)
-    rope_dim = rotary.table.shape[1]
+    rope_dim = _check_rotary(rotary, tokens, device)
     latent_dim = kv_a.shape[1] - rope_dim
+    if latent_dim < 1:
+        raise ValueError(f"kv_a must be wider than rotary.table's {rope_dim}, got {kv_a.shape[1]}")
     checks.tensor("weight", weight, (latent_dim,), (dtype,), device)
     eps, q_eps = checks.epsilon("eps", eps), checks.epsilon("q_eps", q_eps)
     if (q_a is None) != (q_weight is None):
@@ -121,9 +122,11 @@ def rotate_heads(x: torch.Tensor, rotary: Rotary, out: torch.Tensor, *, backend:
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
     """
-    checks.tensor("x", x, ("T", "h", rotary.table.shape[1]), checks.FLOAT_DTYPES, may_be_empty=1)
+    checks.tensor("x", x, ("T", "h", "rope"), checks.FLOAT_DTYPES, may_be_empty=1)
+    rope_dim = _check_rotary(rotary, x.shape[0], x.device)
+    if x.shape[2] != rope_dim:
+        raise ValueError(f"x must be as wide as rotary.table, {rope_dim}, got {x.shape[2]}")
     checks.output("out", out, tuple(x.shape), checks.FLOAT_DTYPES, x.device)
-    _check_rotary(rotary, x.shape[0], x.device)
     backend = dispatch.select(
         dispatch.CallSpec(ROTATE_HEADS, x.device, x.dtype, head_dim=x.shape[2], h_q=x.shape[1]), backend
     )
@@ -158,6 +161,11 @@ def _rotate(
     rotate_heads(x, table, positions, interleaved, out)
 
 
-def _check_rotary(rotary: Rotary, tokens: int, device: torch.device) -> None:
-    checks.tensor("rotary.table", rotary.table, ("positions", "rope"), (torch.float32,), device)
+def _check_rotary(rotary: Rotary, tokens: int, device: torch.device) -> int:
+    """The width of the rotated part."""
+    checks.instance("rotary", rotary, Rotary)
+    table = checks.tensor("rotary.table", rotary.table, ("positions", "rope"), (torch.float32,), device)
+    if table.shape[1] % 2:
+        raise ValueError(f"rotary.table must have an even width, got {table.shape[1]}")
     checks.indices("rotary.positions", rotary.positions, (tokens,), device)
+    return table.shape[1]

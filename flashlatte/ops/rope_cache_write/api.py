@@ -60,7 +60,7 @@ def rope_cache_write(
         TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
-    checks.not_expanded("cache", cache)
+    checks.writable("cache", cache)
     device = cache.device
     checks.tensor("latent", latent, ("T", "latent_dim"), checks.FLOAT_DTYPES, device, may_be_empty=1)
     tokens, dtype = latent.shape[0], (latent.dtype,)

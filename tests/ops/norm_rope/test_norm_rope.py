@@ -116,6 +116,9 @@ def test_positions_outside_the_table_read_nothing_beyond_it():
     torch.testing.assert_close(*outs)
 
 
+ODD = Rotary(torch.ones(9, 7), torch.arange(4), True)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -125,12 +128,28 @@ def test_positions_outside_the_table_read_nothing_beyond_it():
         ({"q_a": torch.ones(4, 9)}, "q_a and q_weight must be given together"),
         ({"slot_mapping": torch.zeros(4, dtype=torch.int64)}, "cache and slot_mapping must be given together"),
         ({"rotary": rotary(3)}, r"rotary.positions must have shape \[4\]"),
+        ({"rotary": ODD}, "rotary.table must have an even width, got 7"),
+        ({"kv_a": torch.ones(4, ROPE)}, f"kv_a must be wider than rotary.table's {ROPE}, got {ROPE}"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):
     arguments = {"kv_a": torch.ones(4, 24 + ROPE), "weight": torch.ones(24), "rotary": rotary(4), "eps": 1e-6}
     with pytest.raises(ValueError, match=message):
         latent_rows(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("rotation", "error", "message"),
+    [
+        (None, TypeError, "rotary must be of type Rotary, got NoneType"),
+        (ODD, ValueError, "rotary.table must have an even width, got 7"),
+        (Rotary(ODD.table[:, :6], ODD.positions, True), ValueError, "x must be as wide as rotary.table, 6, got 7"),
+    ],
+)
+def test_bad_rotations_are_named(rotation, error, message):
+    x = torch.ones(4, 2, 7)
+    with pytest.raises(error, match=message):
+        rotate_heads(x, rotation, x)
 
 
 def test_dispatch_has_both_operations():

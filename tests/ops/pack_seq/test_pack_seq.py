@@ -75,6 +75,13 @@ def test_padding_is_minus_infinity_by_default(dtype):
     assert packed.float()[1].eq(-math.inf).all()
 
 
+@pytest.mark.parametrize("infinity", [math.inf, -math.inf])
+def test_an_infinity_is_nan_in_e4m3(infinity):
+    x = torch.zeros(1, 4, dtype=torch.float8_e4m3fn)
+    packed = pack_seq(x, torch.tensor([0, 1]), 2, pad_value=infinity, backend=BACKEND)
+    assert packed.float()[0, 1].isnan().all()
+
+
 @pytest.mark.parametrize("boundaries", [[-5, 2, 9, 4], [2**40, 2**41, -(2**40), 3], [0, 0, 0, 0]])
 def test_boundaries_that_make_no_sense_read_nothing_else(boundaries):
     x = torch.ones(4, 8)
@@ -86,6 +93,13 @@ def test_boundaries_that_make_no_sense_read_nothing_else(boundaries):
 
 X, CU = torch.zeros(3, 2), torch.tensor([0, 1, 3])
 PACKED = torch.zeros(2, 2, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_packing_compiles():
+    x, cu_seqlens = torch.ones(1, 4), torch.tensor([0, 1])
+    compiled = torch.compile(lambda x: pack_seq(x, cu_seqlens, 2, pad_value=2.0), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), pack_seq(x, cu_seqlens, 2, pad_value=2.0))
 
 
 def test_negative_zero_is_padding():
