@@ -302,6 +302,20 @@ def test_a_schedule_for_all_sms_is_made_without_a_gpu_too(indices, monkeypatch):
     assert schedule.shape == (deep_gemm.get_num_sms() + 1, 2)
 
 
+def test_the_number_of_sms_is_the_one_that_was_set(monkeypatch):
+    from flashlatte.deep_gemm import logits
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(logits, "_num_sms", 0)
+    all_sms = deep_gemm.get_num_sms()
+    deep_gemm.set_num_sms(all_sms - 1)
+    assert deep_gemm.get_num_sms() == all_sms - 1
+    with pytest.raises(ValueError, match=rf"^num_sms must be at most the GPU's {all_sms}, got {all_sms + 1}$"):
+        deep_gemm.set_num_sms(all_sms + 1)
+    deep_gemm.set_num_sms(0)
+    assert deep_gemm.get_num_sms() == all_sms
+
+
 def test_errors(fp8):
     q, kv, weights, _, _ = fp8
     with pytest.raises(TypeError, match=r"^context_lens must be a tensor, got list$"):

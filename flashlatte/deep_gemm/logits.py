@@ -20,6 +20,9 @@ from flashlatte.ops.index_logits import index_logits, paged_index_logits
 from flashlatte.runtime import checks, machine
 from flashlatte.runtime.block_tables import whole_rows
 
+# Set by set_num_sms; 0 for all of the GPU.
+_num_sms = 0
+
 
 def fp8_mqa_logits(
     q: torch.Tensor,
@@ -215,13 +218,26 @@ def get_mqa_logits_metadata(
 
 
 def get_num_sms() -> int:
-    """Number of SMs of the current GPU; without a GPU, a nominal number for the CPU."""
-    has_gpu = torch.cuda.is_available()
-    return machine.num_sms(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
+    """The number that ``set_num_sms`` set, or else the number of SMs of the current GPU (without a GPU, 4)."""
+    return _num_sms or _device_sms()
 
 
 def set_num_sms(num_sms: int) -> None:
-    """No effect: FlashLatte's kernels use the whole GPU."""
+    """Set the result of ``get_num_sms``; 0 resets it. FlashLatte's kernels use the whole GPU in any case.
+
+    Raises:
+        TypeError, ValueError: ``num_sms`` is not an int from 0 to the number of SMs of the current GPU.
+    """
+    global _num_sms
+    number = checks.positive_int("num_sms", num_sms, or_zero=True)
+    if number > _device_sms():
+        raise ValueError(f"num_sms must be at most the GPU's {_device_sms()}, got {number}")
+    _num_sms = number
+
+
+def _device_sms() -> int:
+    has_gpu = torch.cuda.is_available()
+    return machine.num_sms(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
 
 
 def _aligned_rows(rows: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

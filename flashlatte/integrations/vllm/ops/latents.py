@@ -40,7 +40,7 @@ def concat_and_cache_mla(
         kv_cache_dtype: "auto" or the float dtype of ``kv_cache``; "fp8" or "fp8_e4m3"; "fp8_ds_mla".
         scale: float32 with one element, for "fp8". Unused otherwise.
         skip_scale: use scale 1 instead of ``scale``.
-        scale_rounding: for "fp8_ds_mla": "power_of_two", as vLLM from 0.32 on, or "exact", as 0.26. Readers accept both.
+        scale_rounding: for "fp8_ds_mla": "power_of_two", as vLLM from 0.32 on, or "exact", as vLLM to 0.26.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
