@@ -189,11 +189,11 @@ class Engine:
         return [torch.cat(parts) for parts in self.outputs]
 
 
-def assert_like_stock(model: Stock, engine: Engine, relative: float = RELATIVE) -> None:
+def assert_like_stock(model: Stock, engine: Engine) -> None:
     """Check that every output so far is that of the stock module for the same request."""
     for request, result in enumerate(engine.results()):
         expected = model(engine.sequences[request].float())[: len(result)]
-        assert_within(result.float(), expected, relative)
+        assert_within(result.float(), expected)
 
 
 def assert_within(result: torch.Tensor, expected: torch.Tensor, relative: float = RELATIVE) -> None:

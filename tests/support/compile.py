@@ -208,9 +208,9 @@ def compile_gluon(fn: Any, launch: Launch) -> Compiled:
     return _GLUON_CODE[key]
 
 
-def amd_shared_bytes(fn: Any, launch: Launch, arch: str = "gfx942") -> int:
-    """Compile the variant of ``fn`` of a recorded launch for an AMD GPU; returns its bytes of shared memory."""
-    target = GPUTarget("hip", arch, 64)
+def amd_shared_bytes(fn: Any, launch: Launch) -> int:
+    """Compile the variant of ``fn`` of a recorded launch for an MI300; returns its bytes of shared memory."""
+    target = GPUTarget("hip", "gfx942", 64)
     fn = jit_function(fn)
     compiled = triton.compile(_source(fn, *_arguments(fn, launch)), target=target, options=launch.options)
     return compiled.metadata.shared
@@ -247,10 +247,10 @@ def _leaves(path: tuple[int, ...], type_: Any) -> Iterator[tuple[tuple[int, ...]
         yield path, type_
 
 
-def variant_key(fn: Any, launch: Launch, arch: int = 90) -> str:
+def variant_key(fn: Any, launch: Launch) -> str:
     """The key of a launch in Triton's cache of compiled kernels."""
     fn = jit_function(fn)
-    binder = create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", arch, 32)))
+    binder = create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", 90, 32)))
     _, specialization, options = binder(**launch.arguments, **launch.options)
     return f"{specialization}{options}"
 

@@ -69,9 +69,9 @@ def test_against_the_reference(name):
 def test_laid_out_for_warp_groups(monkeypatch, head_dim):
     config = by_token.AttentionConfig(64, 32, num_warps=1, warpgroups=True)
     monkeypatch.setitem(by_token.SELECTED_ROWS, "interpreter", (config,))
-    by_token._compiled_for.cache_clear()
+    by_token._config.cache_clear()
     check(replace(MLA, head_dim=head_dim, h_q=70, s_q=3, empty_rows=0.3).inputs())
-    by_token._compiled_for.cache_clear()
+    by_token._config.cache_clear()
 
 
 def test_empty_lse():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -18,7 +17,7 @@ from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillConfig
 from flashlatte.ops.paged_attention.reference import PagedAttentionParams, paged_requests
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
-from flashlatte.runtime.tma_descriptors import Address, check_rows, describe
+from flashlatte.runtime.tma_descriptors import describe_rows
 
 _LOG2_E = math.log2(math.e)
 # Larger than any request, and small enough that sums of positions and windows fit 32 bits.
@@ -91,18 +90,10 @@ def _packed(q: torch.Tensor, pack: int) -> Any:
     tokens, heads, head_dim = q.shape
     token, head = strides_in_use(q)
     shape, strides = (tokens, heads // pack, pack, head_dim), (token, head * pack, head)
-    return _descriptor("q", q.data_ptr(), q.dtype, shape, strides, (ROWS.value // pack, 1, pack, CHUNK.value))
+    return describe_rows("q", q.data_ptr(), q.dtype, shape, strides, (ROWS.value // pack, 1, pack, CHUNK.value))
 
 
 def _paged(name: str, cache: torch.Tensor, box: int) -> Any:
     """TMA descriptor of a cache [pages, page_size, h_kv, d]."""
     boxes = 1, box, 1, CHUNK.value
-    return _descriptor(name, cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_in_use(cache), boxes)
-
-
-@functools.lru_cache(maxsize=1024)
-def _descriptor(
-    name: str, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> Any:
-    check_rows(name, address, strides)
-    return describe(Address(address, dtype), shape, strides, box)
+    return describe_rows(name, cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_in_use(cache), boxes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -28,7 +27,7 @@ from flashlatte.ops.dense_prefill.hopper.forward.tiles import (
 from flashlatte.ops.dense_prefill.reference import DensePrefillParams, requests_of
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
-from flashlatte.runtime.tma_descriptors import Address, check_rows, describe
+from flashlatte.runtime.tma_descriptors import describe_rows
 
 _LOG2_E = math.log2(math.e)
 # Bytes of keys and values that are in use at the same time: about half of the L2 cache.
@@ -104,23 +103,9 @@ def concurrent_heads(heads: int, group_kv: int, max_seqlen_k: int, elements: int
 
 
 def _descriptor_of(name: str, x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    return _descriptor(name, x.data_ptr(), x.dtype, tuple(x.shape), strides_in_use(x), rows, cols)
+    """Descriptor of x [tokens, heads, d], for boxes of ``rows`` and ``cols`` of a head."""
+    return describe_rows(name, x.data_ptr(), x.dtype, tuple(x.shape), strides_in_use(x), (rows, 1, cols))
 
 
 def _rest_of(name: str, x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor | None:
     return _descriptor_of(name, x, rows, cols) if cols else None
-
-
-@functools.lru_cache(maxsize=1024)
-def _descriptor(
-    name: str,
-    address: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    rows: int,
-    cols: int,
-) -> Any:
-    """TMA descriptor of a tensor [tokens, heads, d], for boxes of ``rows`` and ``cols`` of a head."""
-    check_rows(name, address, strides)
-    return describe(Address(address, dtype), shape, strides, (rows, 1, cols))
