@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
@@ -11,6 +12,8 @@ from flashlatte.serve.context import ServerContext
 from flashlatte.serve.errors import ApiError, engine_error, field_error
 from flashlatte.serve.job import ChoiceReader, GenerationJob
 from flashlatte.serve.responses import to_json
+
+_logger = logging.getLogger(__name__)
 
 # Maximum number of log-probabilities of a request: about 1 GB of Python objects.
 MAX_LOGPROBS_OF_REQUEST = 1 << 22
@@ -76,6 +79,10 @@ async def events(context: ServerContext, job: GenerationJob, stream: OutputStrea
                         yield to_json(_envelope(context, job, job.form.chunk_object, [job.form.chunk(part)]) | extra)
         except (ApiError, RuntimeError) as error:
             yield to_json((error if isinstance(error, ApiError) else engine_error(error)).body())
+            return
+        except Exception as error:  # status 500 is too late
+            _logger.exception("a stream failed")
+            yield to_json(engine_error(error).body())
             return
     if job.include_usage:
         yield to_json(_envelope(context, job, job.form.chunk_object, []) | {"usage": usage(results.values())})

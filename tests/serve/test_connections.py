@@ -235,6 +235,19 @@ def test_a_failed_step_is_status_500_or_the_last_event(server, caplog):
     assert server.request("POST", COMPLETIONS, LONG | {"max_tokens": 2})[0] == 200
 
 
+def test_an_error_while_a_stream_is_written_is_its_last_event(server, caplog, monkeypatch):
+    def fail(*_: Any, **__: Any) -> str:
+        raise KeyError("unknown token")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.engine.tokenizer, "decode", fail)
+        with sent(server, {**LONG, "max_tokens": 4, "stream": True}) as connection:
+            (error,) = events(read_to(connection, b"0\r\n\r\n"))
+    assert error["error"]["code"] == "internal_error"
+    assert "unknown token" in caplog.text
+    assert server.request("POST", COMPLETIONS, {**LONG, "max_tokens": 4})[0] == 200
+
+
 def test_an_error_of_the_device_stops_the_server(serving, caplog):
     with serving() as server:
         failing(server, torch.AcceleratorError("an illegal memory access"), 3)
@@ -251,7 +264,7 @@ def test_nan_logits_are_an_error(serving):
     text = "Hello" + Letters().decode([rank_engine_jobs.POISON])
     poisoned = Engine(rank_engine_jobs.poisoned("DeepseekV3"), num_pages=64, tokenizer=api_server.tokenizer())
     with serving(poisoned) as server:
-        body = {"model": "tiny", "prompt": text, "max_tokens": 4}
+        body = {"model": "tiny", "prompt": text, "max_tokens": 4, "suppress_tokens": [rank_engine_jobs.POISON]}
         status, answer = server.request("POST", COMPLETIONS, body)
         assert (status, answer["error"]["code"]) == (500, "invalid_logits")
         with sent(server, body | {"stream": True}) as connection:
