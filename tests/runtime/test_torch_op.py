@@ -1,6 +1,7 @@
 """Properties of every operation that ``torch_op`` registers."""
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def test_autocast_takes_no_precision_from_a_gradient():
 
 def test_an_operation_writes_to_inference_tensors_outside_of_inference_mode():
     k_rope, rows = torch.ones(2, 64), torch.ones(2, 32)
-    arguments = {"slot_mapping": torch.arange(2), "positions": torch.arange(2), "cos_sin": torch.full((2, 64), 0.5)}
+    arguments: dict[str, Any] = {"slot_mapping": torch.arange(2), "positions": torch.arange(2)}
+    arguments["cos_sin"] = torch.full((2, 64), 0.5)
     with torch.inference_mode():
         of_inference = kv_cache.allocate("fp32", 1, 2, head_dim=96), k_rope.clone()
     for cache, rope in ((kv_cache.allocate("fp32", 1, 2, head_dim=96), k_rope), of_inference):
