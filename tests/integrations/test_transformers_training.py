@@ -255,6 +255,27 @@ def test_short_sequences_attend_to_every_token(prompts, attended):
         assert_close(found[key], gradient, key)
 
 
+@pytest.mark.parametrize("name", ["v32", "glm5", "v4"])
+def test_dense_warmup(name, prompts):
+    """It is a step of a model whose indexers select all tokens; a second ``enable`` begins the sparse stage."""
+    inputs = prompts((0, 4), length=LENGTH)
+    selects_all, model = enable(make(name, index_topk=64)), enable(make(name), dense_warmup=True)
+    expected, outputs = step(selects_all, inputs), step(model, inputs)
+    assert outputs.loss.equal(expected.loss)
+    found = gradients(model)
+    assert found.keys() == gradients(selects_all).keys()
+    assert all(gradient.equal(found[key]) for key, gradient in gradients(selects_all).items())
+    sparse = step(enable(model), inputs)
+    assert not sparse.loss.equal(expected.loss)
+    assert sparse.loss.equal(step(enable(make(name)), inputs).loss)
+
+
+def test_dense_warmup_needs_an_indexer():
+    for name in ("v3", "glm5-next"):
+        with pytest.raises(ValueError, match=r"^dense_warmup must be False for a model without an indexer"):
+            enable(make(name), dense_warmup=True)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_nothing(any_name, prompts, use_reentrant):
     """A reentrant checkpoint records no graph in its first pass; indexers are trained nevertheless."""

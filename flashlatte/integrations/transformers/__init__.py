@@ -36,6 +36,7 @@ def enable(
     k_scale: float | None = None,
     index_format: str | None = None,
     indexer_loss_coef: float = 1.0,
+    dense_warmup: bool = False,
 ) -> Model:
     """Patch a transformers model in place to use FlashLatte's paged cache and attention.
 
@@ -95,17 +96,21 @@ def enable(
         index_format: format of the index keys of models with an indexer, except Glm5Next: "index_fp8", "index_bf16",
             "index_fp32" or "index_mxfp4"; None: ``index_fp8`` with ``v32``, else that of the cache's dtype.
         indexer_loss_coef: factor of the indexers' loss in the model's loss.
+        dense_warmup: in training steps, layers with an indexer attend to all tokens, and the indexers' loss is over all
+            of them, as in the first stage of DSA's training (arXiv:2512.02556, equation 3). Call ``enable`` again
+            without it for the second stage.
 
     Returns:
         ``model``.
 
     Raises:
         ImportError: transformers is missing, older than 5.17, or passes caches under an unknown argument name.
-        TypeError, ValueError: an unsupported model; a wrong argument; a latent that does not fit the format; an
-            adapter or hook on a module whose weight is read without calling it (``kv_b_proj``, norms of latents,
-            DeepSeek-V4's ``o_a_proj``); attention with other parts than MLA's; a quantized weight that cannot be
-            dequantized. A forward pass raises the same, and for a cache other than ``DynamicCache`` (``StaticCache``,
-            ``QuantizedCache``, an offloaded one), or an attention mask that shows tokens which an earlier mask hid.
+        TypeError, ValueError: an unsupported model; a wrong argument; ``dense_warmup`` without an indexer; a latent
+            that does not fit the format; an adapter or hook on a module whose weight is read without calling it
+            (``kv_b_proj``, norms of latents, DeepSeek-V4's ``o_a_proj``); attention with other parts than MLA's; a
+            quantized weight that cannot be dequantized. A forward pass raises the same, and for a cache other than
+            ``DynamicCache`` (``StaticCache``, ``QuantizedCache``, an offloaded one), or an attention mask that shows
+            tokens which an earlier mask hid.
     """
     check_transformers()
     _check_loaded(model)
@@ -120,7 +125,9 @@ def enable(
     if k_scale is not None:
         scales.check("k_scale", checks.number("k_scale", k_scale))
     indexer_loss_coef = checks.number("indexer_loss_coef", indexer_loss_coef)
-    settings = Settings(cache_format, page_size, backend, k_scale, index_format)
+    settings = Settings(
+        cache_format, page_size, backend, k_scale, index_format, checks.flag("dense_warmup", dense_warmup)
+    )
     loss = LossHooks(training.STEP, indexer_loss_coef)
     v4_decoder = _v4_decoder(model)
     if v4_decoder is None:
@@ -175,6 +182,7 @@ def _enable_mla(model: nn.Module, settings: Settings, loss: LossHooks) -> None:
     _check_decoder(model, decoder)
     modules = _attentions(decoder, family)
     hooks.check_backend(decoder, hooks.new_latents(decoder, settings, family), family)
+    _check_warmup(settings, hooks.indexer_of(decoder, family) is not None)
     for module in modules:
         check_parts(module)
         check_weights(module, decoder.dtype)
@@ -188,10 +196,17 @@ def _enable_mla(model: nn.Module, settings: Settings, loss: LossHooks) -> None:
 
 def _enable_v4(model: nn.Module, decoder: Any, settings: Settings, loss: LossHooks) -> None:
     from flashlatte.integrations.transformers.v4 import attention
+    from flashlatte.layers.v4 import V4Config
 
     _check_decoder(model, decoder)
+    _check_warmup(settings, any(config.indexer is not None for config in V4Config.layers(decoder.config)))
     disable(model)
     _keep_hooks(model, decoder, attention.enable(decoder, settings, loss), loss)
+
+
+def _check_warmup(settings: Settings, has_indexer: bool) -> None:
+    if settings.dense_warmup and not has_indexer:
+        raise ValueError("dense_warmup must be False for a model without an indexer that trains, got True")
 
 
 def _check_decoder(model: nn.Module, decoder: Any) -> None:

@@ -35,7 +35,8 @@ class Settings:
     page_size: int
     backend: str | None
     k_scale: float | None
-    index_format: str | None = None
+    index_format: str | None
+    dense_warmup: bool
 
 
 class BeginForward:
@@ -55,7 +56,10 @@ class BeginForward:
         tokens = tokens_of(call)
         if tokens is None:
             return None
-        if (step := training.plan(model, self.family, call, lambda: _indexer(model, self.family))) is not None:
+        step = training.plan(
+            model, self.family, call, lambda: indexer_of(model, self.family), self.settings.dense_warmup
+        )
+        if step is not None:
             return (), call | {training.STEP: step, "use_cache": False}
         cache = self._cache_for(model, call)
         if cache is None:
@@ -146,7 +150,7 @@ def new_latents(model: Any, settings: Settings, family: Family) -> PagedLatents:
         format_of_rows(wanted, *widths)
     if settings.k_scale is not None and not layout.takes_scale:
         raise ValueError(f"k_scale belongs to cache_format 'fp8', got {layout.name!r}")
-    indexer = _indexer(model, family)
+    indexer = indexer_of(model, family)
     index_layout = stock_indexer.index_layout(settings.index_format, layout, indexer)
     return PagedLatents(
         layout, latent_dim, settings.page_size, settings.k_scale, settings.backend, indexer, index_layout, layer_rows
@@ -162,7 +166,7 @@ def _row_widths(model: Any, family: Family) -> tuple[tuple[int, int], dict[int, 
     return common, {layer: widths for layer, widths in found.items() if widths != common}
 
 
-def _indexer(model: Any, family: Family) -> IndexerConfig | None:
+def indexer_of(model: Any, family: Family) -> IndexerConfig | None:
     """The indexer's config, None for models without one."""
     without = all(getattr(module, "indexer", None) is None for _, module in attentions(model, family))
     if without or family.selects_columns:
@@ -212,7 +216,7 @@ def _check_model(cache: PagedLatentCache, model: Any, family: Family) -> None:
         )
     if [index for index, _ in cache.linear_layers] != linear_layers(model, family):
         raise ValueError("the cache has states of other layers than the model's: it was filled by another model")
-    if latents.indexer != _indexer(model, family):
+    if latents.indexer != indexer_of(model, family):
         raise ValueError("the cache holds index keys of another indexer, or none: it was filled by another model")
     cache.filled_for = config
 

@@ -39,6 +39,7 @@ class TrainingStep:
         losses: losses of the layers' indexers.
         positions: int [T], positions of the tokens in their sequences; None: the ``position_ids`` passed to a layer.
         rows: rows that layers share.
+        dense: whether layers with an indexer attend to all tokens, as in its warm-up.
     """
 
     batch: TrainingBatch
@@ -46,15 +47,17 @@ class TrainingStep:
     losses: IndexerLosses
     positions: torch.Tensor | None
     rows: SharedRows
+    dense: bool
 
 
 def plan(
-    model: Any, family: Family, call: dict[str, Any], find_indexer: Callable[[], IndexerConfig | None]
+    model: Any, family: Family, call: dict[str, Any], find_indexer: Callable[[], IndexerConfig | None], dense: bool
 ) -> TrainingStep | None:
     """The training step of a decoder's call; None if stock attention computes it.
 
     Args:
         find_indexer: returns the model's indexer; called only if needed, since it takes time.
+        dense: as in ``TrainingStep``.
 
     Raises:
         ValueError: an indexer requires gradients, and only stock attention, which does not train it, supports the call.
@@ -77,7 +80,8 @@ def plan(
         batch = packed.batch(call, tokens) or rectangle(requests, length, tokens.device)
     else:
         batch = _padded(mask.bool())
-    return TrainingStep(batch, indexer, IndexerLosses(tokens.device), packed.positions(call, batch), SharedRows())
+    losses, positions = IndexerLosses(tokens.device), packed.positions(call, batch)
+    return TrainingStep(batch, indexer, losses, positions, SharedRows(), dense)
 
 
 def is_training(model: Any) -> bool:
@@ -135,6 +139,7 @@ def attend(
         indexer=getattr(module, "indexer", None),
         config=step.indexer if window is None else None,
         indices=kwargs.get("prev_topk_indices"),
+        dense=step.dense,
         query_factors=factors,
         window=window,
         rows=_shared_rows(module, flat, step, rotation),

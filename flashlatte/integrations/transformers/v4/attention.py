@@ -112,7 +112,7 @@ class BeginV4Forward:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         call = arguments(model, args, kwargs)
         tokens = tokens_of(call)
-        if (step := training.plan(model, call)) is not None:
+        if (step := training.plan(model, call, self.settings.dense_warmup)) is not None:
             return (), call | {STEP: step, "use_cache": False, "attention_mask": _NO_MASK}
         cache = None if tokens is None else self._cache_for(model, call)
         if tokens is None or cache is None:

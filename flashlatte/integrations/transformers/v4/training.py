@@ -29,6 +29,7 @@ class V4TrainingStep:
         shown: bool [b · s], False for padding, which is not part of the indexers' loss; None without padding.
         configs: config of each layer.
         losses: losses of the layers' indexers.
+        dense: whether layers with an indexer attend to all groups, as in its warm-up.
     """
 
     max_seqlen: int
@@ -37,10 +38,11 @@ class V4TrainingStep:
     shown: torch.Tensor | None
     configs: tuple[V4Config, ...]
     losses: IndexerLosses
+    dense: bool
 
 
-def plan(model: Any, call: dict[str, Any]) -> V4TrainingStep | None:
-    """The training step of a decoder's call; None if stock attention computes it.
+def plan(model: Any, call: dict[str, Any], dense: bool) -> V4TrainingStep | None:
+    """The training step of a decoder's call; None if stock attention computes it. ``dense`` as in ``V4TrainingStep``.
 
     Raises:
         ValueError: an indexer requires gradients, and only stock attention, which does not train it, supports the call.
@@ -64,7 +66,7 @@ def plan(model: Any, call: dict[str, Any]) -> V4TrainingStep | None:
     shown = None if mask is None else mask.bool().flatten()
     window = training.window_tokens(batch, configs[0].window, shown)
     groups = {ratio: TrainingGroups.of(batch, ratio) for ratio in {config.ratio for config in configs} if ratio}
-    return V4TrainingStep(batch.max_seqlen, window, groups, shown, configs, IndexerLosses(tokens.device))
+    return V4TrainingStep(batch.max_seqlen, window, groups, shown, configs, IndexerLosses(tokens.device), dense)
 
 
 def attend(
@@ -83,5 +85,6 @@ def attend(
         sines,
         max_seqlen=step.max_seqlen,
         counted=step.shown,
+        dense=step.dense,
     )
     return with_loss(output, step.losses).view(requests, length, -1)
