@@ -109,9 +109,13 @@ class Gate:
             await self._app(scope, receive, send)
             return
 
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        responded = False
+
         async def counting(message: Message) -> None:
+            nonlocal responded
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in self._paths else "other"
+                responded = True
                 self._metrics.responded(path, message["status"])
             await send(message)
 
@@ -119,7 +123,12 @@ class Gate:
             error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
             await json_response(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, counting)
             return
-        await self._app(scope, receive, counting)
+        try:
+            await self._app(scope, receive, counting)
+        except Exception:
+            if not responded:  # Starlette answers with status 500, outside of its middleware
+                self._metrics.responded(path, 500)
+            raise
 
     def _may_pass(self, authorization: bytes) -> bool:
         if self._digest is None:

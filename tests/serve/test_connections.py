@@ -10,7 +10,8 @@ import json
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -331,6 +332,20 @@ def test_figures_add_up(serving):
     assert found["flashlatte_http_requests_total", COMPLETIONS, "200"] == 4
     assert found["flashlatte_http_requests_total", COMPLETIONS, "400"] == 1
     assert found["process_resident_memory_bytes",] > 1e6
+
+
+def test_a_failed_request_is_counted():
+    from flashlatte.serve.app import Gate
+
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("a defect")
+
+    counted: list[tuple[str, int]] = []
+    metrics: Any = SimpleNamespace(responded=lambda *response: counted.append(response))
+    scope, unused = {"type": "http", "path": COMPLETIONS, "headers": []}, cast("Any", None)
+    with pytest.raises(RuntimeError, match="a defect"):
+        asyncio.run(Gate(fail, metrics, {COMPLETIONS}, None)(scope, unused, unused))
+    assert counted == [(COMPLETIONS, 500)]
 
 
 def test_prompts_of_one_salt_share_pages(server):
