@@ -289,7 +289,7 @@ def epsilon(name: str, value: object) -> float:
     """The epsilon of an RMS norm: at least 0 and finite as a float32, since others can make a row NaN or 0."""
     eps = number(name, value)
     if not 0 <= eps <= _FLOAT32.max:
-        raise ValueError(f"{name} must be a finite float32 number of at least 0, got {value}")
+        raise ValueError(f"{name} must be a finite number of at least 0 in float32, got {value}")
     return eps
 
 

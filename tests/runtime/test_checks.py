@@ -164,7 +164,7 @@ def test_an_output_is_not_stored_negated():
 @pytest.mark.parametrize("value", [-1e-6, math.inf, math.nan, 1e39])
 def test_epsilon(value):
     assert checks.epsilon("eps", 0) == 0.0
-    with pytest.raises(ValueError, match=r"^eps must be a finite float32 number of at least 0, got"):
+    with pytest.raises(ValueError, match=r"^eps must be a finite number of at least 0 in float32, got"):
         checks.epsilon("eps", value)
 
 

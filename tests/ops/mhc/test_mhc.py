@@ -132,7 +132,7 @@ RESULT, SHARES, MIXTURE = torch.zeros(3, 8), torch.zeros(3, 4), torch.zeros(3, 4
         ({"projected": PROJECTED.half()}, TypeError, "^projected must be float32, got float16$"),
         ({"base": BASE[:4]}, ValueError, r"^base must have shape \[24\]"),
         ({"scale": SCALE.to("meta")}, ValueError, "^scale must be on cpu like the other arguments"),
-        ({"eps": -1.0}, ValueError, "^eps must be a finite float32 number of at least 0"),
+        ({"eps": -1.0}, ValueError, "^eps must be a finite number of at least 0 in float32"),
         ({"rms_eps": None}, TypeError, "^rms_eps must be a number"),
         ({"iterations": 0}, ValueError, "^iterations must be at least 1, got 0$"),
         ({"backend": "hopper"}, ValueError, "^backend='hopper' cannot serve this call of mhc_pre: it "),

@@ -123,7 +123,7 @@ ODD = Rotary(torch.ones(9, 7), torch.arange(4), True)
     ("changes", "message"),
     [
         ({"kv_a": torch.ones(24 + ROPE)}, r"kv_a must have shape \[T, latent \+ rope\]"),
-        ({"eps": -1e-6}, "eps must be a finite float32 number of at least 0, got -1e-06"),
+        ({"eps": -1e-6}, "eps must be a finite number of at least 0 in float32, got -1e-06"),
         ({"weight": torch.ones(23)}, r"weight must have shape \[24\]"),
         ({"q_a": torch.ones(4, 9)}, "q_a and q_weight must be given together"),
         ({"slot_mapping": torch.zeros(4, dtype=torch.int64)}, "cache and slot_mapping must be given together"),

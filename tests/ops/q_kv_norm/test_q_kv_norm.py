@@ -53,7 +53,7 @@ Q, KV, Q_WEIGHT, KV_WEIGHT = torch.zeros(3, 8), torch.zeros(3, 4), torch.ones(8)
         ({"q_weight": KV_WEIGHT}, ValueError, r"^q_weight must have shape \[8\]"),
         ({"kv_weight": KV_WEIGHT.half()}, TypeError, "^kv_weight must be float32, got float16$"),
         ({"eps": "1"}, TypeError, "^eps must be a number"),
-        ({"eps": float("nan")}, ValueError, "^eps must be a finite float32 number of at least 0, got nan"),
+        ({"eps": float("nan")}, ValueError, "^eps must be a finite number of at least 0 in float32, got nan"),
         ({"backend": "hopper"}, ValueError, "^backend='hopper' cannot serve this call of q_kv_norm: it "),
     ],
 )
