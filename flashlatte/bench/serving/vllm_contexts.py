@@ -26,9 +26,7 @@ class RandomContexts(DecodeBenchConnector):
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        # [pages, 1, page_size, width], or with the head behind the tokens.
-        caches = [kv_caches[name] for name in sorted(kv_caches)]
-        self.caches = [cache if cache.dim() == 3 else cache.squeeze(1 if cache.shape[1] == 1 else 2) for cache in caches]
+        self.caches = [_without_head(kv_caches[name]) for name in sorted(kv_caches)]
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         for name, (blocks_of_groups, _) in self._get_connector_metadata().reqs_to_fill.items():
@@ -41,6 +39,11 @@ class RandomContexts(DecodeBenchConnector):
         if request.request_id.startswith(PREFILLED):
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+def _without_head(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as [pages, page_size, width]. vLLM may have one head before or after the tokens of a page."""
+    return cache if cache.dim() == 3 else cache.squeeze(1 if cache.shape[1] == 1 else 2)
 
 
 @register_model_loader("random")
