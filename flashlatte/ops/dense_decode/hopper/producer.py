@@ -220,9 +220,11 @@ def prefetch_block(args, page, block, CONFIG: gl.constexpr):
 def _prefetch_step(args, page0, page1, block, CONFIG: gl.constexpr):
     """Prefetch the blocks ``block`` and ``block`` + 1, with their pages. The first two row groups of a kv head, which
     read the same keys, prefetch one block each."""
-    number = args.work.group.first_row // ROWS
-    if number < 2:
-        prefetch_block(args, gl.where(number == 0, page0, page1), block + number, CONFIG)
+    first_row = args.work.group.first_row
+    if first_row == 0:
+        prefetch_block(args, page0, block, CONFIG)
+    elif first_row == ROWS:
+        prefetch_block(args, page1, block + 1, CONFIG)
 
 
 @gluon.jit
