@@ -277,9 +277,9 @@ class ContextParallel:
         flat = q.flatten(0, 1)
         form = self._form(total, tokens * total * (dim + head_dim_v + 2) * q.element_size(), q.device)
         if size == 1 or tokens == 0:
-            partial = merge.allocate(tokens, heads, head_dim_v, q.dtype, q.device, form)
-            attend(flat, partial.out, partial.lse)
-            out, lse = partial.out, partial.lse
+            out = q.new_empty(tokens, heads, head_dim_v)
+            lse = q.new_empty(tokens, heads, dtype=torch.float32)
+            attend(flat, out, lse)
         elif form == "direct":
             memory = self._peers[q.device]
             assert isinstance(memory, PeerMemory)

@@ -215,6 +215,24 @@ def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
     assert not Model(dense).has_graphs
 
 
+def test_pools_over_a_cache_without_rope():
+    """``v32_no_rope`` is as wide as ``v41``; all experts are dense."""
+    source = model("Glm5Next", kv_lora_rank=512, mlp_layer_types=("dense",) * 4)
+    prompts = [prompt(length, seed) for seed, length in enumerate((17, 30))]
+    sampling = greedy(1, prompt_logprobs=0)
+    quantized, exact = (engine(source, cache_format=name).generate(prompts, sampling) for name in ("v32_no_rope", None))
+    errors = torch.tensor(
+        [
+            one[token].logprob - other[token].logprob
+            for output, expected in zip(quantized, exact, strict=True)
+            for token, one, other in zip(
+                output.prompt_token_ids[1:], output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True
+            )
+        ]
+    )
+    assert 1e-4 < errors.abs().mean() < 0.1
+
+
 def test_drafts_over_pools_of_tokens():
     """Without linear attention the engine can verify drafts; states of rejected drafts are overwritten."""
     dense, repeated = model("Glm5Next", layer_types=("indexed_attention",) * 4), prompt(4) * 6
