@@ -307,7 +307,7 @@ class MLAAttention(nn.Module):
             over the shard's heads.
 
         Raises:
-            TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; ranks whose arguments differ.
         """
         config, weight = self.config, self.kv_a_layernorm.weight
         dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)
