@@ -17,6 +17,7 @@ from support.engine_models import (
     greedy,
     model,
     prompt,
+    prompt_logprobs,
 )
 
 from flashlatte.engine import Engine, Model
@@ -221,15 +222,7 @@ def test_pools_over_a_cache_without_rope():
     prompts = [prompt(length, seed) for seed, length in enumerate((17, 30))]
     sampling = greedy(1, prompt_logprobs=0)
     quantized, exact = (engine(source, cache_format=name).generate(prompts, sampling) for name in ("v32_no_rope", None))
-    errors = torch.tensor(
-        [
-            one[token].logprob - other[token].logprob
-            for output, expected in zip(quantized, exact, strict=True)
-            for token, one, other in zip(
-                output.prompt_token_ids[1:], output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True
-            )
-        ]
-    )
+    errors = prompt_logprobs(quantized) - prompt_logprobs(exact)
     assert 1e-4 < errors.abs().mean() < 0.1
 
 

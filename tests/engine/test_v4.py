@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
-from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, model, prompt
+from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, model, prompt, prompt_logprobs
 from support.marks import mostly_full
 
 from flashlatte.engine import Engine
@@ -167,15 +167,7 @@ def test_quantized_caches(cache_format):
     options: dict[str, Any] = {"page_size": 8, "num_pages": 6, "max_num_batched_tokens": 12}
     exact = Engine(source, **options).generate(prompts, sampling)
     served = Engine(source, **options, cache_format=cache_format)
-    errors = torch.tensor(
-        [
-            one[token].logprob - other[token].logprob
-            for output, expected in zip(served.generate(prompts, sampling), exact, strict=True)
-            for token, one, other in zip(
-                output.prompt_token_ids[1:], output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True
-            )
-        ]
-    )
+    errors = prompt_logprobs(served.generate(prompts, sampling)) - prompt_logprobs(exact)
     assert served.statistics()["recomputed"] > 0
     assert 1e-4 < errors.abs().mean() < 0.1
 

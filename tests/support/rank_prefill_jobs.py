@@ -6,6 +6,7 @@ import functools
 import warnings
 
 import torch
+import torch.distributed as dist
 
 from flashlatte.distributed.prefill import PrefillRing
 from flashlatte.runtime import gradients
@@ -62,3 +63,12 @@ def attend_with_gradient() -> tuple[bool, str]:
             q[mine].requires_grad_(), rows[mine].requires_grad_(), functools.partial(expand, weight=weight), tokens=9
         )
     return out.requires_grad, str(caught[0].message)
+
+
+def attend_with_another_scale() -> None:
+    """Attention whose softmax scale differs by rank."""
+    q, rows, weight = draw(9, torch.float32)
+    mine = ring().positions(9)
+    ring().attend(
+        q[mine], rows[mine], functools.partial(expand, weight=weight), tokens=9, softmax_scale=0.5 + dist.get_rank()
+    )
