@@ -22,7 +22,7 @@ from flashlatte.kv_cache.sharding import as_sharding
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.sparse_decode import sparse_decode
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, gradients
 
 FORMS = ("direct", *merge.FORMS)
 
@@ -31,7 +31,8 @@ class ContextParallel:
     """Decode context parallelism: each rank stores a shard of every request's keys, and attends to it with all heads.
 
     The ranks' partial outputs are merged by lse (arXiv:2501.01005, §2.2). Every method but ``plan`` and ``slots`` is a
-    collective operation: all ranks of the group must call it, in the same order. Results are bitwise reproducible.
+    collective operation: all ranks of the group must call it, in the same order. Results are bitwise reproducible, and
+    have no gradients.
 
     Args:
         group: a process group of torch.distributed, NCCL for GPUs; all ranks if None.
@@ -251,7 +252,7 @@ class ContextParallel:
         """
         checks.tensor("logits", logits, ("rows", "width"), (torch.float32, torch.bfloat16))
         self._agreement.check("topk", {"rows": logits.shape[0], "k": k, "dtype": logits.dtype})
-        return global_topk(logits, k, local_lengths, self.sharding, self.group, backend)
+        return global_topk(logits.detach(), k, local_lengths, self.sharding, self.group, backend)
 
     def _merged(
         self,
@@ -265,38 +266,43 @@ class ContextParallel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``attend(queries, out, lse)`` for all heads on this rank's keys, and merge the ranks' partial outputs."""
         checks.tensor("q", q, ("b", "queries", "h", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
-        batch, queries, heads, dim = q.shape
+        batch, queries, heads = q.shape[:3]
         if attn_sink is not None:
             checks.tensor("attn_sink", attn_sink, (heads,), (torch.float32,), q.device, unit_last_stride=False)
-        size, tokens = self.sharding.size, batch * queries
-        facts = {"q": (batch, queries, heads, dim), "dtype": q.dtype, "cache_format": layout.name}
+        facts = {"q": tuple(q.shape), "dtype": q.dtype, "cache_format": layout.name}
         facts |= {"head_dim_v": checks.positive_int("head_dim_v", head_dim_v), "softmax_scale": softmax_scale}
-        total = heads if self.all_heads else heads * size
         self._agreement.check(call, facts)
+        gradients.warn_if_dropped(f"ContextParallel.{call}", q, attn_sink)
+        with torch.no_grad():
+            out, lse = self._attend_and_merge(attend, q.flatten(0, 1), head_dim_v)
+            if attn_sink is not None:
+                out = (out * sink_weight(lse, attn_sink).unsqueeze(-1)).to(out.dtype)
+        return out.unflatten(0, (batch, queries)), lse.unflatten(0, (batch, queries)).mT
 
-        flat = q.flatten(0, 1)
+    def _attend_and_merge(
+        self, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], q: torch.Tensor, head_dim_v: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result for queries [T, h, d]: out [T, h, head_dim_v], and lse [T, h] without the sink."""
+        size, (tokens, heads, dim) = self.sharding.size, q.shape
+        total = heads if self.all_heads else heads * size
         form = self._form(total, tokens * total * (dim + head_dim_v + 2) * q.element_size(), q.device)
         if size == 1 or tokens == 0:
-            partial = merge.allocate(tokens, heads, head_dim_v, q.dtype, q.device, form)
-            attend(flat, partial.out, partial.lse)
-            out, lse = partial.out, partial.lse
-        elif form == "direct":
+            out, lse = q.new_empty(tokens, heads, head_dim_v), q.new_empty(tokens, heads, dtype=torch.float32)
+            attend(q, out, lse)
+            return out, lse
+        if form == "direct":
             memory = self._peers[q.device]
             assert isinstance(memory, PeerMemory)
-            direct = Direct.take(memory, flat, total, head_dim_v, self.all_heads)
-            flat, partial = direct.gather(flat), direct.partial
-            attend(flat, partial.out, partial.lse)
-            out, lse = direct.merge()
-        else:
-            if not self.all_heads:
-                flat = merge.gather_heads(flat, self.group)
-            partial = merge.allocate(tokens, total, head_dim_v, q.dtype, q.device, form)
-            attend(flat, partial.out, partial.lse)
-            into = merge.merge_all_heads if self.all_heads else merge.merge
-            out, lse = into(partial, self.group, form)
-        if attn_sink is not None:
-            out = (out * sink_weight(lse, attn_sink).unsqueeze(-1)).to(out.dtype)
-        return out.unflatten(0, (batch, queries)), lse.unflatten(0, (batch, queries)).mT
+            direct = Direct.take(memory, q, total, head_dim_v, self.all_heads)
+            q, partial = direct.gather(q), direct.partial
+            attend(q, partial.out, partial.lse)
+            return direct.merge()
+        if not self.all_heads:
+            q = merge.gather_heads(q, self.group)
+        partial = merge.allocate(tokens, total, head_dim_v, q.dtype, q.device, form)
+        attend(q, partial.out, partial.lse)
+        merged = merge.merge_all_heads if self.all_heads else merge.merge
+        return merged(partial, self.group, form)
 
     def _form(self, heads: int, bytes_per_rank: int, device: torch.device) -> str:
         """The form of merging for a call with ``heads`` heads over all ranks."""

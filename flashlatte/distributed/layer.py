@@ -93,8 +93,13 @@ class TensorParallelAttention(nn.Module):
             shard: the rank's tokens of the batch, for context parallelism over another group: its ranks have the same
                 heads and other tokens, and gradients of parameters are the terms of a sum over them.
             options: the other arguments of ``MLAAttention.forward_training``: indices, dense.
+
+        Raises:
+            TypeError, ValueError: as ``MLAAttention.forward_training``; arguments that differ between ranks; a shard
+                over the same group.
+            RuntimeError: a rank does not make the first call with these arguments within the timeout.
         """
-        ranks = HeadRanks(self.group, shard)
+        ranks = HeadRanks(self.group, self._agreement, shard)
         if isinstance(hidden, torch.Tensor):
             self._agreement.check("forward_training", {"hidden": tuple(hidden.shape), "dtype": hidden.dtype})
         output = self.layer.forward_training(hidden, cu_seqlens, max_seqlen, ranks=ranks, **options)

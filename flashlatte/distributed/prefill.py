@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flashlatte.distributed.agreement import Agreement, as_group
 from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.merge_states import merge_states
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, gradients
 from flashlatte.runtime.transfer import to_device
 
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -35,7 +35,7 @@ class PrefillRing:
 
     Ranks exchange latents (576 elements a token in DeepSeek-V3; keys and values of 128 heads are seventy times as many)
     and expand them locally, overlapped with the next exchange. A rank holds two shards of latents and the keys and
-    values of one. Partial outputs are merged in float32.
+    values of one. Partial outputs are merged in float32. Results have no gradients.
 
     Args:
         group: a process group of torch.distributed; all ranks if None.
@@ -96,13 +96,28 @@ class PrefillRing:
             RuntimeError: a rank does not make the first call with this length within the timeout.
         """
         checks.positive_int("tokens", tokens)
-        rank, size = self.group.rank(), self.group.size()
         low, high = self.blocks(tokens)
         checks.tensor("q", q, (len(low) + len(high), "h", "d_qk"), checks.FLOAT_DTYPES)
         checks.tensor("rows", rows, (q.shape[0], "width"), checks.FLOAT_DTYPES, q.device)
-        facts = {"tokens": tokens, "width": rows.shape[1], "dtype": rows.dtype}
+        facts = {"tokens": tokens, "width": rows.shape[1], "dtype": rows.dtype, "softmax_scale": softmax_scale}
         self._agreement.check("attend", facts)
+        gradients.warn_if_dropped("PrefillRing.attend", q, rows)
+        with torch.no_grad():
+            return self._attend_to_all_ranks(q, rows, expand, tokens, softmax_scale, store, backend)
 
+    def _attend_to_all_ranks(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        expand: Expand,
+        tokens: int,
+        softmax_scale: float | None,
+        store: Store | None,
+        backend: str | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``attend`` with checked arguments."""
+        rank, size = self.group.rank(), self.group.size()
+        low, _ = self.blocks(tokens)
         rows_here, merged = rows.contiguous(), None
         for step in range(size):
             owner = (rank - step) % size

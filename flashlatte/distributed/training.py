@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +31,8 @@ class ContextShard:
         group: a process group of torch.distributed; all ranks if None.
         zigzag: divide the batch into 2 · size blocks of equal size (± 1 token), and give rank r the blocks r and
             2 · size - 1 - r, so that all ranks have about the same work; False: size contiguous blocks.
-        timeout: how long a rank waits for the others to create the object.
+        timeout: how long a rank waits for the others to create the object, and at a step with other arguments than
+            before.
 
     Attributes:
         tokens, group: as given.
@@ -52,7 +54,8 @@ class ContextShard:
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         self.group = group = as_group(group)
-        Agreement(group, timeout).check("ContextShard", {"tokens": tokens, "zigzag": zigzag})
+        self._agreement = Agreement(group, timeout)
+        self._agreement.check("ContextShard", {"tokens": tokens, "zigzag": zigzag})
         size = group.size()
         least = 2 * size if checks.flag("zigzag", zigzag) else size
         if checks.positive_int("tokens", tokens) < least:
@@ -89,6 +92,10 @@ class ContextShard:
             self._order = self._order.to(x.device)
         return _Gather.apply(x, self.group, self._order, self._rows_per_rank)
 
+    def check(self, facts: Mapping[str, object]) -> None:
+        """Raise ValueError on all ranks unless every rank passes the same facts about a step."""
+        self._agreement.check("forward_training", facts)
+
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` unchanged, since each rank has all heads."""
         return x
@@ -110,11 +117,19 @@ class ContextShard:
 class HeadRanks:
     """``TrainingRanks`` for heads divided over the ranks of ``group``; with ``shard``, tokens are divided as well."""
 
-    def __init__(self, group: dist.ProcessGroup, shard: ContextShard | None = None) -> None:
-        self.heads_group = group
+    def __init__(self, group: dist.ProcessGroup, agreement: Agreement, shard: ContextShard | None = None) -> None:
+        self.heads_group, self._agreement = group, agreement
         self.shard = shard
         self.tokens = None if shard is None else shard.tokens
         self.blocks = None if shard is None else shard.blocks
+
+    def check(self, facts: Mapping[str, object]) -> None:
+        # The ranks of ``heads_group`` have the same tokens, those of the shard the same heads.
+        common = {name: fact for name, fact in facts.items() if name != "heads"}
+        blocks = None if self.blocks is None else tuple(self.blocks)
+        self._agreement.check("forward_training", common | {"blocks": blocks})
+        if self.shard is not None:
+            self.shard.check(facts)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         return _SumOfGradients.apply(x, self.heads_group)

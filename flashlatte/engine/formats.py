@@ -53,7 +53,7 @@ def window_format(config: V4Config, cache_format: Any, dtype: torch.dtype | None
     def fits(layout: CacheFormat) -> bool:
         if layout.plain:
             return not layout.takes_scale and dtype in (None, layout.record_dtype)
-        return layout.head_dim == config.head_dim
+        return (layout.latent_dim, layout.rope_dim) == (config.head_dim - config.rope_dim, config.rope_dim)
 
     rows = f"rows of {config.head_dim}" + ("" if dtype is None else f" of a model in {checks.dtype_names([dtype])}")
     return _checked_format(

@@ -57,7 +57,7 @@ class ModuleAttention:
             index_cache: [pages, page_size, 1, width], index keys of a layer with an indexer.
         """
         module, positions = self.module, metadata.positions
-        pages, layout = as_cache(cache, None)
+        pages, layout = as_cache(cache, None, rows=(module.kv_lora_rank, module.qk_rope_head_dim))
         if not module.qk_rope_head_dim:
             rotary = Rotary(unrotated_table(0, hidden.device), positions, interleaved=False)
         indexer = None

@@ -19,6 +19,7 @@ from flashlatte.engine.loading import load
 from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of, normed
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
+from flashlatte.kv_cache.registry import infer_format
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
 from flashlatte.layers.v4 import V4Cache, V4Config
 from flashlatte.layers.v4.attention import attend
@@ -172,4 +173,5 @@ def _cache_of(config: V4Config, caches: Iterator[torch.Tensor], states: States) 
     window = next(caches)
     groups = next(caches) if config.ratio else None
     keys = None if config.indexer is None else next(caches)
-    return V4Cache(window, groups, states[0], keys, states[1])
+    layout = infer_format(window, rows=(config.head_dim - config.rope_dim, config.rope_dim))
+    return V4Cache(window, groups, states[0], keys, states[1], layout)

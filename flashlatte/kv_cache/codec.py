@@ -163,14 +163,22 @@ def unpack(
 
 
 def as_cache(
-    cache: object, cache_format: str | CacheFormat | None, name: str = "cache"
+    cache: object,
+    cache_format: str | CacheFormat | None,
+    name: str = "cache",
+    rows: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, CacheFormat]:
-    """Check a cache [pages, page_size, 1, width] or [pages, page_size, width]; returns it 4-D with its format."""
+    """Check a cache [pages, page_size, 1, width] or [pages, page_size, width]; returns it 4-D with its format.
+
+    Args:
+        cache_format: inferred from the cache, and from ``rows`` if they are given, if None.
+        rows: latent and RoPE dims of the rows.
+    """
     if not isinstance(cache, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
     if cache.dim() == 3:
         cache = cache.unsqueeze(2)
-    layout = format_of_records(cache, cache_format, name)
+    layout = format_of_records(cache, cache_format, name, rows)
     width = layout.record_width
     checks.tensor(name, cache, ("pages", "page_size", 1, width), layout.accepted_dtypes)
     if not layout.plain and cache.shape[1] > 1 and cache.stride(1) != width:
@@ -185,7 +193,9 @@ def as_cache(
     return cache, layout
 
 
-def format_of_records(records: object, cache_format: str | CacheFormat | None, name: str) -> CacheFormat:
+def format_of_records(
+    records: object, cache_format: str | CacheFormat | None, name: str, rows: tuple[int, int] | None = None
+) -> CacheFormat:
     """The given or inferred format, checked against the width and dtype of records or of a cache."""
     if not isinstance(records, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(records).__name__}")
@@ -194,7 +204,7 @@ def format_of_records(records: object, cache_format: str | CacheFormat | None, n
     if records.shape[-1] == 0:
         raise ValueError(f"{name} must have rows of at least one element, got shape {list(records.shape)}")
     if cache_format is None:
-        return infer_format(records, name)
+        return infer_format(records, name, rows)
     if isinstance(cache_format, str):
         layout = as_format(cache_format)
         if layout.plain:

@@ -95,22 +95,26 @@ def format_class(name: str) -> type[CacheFormat]:
     return cls
 
 
-def infer_format(cache: torch.Tensor, name: str = "cache") -> CacheFormat:
+def infer_format(cache: torch.Tensor, name: str = "cache", rows: tuple[int, int] | None = None) -> CacheFormat:
     """The format of a cache tensor, identified by its dtype and last dimension.
 
     bf16, fp16 and float32 caches have the plain format of their dtype and width. One-byte caches are ``v32`` (656
     wide), ``model1`` (584), in uint8 or int8 ``v41_fp4`` (288) and ``nvfp4_ds_mla`` (352), and in
-    float8_e4m3fn of any other width ``fp8``. A width of 528 is ambiguous: ``v41`` or ``v32_no_rope``.
+    float8_e4m3fn of any other width ``fp8``. A width of 528 is ambiguous without ``rows``: ``v41`` or ``v32_no_rope``.
 
     Args:
         cache: [..., width].
         name: the argument's name in an error.
+        rows: latent and RoPE dims of the rows in the cache, which distinguish formats of the same width.
 
     Raises:
         ValueError: no format has this dtype and width, or two have.
     """
     width = cache.shape[-1]
     layouts = formats_of_width(cache)
+    if rows is not None:
+        fitting = [layout for layout in layouts if (layout.latent_dim, layout.rope_dim) == rows]
+        layouts = fitting if fitting or cache.dtype in _PLAIN_BY_DTYPE else layouts
     if len(layouts) > 1:
         raise ValueError(
             f"{name} is {width} bytes wide, which is ambiguous: cache_format must be given, "

@@ -215,7 +215,7 @@ class MLAAttention(nn.Module):
             hidden: [tokens, hidden_size], tokens of decode requests first.
             cache: [pages, page_size, 1, width], the cache of this layer.
             metadata: metadata of the step from ``MLAMetadataBuilder.build``.
-            cache_format: inferred from the cache if None.
+            cache_format: inferred from the cache and the config if None.
             k_scale: the scale of format ``fp8``.
             indices: int32 or int64 [tokens, topk], slots that each token attends to (sparse attention, not with
                 ``fp8``). They must belong to tokens of the same request up to the token itself; other values select
@@ -235,7 +235,7 @@ class MLAAttention(nn.Module):
         if not isinstance(metadata, MLAMetadata):
             raise TypeError(f"metadata must be an MLAMetadata, got {type(metadata).__name__}")
         checks.tensor("hidden", hidden, (metadata.num_tokens, config.hidden_size), (dtype,), device)
-        pages, layout = as_cache(cache, cache_format)
+        pages, layout = as_cache(cache, cache_format, rows=(config.kv_lora_rank, config.qk_rope_head_dim))
         self._check_cache(pages, layout, k_scale)
         metadata.check_cache(pages)
         self._check_selection(metadata, layout, indices)
@@ -307,7 +307,7 @@ class MLAAttention(nn.Module):
             over the shard's heads.
 
         Raises:
-            TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device; ranks whose arguments differ.
         """
         config, weight = self.config, self.kv_a_layernorm.weight
         dtypes = checks.FLOAT_DTYPES if torch.is_autocast_enabled(weight.device.type) else (weight.dtype,)

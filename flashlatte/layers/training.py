@@ -36,6 +36,7 @@ from flashlatte.ops.dense_prefill import dense_prefill
 from flashlatte.ops.index_select import index_select
 from flashlatte.ops.indexer_loss import indexer_loss
 from flashlatte.ops.sparse_attention import sparse_attention
+from flashlatte.runtime import checks
 
 
 class SelectableKeys(Protocol):
@@ -125,6 +126,10 @@ def attend(
     if not dense and indexer is None and indices is None:
         raise ValueError("indices must be those of the previous layer for a layer that shares a selection, got None")
     dtype = product_dtype((module.kv_a_proj_with_mqa if owns_latents(module) else module.q_proj).weight)
+    # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
+    trains_indexer = indexer is not None and requires_gradient(indexer)
+    if ranks is not None and not torch.compiler.is_compiling():
+        ranks.check(_facts(module, batch, dtype, dense, trains_indexer))
     if (scaling := part(module, "softmax_scaling")) is not None:
         query_factors = _learned_factors(scaling, positions, dtype)
     rope, rank = module.qk_rope_head_dim, module.kv_lora_rank
@@ -147,8 +152,6 @@ def attend(
     sink = sinks(module, torch.promote_types(dtype, torch.float32))
 
     operands = None
-    # Also if no gradient is recorded: the first pass of a reentrant checkpoint must have the same results.
-    trains_indexer = indexer is not None and requires_gradient(indexer)
     if indexer is not None and config is not None and (trains_indexer or not dense):
         q_input = (hidden if q_latent is None else q_latent.normalized).detach()
         unlearned = None if rotation is None else rotation.detach()
@@ -183,6 +186,21 @@ def attend(
             group=None if ranks is None else ranks.heads_group,
         )
     return TrainingOutput(project_output(module, out, gate), loss, num_rows, indices)
+
+
+def _facts(
+    module: Any, batch: TrainingBatch, dtype: torch.dtype, dense: bool, trains_indexer: bool
+) -> dict[str, object]:
+    """What all ranks of a step must agree on, as far as the host knows it: boundaries on a GPU are not read."""
+    boundaries = batch.cu_seqlens
+    return {
+        "heads": module.heads,
+        "widths": (module.kv_lora_rank, module.qk_rope_head_dim),
+        "dtype": dtype,
+        "dense": dense,
+        "trained indexer": trains_indexer,
+        "cu_seqlens": tuple(boundaries.tolist() if checks.has_values(boundaries) else boundaries.shape),
+    }
 
 
 def key_rows(module: Any, hidden: torch.Tensor, rotation: Rotation | None) -> KeyRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -32,6 +32,11 @@ class TrainingRanks(Protocol):
     @property
     def blocks(self) -> Sequence[range] | None:
         """The tokens of the batch that this rank has, in the order of its rows; None for all."""
+        ...
+
+    def check(self, facts: Mapping[str, object]) -> None:
+        """Raise ValueError on all ranks unless every rank passes the same facts about the step. The ``heads`` among
+        them may differ between the ranks of ``heads_group``."""
         ...
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from support import rank_jobs
+from support import rank_jobs, rank_prefill_jobs
 from support.rank_jobs import Step, expected
 from support.ranks import Failure, Ranks
 
@@ -144,11 +144,20 @@ def best(step: Step, topk: int) -> list[list[list[int]]]:
     return rows
 
 
-def test_an_empty_step(ranks):
-    step = Step((), heads=ranks.size)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_step(ranks, dtype):
+    step = Step((), heads=ranks.size, dtype=dtype)
     out, lse = joined(ranks.run(rank_jobs.decode, step, interleave=1, form=None), ranks.size)
     assert out.shape == (0, 1, ranks.size, rank_jobs.VALUE)
     assert lse.shape == (0, ranks.size, 1)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_gradients_are_dropped_with_a_warning(ranks):
+    for call in (rank_jobs.decode_with_gradient, rank_prefill_jobs.attend_with_gradient):
+        for requires_grad, message in ranks.run(call):
+            assert not requires_grad
+            assert "has no backward: no gradient flows to its inputs" in message
 
 
 def test_ranks_that_differ_raise(ranks):

@@ -1,5 +1,7 @@
 """Causal attention of one prompt over 2 to 4 processes, compared with float64 attention in one process."""
 
+import re
+
 import pytest
 import torch
 from support import rank_prefill_jobs
@@ -51,3 +53,10 @@ def test_repeats_are_the_same_bits(ranks):
     out, _ = expected(67, torch.bfloat16)
     # Keys and values are rounded to bf16 when expanded; partial outputs and the result are rounded once each.
     assert (joined(first, "out").double() - out).abs().max() <= 2**-6 * out.abs().max()
+
+
+def test_scales_that_differ_raise(ranks):
+    for failure in ranks.outcomes(rank_prefill_jobs.attend_with_another_scale):
+        assert re.search(
+            "attend needs the same arguments on all ranks: rank . has softmax_scale .\\.5; rank", failure.message
+        )

@@ -63,3 +63,16 @@ def test_wrong_numbers_of_tokens(ranks):
         assert "ContextShard needs the same arguments on all ranks: rank 0 has tokens 8" in failure.message
     for message in ranks.run(rank_training_jobs.wrong_rows):
         assert message == "hidden must have the 18 tokens of this rank, got 35" or "17 tokens" in message
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("fact", ["cu_seqlens", "dtype", "dense", "trained indexer", "heads"])
+def test_steps_that_differ_raise_before_a_collective(ranks, fact):
+    for failure in ranks.outcomes(rank_training_jobs.differing_steps, fact):
+        assert f"forward_training needs the same arguments on all ranks: rank 0 has {fact} " in failure.message
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_heads_and_tokens_need_different_groups(ranks):
+    for failure in ranks.outcomes(rank_training_jobs.heads_and_tokens_over_the_same_ranks):
+        assert "forward_training needs the same arguments on all ranks: rank 0 has blocks (range(" in failure.message

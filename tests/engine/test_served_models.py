@@ -17,6 +17,7 @@ from support.engine_models import (
     greedy,
     model,
     prompt,
+    prompt_logprobs,
 )
 
 from flashlatte.engine import Engine, Model
@@ -213,6 +214,16 @@ def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
     with pytest.raises(ValueError, match=r"batch_invariant must be False for a glm5_next_text: PyTorch .* indexer$"):
         Model(dense, batch_invariant=True)
     assert not Model(dense).has_graphs
+
+
+def test_pools_over_a_cache_without_rope():
+    """``v32_no_rope`` is as wide as ``v41``; all experts are dense."""
+    source = model("Glm5Next", kv_lora_rank=512, mlp_layer_types=("dense",) * 4)
+    prompts = [prompt(length, seed) for seed, length in enumerate((17, 30))]
+    sampling = greedy(1, prompt_logprobs=0)
+    quantized, exact = (engine(source, cache_format=name).generate(prompts, sampling) for name in ("v32_no_rope", None))
+    errors = prompt_logprobs(quantized) - prompt_logprobs(exact)
+    assert 1e-4 < errors.abs().mean() < 0.1
 
 
 def test_drafts_over_pools_of_tokens():

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
-from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, model, prompt
+from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, model, prompt, prompt_logprobs
 from support.marks import mostly_full
 
 from flashlatte.engine import Engine
@@ -157,6 +157,27 @@ def test_a_checkpoint_in_bf16_whose_norms_transformers_keeps_in_float32(tmp_path
         assert chosen_logprobs(output) == pytest.approx(chosen_logprobs(exact), abs=0.05)
 
 
+@pytest.mark.parametrize("cache_format", ["model1", "v41"])
+def test_quantized_caches(cache_format):
+    """With prompts in chunks and requests that are recomputed; all experts are chosen by the token."""
+    sizes = {"head_dim": 512, "partial_rotary_factor": 0.125, "index_head_dim": 64, "index_topk": 60}
+    source = model(FAMILY, **sizes, mlp_layer_types=("hash_moe",) * 3)
+    prompts = [prompt(length, seed) for seed, length in enumerate((19, 21, 12))]
+    sampling = greedy(9, prompt_logprobs=0)
+    options: dict[str, Any] = {"page_size": 8, "num_pages": 6, "max_num_batched_tokens": 12}
+    exact = Engine(source, **options).generate(prompts, sampling)
+    served = Engine(source, **options, cache_format=cache_format)
+    errors = prompt_logprobs(served.generate(prompts, sampling)) - prompt_logprobs(exact)
+    assert served.statistics()["recomputed"] > 0
+    assert 1e-4 < errors.abs().mean() < 0.1
+
+
+def test_a_format_of_other_rows():
+    """``v32_no_rope`` has rows of 512 too, but none of their elements is rotated."""
+    with pytest.raises(ValueError, match=r"^cache_format must be fp32, model1, v41 or v41_fp4 for rows of 512 "):
+        Engine(model(FAMILY, head_dim=512, partial_rotary_factor=0.125, index_head_dim=64), cache_format="v32_no_rope")
+
+
 def test_pages_as_large_as_indexers_want_them():
     served = Engine(model(FAMILY), num_pages=2)
     assert served.pool.page_size == 256
@@ -171,6 +192,7 @@ def test_pages_as_large_as_indexers_want_them():
         ({"cache_format": "bf16"}, "^cache_format must be fp32 for rows of 32 of a model in float32, got 'bf16'$"),
         ({"cache_format": "fp8"}, "^cache_format must be fp32 for rows of 32 of a model in float32, got 'fp8'$"),
         ({"cache_format": "index_fp32"}, "^cache_format must be fp32 for rows of 32 .*, got 'index_fp32'$"),
+        ({"cache_format": "v32_no_rope"}, "^cache_format must be fp32 for rows of 32 .*, got 'v32_no_rope'$"),
     ],
 )
 def test_what_is_not_served(options, message):

@@ -105,6 +105,14 @@ def test_infer_format(dtype, width, name, head_dim):
     assert (layout.name, layout.head_dim) == (name, head_dim)
 
 
+@pytest.mark.parametrize(
+    ("rows", "name"), [((512, 0), "v32_no_rope"), ((448, 64), "v41"), ((512, 16), "fp8")], ids=lambda value: str(value)
+)
+def test_rows_distinguish_formats_of_the_same_width(rows, name):
+    cache = torch.empty(2, 4, 1, 528, dtype=torch.float8_e4m3fn)
+    assert kv_cache.infer_format(cache, rows=rows).name == name
+
+
 @pytest.mark.parametrize(("dtype", "width"), [(torch.uint8, 576), (torch.int8, 655), (torch.int32, 656)])
 def test_infer_format_rejects_ambiguous_caches(dtype, width):
     with pytest.raises(ValueError, match=f"^k_cache must be a .* cache.* got .* {width} wide$"):

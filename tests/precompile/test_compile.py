@@ -110,6 +110,15 @@ def test_kernels_of_deepseek_v41(compile_ahead):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("config", "cache_format"), [(CONFIG | {"qk_rope_head_dim": 0}, "v32_no_rope"), (V4_CONFIG, "v41")]
+)
+def test_kernels_of_formats_of_the_same_width(compile_ahead, config, cache_format):
+    options = ("--target", "sm_90", "--max-batch", "1", "--list", "--cache-format", cache_format)
+    assert Counter(compile_ahead(*options, config=config)["kernels"])["sparse_decode_kernel"] >= 1
+
+
+@pytest.mark.full
 def test_kernels_of_an_indexer_are_those_of_short_and_of_long_prefills(compile_ahead):
     indexer = {"model_type": "deepseek_v32", "index_n_heads": 32, "index_head_dim": 128, "index_topk": 1024}
     options = ("--target", "sm_90", "--sms", "114", "--max-batch", "1", "--list")

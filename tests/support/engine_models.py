@@ -243,6 +243,16 @@ def chosen_logprobs(output: RequestOutput) -> list[float]:
     return [one[token].logprob for one, token in zip(first.logprobs or [], first.token_ids, strict=False)]
 
 
+def prompt_logprobs(outputs: list[RequestOutput]) -> torch.Tensor:
+    """The log-probabilities of the prompts' tokens from the second on, of all requests."""
+    entries = [
+        (token, one)
+        for output in outputs
+        for token, one in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
+    ]
+    return torch.tensor([one[token].logprob for token, one in entries if one is not None])
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()

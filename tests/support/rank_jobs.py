@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from support import shared_files
 from flashlatte import kv_cache
 from flashlatte.distributed import ContextParallel, Sharding, direct, failing_together
 from flashlatte.ops.merge_states import merge_states
+from flashlatte.runtime import gradients
 
 DIM, VALUE = 24, 16
 
@@ -220,6 +222,16 @@ def decode_heads(heads_by_rank: list[int]) -> None:
     """A decode whose number of heads differs by rank."""
     step = Step((5, 9), heads_by_rank[dist.get_rank()] * len(heads_by_rank))
     decode(step, interleave=1, form=None)
+
+
+def decode_with_gradient() -> tuple[bool, str]:
+    """Whether the output of queries that require a gradient requires one, and the warning."""
+    step = Step((5, 9, 7), 2 * dist.get_world_size())
+    step.q.requires_grad_()
+    gradients._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        out, _ = decode(step, interleave=1, form=None)
+    return out.requires_grad, str(caught[0].message)
 
 
 def only_rank_0_makes_one() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
+import torch.distributed as dist
 
 from flashlatte.distributed.prefill import PrefillRing
+from flashlatte.runtime import gradients
 
 HEADS, LATENT, QK, V = 3, 10, 12, 8
 SCALE = 0.4
@@ -48,3 +51,24 @@ def attend(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
     assert cache.equal(rows)
     assert most <= -(-tokens // ring().group.size()) + 1, "more than a shard was expanded at once"
     return {"positions": mine, "out": out, "lse": lse}
+
+
+def attend_with_gradient() -> tuple[bool, str]:
+    """Whether the output of queries and rows that require a gradient requires one, and the warning."""
+    q, rows, weight = draw(9, torch.float32)
+    mine = ring().positions(9)
+    gradients._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        out, _ = ring().attend(
+            q[mine].requires_grad_(), rows[mine].requires_grad_(), functools.partial(expand, weight=weight), tokens=9
+        )
+    return out.requires_grad, str(caught[0].message)
+
+
+def attend_with_another_scale() -> None:
+    """Attention whose softmax scale differs by rank."""
+    q, rows, weight = draw(9, torch.float32)
+    mine = ring().positions(9)
+    ring().attend(
+        q[mine], rows[mine], functools.partial(expand, weight=weight), tokens=9, softmax_scale=0.5 + dist.get_rank()
+    )

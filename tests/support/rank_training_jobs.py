@@ -151,6 +151,37 @@ def different_batches() -> None:
     ContextShard(8 + dist.get_rank())
 
 
+def differing_steps(fact: str) -> None:
+    """A step in which rank 1 differs from the others in one fact."""
+    differs = dist.get_rank() == 1
+    layer, hidden = training_inputs("warm-up")
+    shard = ContextShard(TOKENS)
+    boundaries, dense = torch.tensor([0, 20, TOKENS]), True
+    if fact == "cu_seqlens" and differs:
+        boundaries = torch.tensor([0, 21, TOKENS])
+    elif fact == "dtype" and differs:
+        layer, hidden = layer.to(torch.bfloat16), hidden.to(torch.bfloat16)
+    elif fact == "dense" and differs:
+        dense = False
+    elif fact == "trained indexer" and differs:
+        assert layer.indexer is not None
+        layer.indexer.requires_grad_(False)
+    elif fact == "heads" and differs:
+        part = MLAAttention(layer.config, heads=(0, 3), dtype=torch.float32)
+        part.load_weights(layer.state_dict())
+        layer = part
+    layer.forward_training(shard.take(hidden), boundaries, TOKENS, dense=dense, ranks=shard)
+
+
+def heads_and_tokens_over_the_same_ranks() -> None:
+    layer, hidden = training_inputs("dense")
+    divided = TensorParallelAttention(layer.config, dtype=torch.float32)
+    shard = ContextShard(TOKENS + 1)
+    divided.forward_training(
+        shard.take(torch.cat((hidden, hidden[:1]))), torch.tensor([0, TOKENS]), TOKENS, shard=shard
+    )
+
+
 def wrong_rows() -> str:
     """The error of a rank that passes all tokens instead of its own."""
     layer, hidden = training_inputs("dense")

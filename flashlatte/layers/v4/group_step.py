@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import as_index_cache
 from flashlatte.layers.v4.cache import V4Cache
 from flashlatte.layers.v4.config import V4Config, V4IndexerConfig
@@ -109,7 +110,8 @@ class GroupStep:
 
     def _write_groups(self) -> None:
         projected, cache = self._projected, self._cache
-        self._compress(self._compressor, projected.group_kv, projected.group_gate, cache.groups, cache.states)
+        values = projected.group_kv, projected.group_gate
+        self._compress(self._compressor, *values, cache.groups, cache.states, cache.group_format)
 
     def _select(self) -> None:
         projected, cache = self._projected, self._cache
@@ -130,7 +132,13 @@ class GroupStep:
         return SelectedGroups(indices, groups.num_visible.clamp_max(topk), groups, self._backend)
 
     def _compress(
-        self, module: Any, kv: torch.Tensor, gate: torch.Tensor, cache: torch.Tensor | None, states: torch.Tensor | None
+        self,
+        module: Any,
+        kv: torch.Tensor,
+        gate: torch.Tensor,
+        cache: torch.Tensor | None,
+        states: torch.Tensor | None,
+        cache_format: CacheFormat | None = None,
     ) -> None:
         step, groups = self._step, self._step.groups[self._config.ratio]
         if cache is None or states is None:
@@ -148,6 +156,7 @@ class GroupStep:
             state_cache=states,
             state_table=groups.state_table,
             eps=self._config.rms_norm_eps,
+            cache_format=cache_format,
             backend=self._backend,
         )
 

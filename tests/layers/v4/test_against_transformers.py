@@ -178,8 +178,9 @@ def test_every_token_over_a_workspace(kind, seed, limits):
             torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("cache_format", ["model1", "v41"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_model1_caches(kind):
+def test_quantized_caches(kind, cache_format):
     """e4m3 keys have a relative error of at most 2^-4, outputs a smaller one relative to their norm."""
     # If all groups are selected, the coarser index keys select no other ones.
     config = stock_config(kind, 512, partial_rotary_factor=64 / 512, index_head_dim=128, index_topk=16)
@@ -187,7 +188,7 @@ def test_model1_caches(kind):
     attention = V4Attention(V4Config.from_transformers(config, 0))
     attention.load_state_dict({k: v for k, v in stock.state_dict().items() if "rotary_emb" not in k})
     hidden = [torch.randn(40, 48)]
-    (out,) = run(attention, hidden, steps_of([40], 1), "model1")
+    (out,) = run(attention, hidden, steps_of([40], 1), cache_format)
     expected = stock_output(stock, config, hidden[0])
     error = (out - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 2.0**-4
