@@ -33,7 +33,7 @@ def merge_states(
     flow to every out_i and lse_i.
 
     Args:
-        outs: n ≥ 2 tensors [..., d] (such as [tokens, heads, d]), bf16, fp16 or float32; or one [n, ..., d]. Any axis
+        outs: n ≥ 1 tensors [..., d] (such as [tokens, heads, d]), bf16, fp16 or float32; or one [n, ..., d]. Any axis
             may be empty.
         lses: natural-log float32 [...] of each, or one [n, ...]. An infinite lse of either sign marks a state without
             keys, whose out is not read.
@@ -52,7 +52,7 @@ def merge_states(
         states are empty, 0 and -inf.
 
     Raises:
-        TypeError, ValueError: fewer than two states, states that differ in shape, dtype or device, or an output of the
+        TypeError, ValueError: no state, states that differ in shape, dtype or device, or an output of the
             wrong shape.
     """
     return _merge_parts(_parts("outs", outs), _parts("lses", lses), out, lse, context_tokens, out_scale, backend)
@@ -69,9 +69,9 @@ def _merge_parts(
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``merge_states`` with a list of tensors instead of a stack: ``repeats_launches`` matches tensors by address."""
-    if len(outs) < 2 or len(outs) != len(lses):
+    if not outs or len(outs) != len(lses):
         raise ValueError(
-            f"outs and lses must hold the same number of parts, at least 2, got {len(outs)} and {len(lses)}"
+            f"outs and lses must hold the same number of parts, at least 1, got {len(outs)} and {len(lses)}"
         )
     first = outs[0]
     if first.dim() < 1:

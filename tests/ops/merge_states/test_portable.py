@@ -48,7 +48,7 @@ def draw_parts(n, shape, dtype, seed, empty=0.3):
 
 @pytest.mark.full
 @given(
-    n=st.integers(2, 5),
+    n=st.integers(1, 5),
     axes=st.lists(st.integers(1, 5), max_size=4),
     d=st.sampled_from([1, 3, 32, 48]),
     order_seed=st.integers(0, 1000),
@@ -69,6 +69,17 @@ def test_parts_of_any_strides(n, axes, d, order_seed, gap, dtype, seed):
     assert result[0] is out
     assert result[1] is lse
     assert_same(result, merge_states(outs, lses, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_part_is_copied(dtype):
+    outs, lses = draw_parts(1, (5, 3, 16), dtype, seed=0)
+    out, lse = merge_states(outs, lses, backend="portable")
+    empty = lses[0].isinf()
+    assert empty.any()
+    assert not empty.all()
+    assert torch.equal(out, outs[0].masked_fill(empty.unsqueeze(-1), 0.0))
+    assert torch.equal(lse, lses[0].masked_fill(empty, -torch.inf))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -26,7 +26,7 @@ def draw_parts(n, shape, dtype=torch.float32, empty=0.3, size=4.0, seed=0):
 
 
 @given(
-    n=st.integers(2, 5),
+    n=st.integers(1, 5),
     axes=st.lists(st.integers(1, 4), max_size=3),
     width=st.integers(1, 9),
     empty=st.sampled_from([0.0, 0.5, 1.0]),

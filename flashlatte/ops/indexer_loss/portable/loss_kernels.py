@@ -195,8 +195,9 @@ def loss_kernel(
         log_p = tl.where(logit == float("-inf"), 0.0, logit - lse)
         divergence += t * (tl.log2(tl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
         if WITH_GRADIENT:
-            p = tl.where((logit == float("-inf")) | no_target, 0.0, tl.exp2(log_p * LOG2_E))
-            tl.store(logits + start + cols, p - t, mask=in_use)
+            p = tl.where(logit == float("-inf"), 0.0, tl.exp2(log_p * LOG2_E))
+            # Not in one condition: Triton's interpreter fails if a scalar comparison is combined with a block.
+            tl.store(logits + start + cols, tl.where(no_target, 0.0, p) - t, mask=in_use)
     tl.store(losses + token, tl.sum(divergence, axis=0))
     tl.store(sees_keys + token, tl.max(seen, axis=0).to(tl.int8))
 
