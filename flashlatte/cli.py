@@ -18,9 +18,9 @@ USER_ERROR = 2
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 for success, 1 if the command reports an error, 2 for invalid
     arguments."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = argparse.Namespace(command="")
     try:
+        arguments = _parser().parse_args(argv)
         with warnings.catch_warnings():
             # torch warns if NumPy is missing; only bench --plot needs it.
             warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
@@ -144,7 +144,10 @@ def _doctor_report(arguments: argparse.Namespace) -> int:
         raise ValueError("--report takes no other option")
     file = None if arguments.report == Path("-") else arguments.report
     if file is not None:
-        file.write_text("")  # before the cases run, which takes minutes
+        try:
+            file.write_text("")  # before the cases run, which takes minutes
+        except OSError as error:
+            raise ValueError(f"--report must be a file that can be written, got {file}: {error.strerror}") from None
     report = hardware.collect(functools.partial(print, file=sys.stderr, flush=True))
     text = json.dumps(report, indent=1, ensure_ascii=False)
     if file is None:

@@ -152,10 +152,10 @@ def test_mistakes_give_exit_code_2_and_one_line(capsys, tmp_path):
         ({"prompt": "é" * 1025}, "at most 2048 bytes, and has 2050"),
         ({"new_tokens": 63}, "from 64 to 1024, got 63"),
         ({"new_tokens": 1025}, "from 64 to 1024, got 1025"),
-        ({"device": "abacus"}, "device 'abacus' cannot be used"),
-        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
-        ({"device": "meta"}, "device 'meta' cannot be used"),
-        ({"model": "v5"}, "the model must be one of v3, v3.2, v4, got v5"),
+        ({"device": "abacus"}, "--device must be cuda or cpu, got 'abacus', which cannot be used"),
+        ({"device": "cuda:99"}, "--device must be cuda or cpu, got 'cuda:99', which cannot be used"),
+        ({"device": "meta"}, "--device must be cuda or cpu, got 'meta', which cannot be used"),
+        ({"model": "v5"}, "--model must be one of v3, v3.2, v4, got v5"),
     )
     for arguments, message in cases:
         assert run_demo(**arguments) == 2

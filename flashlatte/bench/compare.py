@@ -51,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rounds < 2 or arguments.rounds % 2:
         raise ValueError(f"--rounds must be an even number above 0, got {arguments.rounds}")
     checkouts = {"before": arguments.before, "after": arguments.after}
+    for side, checkout in checkouts.items():
+        if not (checkout / "flashlatte").is_dir():
+            raise ValueError(f"{side} must be a checkout of this repository, got {checkout}")
     backends = arguments.backend.split(",")
     with contextlib.ExitStack() as stack:
         pairs = [

@@ -133,9 +133,9 @@ def _run(text: bytes, source: str, new_tokens: int, device: str | None, name: st
     if len(text) > MAX_PROMPT_BYTES:
         raise Mistake(f"{source} must have at most {MAX_PROMPT_BYTES} bytes, and has {len(text)}")
     if not MIN_NEW_TOKENS <= new_tokens <= MAX_NEW_TOKENS:
-        raise Mistake(f"the number of new tokens must be from {MIN_NEW_TOKENS} to {MAX_NEW_TOKENS}, got {new_tokens}")
+        raise Mistake(f"--new-tokens must be from {MIN_NEW_TOKENS} to {MAX_NEW_TOKENS}, got {new_tokens}")
     if name not in FAMILIES:
-        raise Mistake(f"the model must be one of {', '.join(FAMILIES)}, got {name}")
+        raise Mistake(f"--model must be one of {', '.join(FAMILIES)}, got {name}")
     where = _device(device)
 
     from rich.console import Console
@@ -197,7 +197,8 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise Mistake(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise Mistake(f"--device must be cuda or cpu, got {name!r}, which cannot be used: {reason}") from None
     return device
 
 

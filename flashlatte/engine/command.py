@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from flashlatte.engine.arguments import create_engine
 from flashlatte.engine.chat import chat_tokens
@@ -38,7 +39,11 @@ def generate(arguments: argparse.Namespace) -> int:
     )
     # First, because transformers would look for a tokenizer of a missing directory on the network.
     config_of(arguments.model)
-    engine = create_engine(arguments, tokenizer=load_tokenizer(arguments.model))
+    tokenizer = load_tokenizer(arguments.model)
+    # Before the weights are loaded, which takes long.
+    if text is not None and not arguments.chat and not tokenizer.encode(text):
+        raise ValueError("the text to continue must have at least one token, got none")
+    engine = create_engine(arguments, tokenizer=tokenizer)
     if not engine.leads:
         engine.follow()
         return 0
@@ -106,7 +111,7 @@ def _text(arguments: argparse.Namespace) -> str | None:
 def _text_of(file: Path) -> str:
     """The text of a file, or of standard input for "-"."""
     try:
-        return (sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()).decode("utf-8")
+        return (_standard_input().buffer.read() if str(file) == "-" else file.read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--file must be a text in UTF-8, and {file} is not: {error}") from None
     except OSError as error:
@@ -115,8 +120,18 @@ def _text_of(file: Path) -> str:
 
 def _lines() -> Iterator[str]:
     """The non-blank lines of standard input, with a prompt on a terminal."""
+    is_terminal = _standard_input().isatty()
     with suppress(EOFError):
         while True:
-            line = input("> " if sys.stdin.isatty() else "")
+            try:
+                line = input("> " if is_terminal else "")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"standard input must be a text in UTF-8, and is not: {error}") from None
             if line.strip():
                 yield line
+
+
+def _standard_input() -> TextIO:
+    if sys.stdin is None:
+        raise ValueError("a text must be given by --prompt, --file or standard input, which is closed")
+    return sys.stdin

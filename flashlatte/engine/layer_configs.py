@@ -8,6 +8,7 @@ from flashlatte.layers import MLAConfig, models
 from flashlatte.layers.config import indexer_config, max_position_embeddings
 from flashlatte.layers.config_fields import check_fields
 from flashlatte.layers.rope_config import Rope
+from flashlatte.runtime import checks
 
 _SIZES = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _POOL_FIELDS = ("index_kpool", "index_kpool_always_select_tail")
@@ -37,7 +38,7 @@ def layer_configs(config: Any) -> tuple[MLAConfig, ...]:
     traits = models.supported(config.model_type)
     if traits is None or traits.has_layers:
         return MLAConfig.layers(config)
-    layers = range(config.num_hidden_layers)
+    layers = range(checks.positive_int("num_hidden_layers", config.num_hidden_layers))
     if selects_pools(config):
         return (_layer(config, traits, _POOL_FIELDS, models.UNROTATED),) * len(layers)
     if shares_latents(config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
 
     Raises:
         OSError: a file is missing.
-        ValueError: a file is damaged; the model has weights that the checkpoint lacks, or the checkpoint has some of
-            another shape, or biases and scales that the model does not have.
+        ValueError: transformers cannot load the checkpoint, for example because a file is damaged; the model has weights
+            that the checkpoint lacks, or the checkpoint has some of another shape, or biases and scales that the model
+            does not have.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -43,10 +43,10 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
             # ``check_loaded`` refuses them by name.
             ignore_mismatched_sizes=True,
         )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OSError):
         raise
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = f"{type(error).__name__}: {error}"
+    except Exception as error:  # of many types: damaged files, unknown or incomplete quantization, missing packages
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
             f"model must be a checkpoint that transformers can load, and {path} is not: {reason}"
         ) from error

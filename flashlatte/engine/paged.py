@@ -165,13 +165,26 @@ def config_of(model: Any) -> Any:
         raise FileNotFoundError(f"model must be the directory of a checkpoint, got {model}")
     if not (Path(model) / "config.json").is_file():
         raise FileNotFoundError(f"model must be the directory of a checkpoint, and {model} has no config.json")
-    fields, _ = DeepseekV3Config.get_config_dict(model, local_files_only=True)
+    fields = _read(model, lambda: DeepseekV3Config.get_config_dict(model, local_files_only=True)[0])
+    if not isinstance(fields, dict):
+        raise ValueError(f"config.json must be a JSON object, and {model} has another, got {type(fields).__name__}")
     if fields.get("model_type") == _OF_KIMI_K2:
-        return DeepseekV3Config.from_dict(fields | {"model_type": DeepseekV3Config.model_type})
+        return _read(model, lambda: DeepseekV3Config.from_dict(fields | {"model_type": DeepseekV3Config.model_type}))
     reason = refusal(str(fields.get("model_type")))
     if fields.get("model_type") not in CONFIG_MAPPING and reason is not None:
         raise ValueError(f"model must be of a type that the engine supports, got {fields['model_type']!r}: {reason}")
-    return AutoConfig.from_pretrained(model, local_files_only=True)
+    return _read(model, lambda: AutoConfig.from_pretrained(model, local_files_only=True))
+
+
+def _read(path: str | Path, read: Callable[[], Any]) -> Any:
+    """The result of ``read``, which calls transformers. Its errors for invalid files have many types."""
+    try:
+        return read()
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"config.json must be one that transformers reads, and {path} has another: {reason}"
+        ) from error
 
 
 def check_placement(model: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> None:

@@ -6,6 +6,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -26,11 +27,13 @@ from flashlatte.layers.v4.config import MODEL_TYPE as V4_MODEL_TYPE
 from flashlatte.layers.v4.warmup import warmup_steps as warmup_steps_v4
 from flashlatte.layers.v41.config import MODEL_TYPE as V41_MODEL_TYPE
 from flashlatte.layers.v41.warmup import warmup_steps as warmup_steps_v41
-from flashlatte.layers.warmup import warmup_steps
+from flashlatte.layers.warmup import FEW_TOKENS, warmup_steps
 from flashlatte.runtime import machine, precompile
 
 # SMs of the largest GPU of each compute capability, for --target without --sms.
 NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
+# The steps that are run allocate tensors of so many tokens; the shortest requests have ``FEW_TOKENS`` tokens.
+_MAX = {"max_batch": 65536, "max_queries": FEW_TOKENS}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,8 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("max_batch", "max_queries", "page_size", "tensor_parallel", "sms", "jobs"):
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        high = _MAX.get(name, math.inf)
+        if value is not None and not 1 <= value <= high:
+            accepted = "at least 1" if high == math.inf else f"from 1 to {high}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {accepted}, got {value}")
 
 
 def _target(name: str | None, sms: int | None) -> machine.GPU:

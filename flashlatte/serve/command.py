@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import uvicorn
@@ -26,6 +27,20 @@ from flashlatte.serve.context import ServerContext, ServerLimits, max_context
 from flashlatte.serve.metrics import ServerMetrics
 
 API_KEY_VARIABLE = "FLASHLATTE_API_KEY"
+# Minimum and maximum of options.
+_RANGES: dict[str, tuple[int, int | None]] = {
+    "port": (0, 65535),
+    "max_model_len": (2, None),
+    "max_queue": (0, None),
+    "max_body_bytes": (1, None),
+    "drain_seconds": (0, 3600),
+    "num_pages": (1, None),
+    "page_size": (1, None),
+    "swap_space": (0, None),
+    "max_num_batched_tokens": (1, None),
+    "max_num_seqs": (1, None),
+    "num_speculative_tokens": (0, None),
+}
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Idle connections that are accepted in addition to one for each output.
 _IDLE_CONNECTIONS = 1024
@@ -86,6 +101,7 @@ class EngineServer(uvicorn.Server):
 
     def __init__(self, context: ServerContext, api_key: str | None = None, greeting: str = "") -> None:
         self._context, self._drain_seconds, self._greeting = context, context.limits.drain_seconds, greeting
+        self._ends_now = False
         super().__init__(
             uvicorn.Config(
                 create_app(context, api_key),
@@ -110,6 +126,11 @@ class EngineServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or not self._context.engine.is_running
 
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin to stop; at a second Ctrl-C end the requests, which uvicorn would cancel without an error."""
+        self._ends_now |= self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain = asyncio.ensure_future(self._end_requests())
         try:
@@ -118,7 +139,9 @@ class EngineServer(uvicorn.Server):
             drain.cancel()
 
     async def _end_requests(self) -> None:
-        await asyncio.sleep(self._drain_seconds)
+        end = time.monotonic() + self._drain_seconds
+        while not self._ends_now and (remaining := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(remaining, 0.1))
         await self._context.engine.abort_all("the server is stopping")
 
     def capture_signals(self) -> Any:
@@ -144,10 +167,9 @@ class _StopOnSignal:
 
 
 def _check(arguments: argparse.Namespace, api_key: str | None) -> None:
-    ranges = {"port": (0, 65535), "max_queue": (0, None), "max_body_bytes": (1, None), "drain_seconds": (0, 3600)}
-    for name, (low, high) in ranges.items():
+    for name, (low, high) in _RANGES.items():
         value = getattr(arguments, name)
-        if not value >= low or (high is not None and value > high):
+        if value is not None and (not value >= low or (high is not None and value > high)):
             accepted = f"at least {low}" + ("" if high is None else f" and at most {high}")
             raise ValueError(f"--{name.replace('_', '-')} must be {accepted}, got {value}")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):

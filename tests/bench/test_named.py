@@ -147,6 +147,12 @@ def test_two_checkouts_are_timed_alternately(tmp_path: Path) -> None:
     assert (line["before_commit"], line["commit"], line["note"]) == ("one", "other", "")
 
 
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.run_named("compare", [str(ROOT), str(tmp_path / "none")])
+    assert f"after must be a checkout of this repository, got {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 def test_wrong_results_have_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 

@@ -210,6 +210,24 @@ def test_names_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str])
     assert "no operation or case named 'none'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "accepted"),
+    [
+        ("--processes", "0", "at least 1"),
+        ("--streams", "-1", "at least 1"),
+        ("--load", "-1", "at least 0"),
+        ("--seconds", "0", "above 0 and finite"),
+        ("--each", "nan", "above 0 and finite"),
+    ],
+)
+def test_numbers_that_call_nothing_are_refused(
+    option: str, value: str, accepted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.run_named("shared-gpu", [option, value])
+    assert f"{option} must be {accepted}, got {value}" in capsys.readouterr().err
+
+
 def parsed(*arguments: str) -> SharedGpuOptions:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

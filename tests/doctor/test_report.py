@@ -152,3 +152,12 @@ def test_cases_have_distinct_names():
 def test_cases_in_the_interpreter(index):
     entry = cases.run_case(cases.CASES[index].scaled_down(), "portable", CPU)
     assert (entry["status"], entry["message"]) == ("ok", None)
+
+
+def test_a_report_that_cannot_be_written_is_refused(tmp_path, capsys):
+    file = tmp_path / "missing" / "report.json"
+    assert cli.main(["doctor", "--report", str(file)]) == cli.USER_ERROR
+    expected = (
+        f"flashlatte doctor: --report must be a file that can be written, got {file}: No such file or directory\n"
+    )
+    assert capsys.readouterr().err == expected

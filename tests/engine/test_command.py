@@ -210,3 +210,45 @@ def test_torchrun_divides_the_model(tmp_path):
     expected = Letters().decode(generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 9))
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
     assert done.stderr.count("9 tokens in") == 1
+
+
+def test_a_closed_standard_input_is_an_error(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert cli.main(["generate", str(checkpoint)]) == 2
+    assert "--prompt, --file or standard input, which is closed" in capsys.readouterr().err
+
+
+def test_a_text_without_tokens_is_refused_before_the_weights_are_loaded(checkpoint, capsys):
+    (checkpoint / "model.safetensors").unlink()
+    assert cli.main(["generate", str(checkpoint), "--prompt", ""]) == 2
+    expected = "flashlatte generate: the text to continue must have at least one token, got none\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_message_that_is_not_utf8_is_refused(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert cli.main(["generate", str(checkpoint), "--chat"]) == 2
+    assert "flashlatte generate: standard input must be a text in UTF-8, and is not: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([1], "config.json must be a JSON object, and {path} has another, got list"),
+        ({"num_hidden_layers": "two"}, "config.json must be one that transformers reads, and {path} has another: "),
+        ({"dtype": "float99"}, "config.json must be one that transformers reads, and {path} has another: "),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "config.json must be one that transformers reads, and {path} has"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be at least 1, got -1"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "model must be a checkpoint that transformers can load, and {path} is not: TypeError: ",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_line(checkpoint, capsys, changes, message):
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(changes if isinstance(changes, list) else json.loads(file.read_text()) | changes))
+    capsys.readouterr()
+    assert cli.main(["generate", str(checkpoint), "--prompt", "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"flashlatte generate: {message.format(path=checkpoint)}")

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -298,6 +299,15 @@ def test_a_stopping_server_ends_slow_requests_with_an_error(serving):
         error = events(read_to(connection, b'"error"'))[-1]["error"]
         assert (error["code"], error["message"]) == ("stopping", "the server is stopping")
         assert read_to(other, b"}}").startswith(b"HTTP/1.1 503")
+
+
+def test_a_second_interrupt_ends_requests_with_an_error(serving):
+    with serving() as server, sent(server, LONG | {"stream": True}) as connection:
+        read_to(connection, b"data: ")
+        server.server.handle_exit(signal.SIGINT, None)
+        read_to(connection, b"data: ")
+        server.server.handle_exit(signal.SIGINT, None)
+        assert events(read_to(connection, b'"error"'))[-1]["error"]["code"] == "stopping"
 
 
 def test_figures_add_up(serving):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def options_of(found: argparse.Namespace) -> SharedGpuOptions:
     """Raise ValueError for inconsistent options, or an unknown name or problem."""
+    for name, low in (("processes", 1), ("streams", 1), ("load", 0)):
+        if (value := getattr(found, name)) < low:
+            raise ValueError(f"--{name} must be at least {low}, got {value}")
+    for name in ("seconds", "each"):
+        value = getattr(found, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} must be above 0 and finite, got {value:g}")
     if found.random + bool(found.cases) + bool(found.problem_reprs) > 1:
         raise ValueError("--random, --case and --problem exclude each other")
     each = found.each or (SECONDS_OF_A_RANDOM_CASE if found.random else SharedGpuOptions.each)

@@ -181,7 +181,7 @@ def common_fields(fields: Mapping[str, Any], model_type: str) -> tuple[dict[str,
 
 def _kinds(fields: Mapping[str, Any]) -> list[str]:
     """The type of each layer, from ``layer_types`` (transformers) or ``compress_ratios`` (checkpoints)."""
-    count, ratios = fields["num_hidden_layers"], fields.get("compress_ratios")
+    count, ratios = checks.positive_int("num_hidden_layers", fields["num_hidden_layers"]), fields.get("compress_ratios")
     kinds = fields.get("layer_types")
     if kinds is None and ratios is not None:
         kind_of_ratio = dict(zip((0, 4, 128), _KINDS, strict=True))
