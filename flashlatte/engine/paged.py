@@ -15,7 +15,6 @@ from flashlatte.distributed.model.single_process import SingleProcess
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.model_types import refusal
 from flashlatte.kv_cache import CacheFormat
-from flashlatte.layers import models
 from flashlatte.layers.missing_weights import warn_of_missing
 from flashlatte.layers.weights import has_custom_forward, has_hooks
 
@@ -184,7 +183,7 @@ def check_placement(model: Any, dtype: torch.dtype | None, device: torch.device 
 def check_type(config: Any, known: Sequence[str]) -> None:
     """Raise ValueError for a model of another type, with the reason if there is one."""
     if config.model_type not in known:
-        reason = refusal(config.model_type) or models.refusal(config.model_type)
+        reason = refusal(config.model_type)
         raise ValueError(
             f"model must be of a type that the engine supports ({', '.join(known)}), got {config.model_type!r}"
             + ("" if reason is None else f": {reason}")

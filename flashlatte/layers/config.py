@@ -198,7 +198,7 @@ class MLAConfig:
         """
         whole = models.config_fields(config)
         fields = models.text_config(whole)
-        models.check_not_refused(whole.get("model_type"), fields.get("model_type"))
+        models.check_described(whole.get("model_type"), fields.get("model_type"))
         if fields.get("kv_lora_rank") is None:
             raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
         traits = models.traits(fields.get("model_type"))
