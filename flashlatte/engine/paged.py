@@ -15,6 +15,7 @@ from flashlatte.distributed.model.single_process import SingleProcess
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.model_types import refusal
 from flashlatte.kv_cache import CacheFormat
+from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.missing_weights import warn_of_missing
 from flashlatte.layers.weights import has_custom_forward, has_hooks
 
@@ -90,11 +91,7 @@ class PagedModel:
     @property
     def plain_format(self) -> str:
         """The cache format of unquantized rows in the model's dtype."""
-        for name in kv_cache.FORMAT_NAMES:
-            layout = kv_cache.get_format(name)
-            if layout.plain and layout.record_dtype == self.dtype:
-                return name
-        raise ValueError(f"cache_format must be given for a model in {self.dtype}")
+        return plain_format(self.dtype).name
 
     def default_pages(self, cache_format: str, page_size: int, num_state_slots: int = 0) -> int:
         """Default number of pages beside so many slots of states; the same on all ranks."""

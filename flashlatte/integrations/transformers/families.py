@@ -167,6 +167,16 @@ def check_selections(modules: list[Any], family: Family) -> None:
         raise ValueError("layer_types must not have both indexed_attention and full_attention, got both")
 
 
+def split_pairs(rope: torch.Tensor) -> torch.Tensor:
+    """Reorder rope dims [..., d] of pairs (2i, 2i + 1): the first dims of all pairs, then the second ones."""
+    return rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def join_pairs(rope: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``split_pairs``."""
+    return rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
 def cosines_and_sines(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [b or 1, queries, rope / 2] of the position embeddings that a decoder passes to its layers.
 
