@@ -102,13 +102,13 @@ def test_three_ranks_divide_unevenly(tmp_path):
 
 
 @pytest.mark.parametrize("swap_space", [0, 16])
-def test_requests_give_way_on_all_ranks(two, swap_space):
+def test_requests_are_preempted_on_all_ranks(two, swap_space):
     options = {"context_parallel": 2, "num_pages": 11, "swap_space": swap_space, "enable_prefix_caching": False}
     statistics = check(two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, GREEDY, **options), "DeepseekV3")
     assert statistics["swapped" if swap_space else "recomputed"] > 0
 
 
-def test_draws_are_those_of_one_process(two):
+def test_draws_equal_those_of_one_process(two):
     """Rank 0 samples, and gets logits of prompt tokens from the other ranks too."""
     drawn = SamplingParams(
         max_tokens=NEW,
@@ -247,7 +247,7 @@ def test_ranks_three_and_one(four):
     ],
     ids=str,
 )
-def test_a_rank_that_cannot_begin_ends_the_others_at_once(two, wrong, message, late):
+def test_a_rank_that_cannot_start_ends_the_others_immediately(two, wrong, message, late):
     begin = time.monotonic()
     other, failed = two.outcomes(rank_engine_jobs.options_by_rank, [{}, wrong], late)
     assert time.monotonic() - begin < 10
@@ -306,7 +306,7 @@ def test_numbers_that_do_not_fit_the_processes(two, options, message):
 
 @pytest.mark.full
 @pytest.mark.parametrize("late", [0, 1])
-def test_processes_that_are_no_group_yet(late, tmp_path):
+def test_processes_without_a_process_group(late, tmp_path):
     """As started by ``torchrun``: a rank that creates a single-process engine would never join the group."""
     script = tmp_path / "serve.py"
     script.write_text(
@@ -357,7 +357,7 @@ def test_unsupported_calls_on_each_rank_raise(two):
 
 
 @pytest.mark.parametrize(("rank", "at_step"), [(0, 3), (1, 1), (1, 4)])
-def test_a_rank_that_fails_ends_the_others_at_once(two, rank, at_step):
+def test_a_rank_that_fails_ends_the_others_immediately(two, rank, at_step):
     begin = time.monotonic()
     told = [failure.message for failure in two.outcomes(rank_engine_jobs.fail, rank, at_step)]
     assert time.monotonic() - begin < 30  # the groups' own timeout is 60 s
@@ -404,14 +404,14 @@ def test_a_killed_rank_ends_the_others_within_seconds(job):
     assert told[other] == f"RuntimeError: rank {killed} failed, therefore rank {other} stops: its process has ended"
 
 
-def test_closing_tells_of_a_rank_that_failed_since(two):
+def test_close_reports_a_rank_that_failed_after_the_last_step(two):
     leader, follower = two.outcomes(rank_engine_jobs.fail_when_done)
     assert leader == "rank 1 failed, therefore rank 0 stops: ValueError: this rank has no time left"
     assert follower.message == "ValueError: this rank has no time left"
 
 
 @pytest.mark.parametrize("kind", [Runner, pytest.param(Model, marks=pytest.mark.full)])
-def test_a_rank_that_cannot_be_made_ends_the_others_at_once(two, kind):
+def test_a_rank_that_cannot_be_created_ends_the_others_immediately(two, kind):
     leader, follower = two.outcomes(rank_engine_jobs.fail_when_made, kind)
     assert (
         leader.message
@@ -420,7 +420,7 @@ def test_a_rank_that_cannot_be_made_ends_the_others_at_once(two, kind):
     assert follower.message == "ValueError: this rank has no memory left"
 
 
-def test_the_ranks_smallest_number_is_everybodys(two):
+def test_all_ranks_get_the_minimum(two):
     assert two.run(rank_engine_jobs.least, [5, 3]) == [3, 3]
     told = [failure.message for failure in two.outcomes(rank_engine_jobs.least, [5, None])]
     for call, message in zip(("a default of num_pages", "Engine"), told, strict=True):

@@ -54,7 +54,7 @@ def finished(served: Engine) -> dict[str, list[int]]:
         }
     ),
 )
-def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, options):
+def test_arrivals_and_aborts_do_not_change_other_requests(events, options):
     served = engine(page_size=4, **options)
     numbers: dict[str, int] = {}
     done: dict[str, list[int]] = {}
@@ -149,7 +149,7 @@ def test_pages_of_a_shared_prefix_are_counted_once():
     finished(served)
 
 
-def test_an_urgent_request_ends_before_one_that_came_first():
+def test_a_request_with_priority_overtakes_an_earlier_one():
     served = engine(max_num_seqs=1)
     served.add(PROMPTS[0], greedy(NEW), request_id="running")
     served.step()
@@ -177,7 +177,7 @@ def test_prompts_with_an_error_are_all_rejected_and_others_continue(mistake, err
     assert finished(served) == {"other": expected(1)}
 
 
-def test_streams_side_by_side_lose_no_token():
+def test_concurrent_streams_lose_no_token():
     served = engine()
     numbers = (0, 3, 1)
     streams = {number: served.stream(PROMPTS[number], greedy(NEW)) for number in numbers}
@@ -261,7 +261,7 @@ def test_step_does_not_return_results_of_a_stream_or_batch(alone):
     assert new == {"ends meanwhile": expected(0)[:2]} | ({} if alone else {"goes on": expected(1)})
 
 
-def test_a_request_that_ended_untold_may_be_aborted():
+def test_a_finished_undelivered_request_can_be_aborted():
     served = engine()
     served.add(PROMPTS[0], greedy(2), request_id="ends meanwhile")
     list(served.stream(PROMPTS[3], greedy(NEW)))
@@ -275,7 +275,7 @@ def test_a_request_that_ended_untold_may_be_aborted():
         served.abort("ends meanwhile")
 
 
-def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
+def test_an_interrupted_batch_leaves_no_requests(monkeypatch):
     served = engine()
     run, calls = served.runner.run, []
 
@@ -315,7 +315,7 @@ def test_a_failed_step_ends_all_requests_and_leaves_no_wrong_page(raises_in, swa
     ]
 
 
-def test_prompts_and_parameters_may_be_read_once():
+def test_prompts_and_parameters_may_be_iterators():
     def broken():
         yield PROMPTS[0]
         raise OSError("no more lines")
@@ -335,7 +335,7 @@ def test_an_id_may_be_used_again_when_its_request_has_ended():
         assert finished(served) == {"again": expected(number)}
 
 
-def test_names_chosen_by_the_user_are_not_reused():
+def test_generated_ids_differ_from_ids_of_the_user():
     served = engine()
     served.add(PROMPTS[1], greedy(NEW), request_id="request-0")
     assert served.generate([PROMPTS[0]], greedy(NEW))[0].outputs[0].token_ids == expected(0)
@@ -360,7 +360,7 @@ def test_a_text_ends_where_transformers_ends_it(as_list, monkeypatch):
     assert engine().generate([PROMPTS[0]], greedy(NEW))[0].outputs[0].token_ids == wanted[0]
 
 
-def test_requests_without_a_seed_draw_differently_and_again_the_same():
+def test_requests_without_a_seed_draw_differently_and_repeatably():
     drawn = [
         [output.outputs[0].token_ids for output in engine().generate([PROMPTS[0]] * 3, greedy(NEW, temperature=2.0))]
         for _ in range(2)
@@ -369,7 +369,7 @@ def test_requests_without_a_seed_draw_differently_and_again_the_same():
     assert len(set(map(tuple, drawn[0]))) == 3
 
 
-def test_a_request_that_is_refused_changes_no_draw_of_those_that_come_after_it():
+def test_a_refused_request_does_not_change_later_draws():
     undisturbed, served, sampling = engine(), engine(), greedy(NEW, temperature=2.0)
     for one in (undisturbed, served):
         one.add(PROMPTS[1], sampling, request_id="a")
@@ -387,12 +387,12 @@ def test_a_request_that_is_refused_changes_no_draw_of_those_that_come_after_it()
         (tuple(range(VOCABULARY)), "suppress_tokens must leave a token to choose"),
     ],
 )
-def test_suppressed_tokens_must_be_the_models_and_not_all(suppressed, message):
+def test_suppressed_tokens_are_in_the_vocabulary_and_leave_one(suppressed, message):
     with pytest.raises(ValueError, match=message):
         engine().add([1], greedy(suppress_tokens=suppressed))
 
 
-def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
+def test_page_lists_are_copied_to_the_device_once_for_all_layers(monkeypatch):
     swapped = []
     swap_blocks = runner.swap_blocks
     monkeypatch.setattr(runner, "swap_blocks", lambda *args: [swapped.append(args), swap_blocks(*args)])

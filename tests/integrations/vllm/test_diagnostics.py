@@ -23,7 +23,7 @@ def test_doctor_without_vllm(monkeypatch):
     assert diagnostics.report(facts) == ["vLLM is not installed"]
 
 
-def test_doctor_when_the_plugin_is_left_out(monkeypatch):
+def test_doctor_with_the_plugin_disabled(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: "0.26.0")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: SimpleNamespace(names={"flashlatte"}))
     monkeypatch.setenv("VLLM_PLUGINS", "another")
