@@ -220,17 +220,12 @@ def check_parts(model: Any) -> None:
             if name.split(".")[0] in called:
                 continue
             # Projections are called, and the forward of a norm may be replaced by a kernel.
-            got = (
-                "some"
-                if has_hooks(part)
-                else "another forward"
-                if has_custom_forward(part) and [*part.children()]
-                else None
-            )
-            if got is not None:
+            has_forward = has_custom_forward(part) and [*part.children()]
+            if has_hooks(part) or has_forward:
                 raise TypeError(
                     f"layer {number} of the model must have no hooks and no other forward outside of its MLP, as the "
-                    f"engine does not call it: got {got} on {name or 'the layer'}"
+                    f"engine does not call it: got {'some' if has_hooks(part) else 'another forward'} on "
+                    f"{name or 'the layer'}"
                 )
     # The hooks of ``flashlatte.integrations.transformers.enable`` prepare a call that the engine does not make.
     own = {hook.id for hook in getattr(model.model, "_flashlatte_hooks", ())}
