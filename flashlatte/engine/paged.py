@@ -170,13 +170,6 @@ def config_of(model: Any) -> Any:
     return AutoConfig.from_pretrained(model, local_files_only=True)
 
 
-def check_placement(model: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-    """Raise ValueError for a dtype or device of a model that is loaded already."""
-    for name, value in (("dtype", dtype), ("device", device)):
-        if value is not None and not isinstance(model, (str, Path)):
-            raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
-
-
 def check_type(config: Any, known: Sequence[str]) -> None:
     """Raise ValueError for a model of another type, with the reason if there is one."""
     if config.model_type not in known:

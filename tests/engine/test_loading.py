@@ -159,7 +159,7 @@ def test_unneeded_weights_are_skipped(read, tmp_path):
 def test_missing_weights_are_detected_without_reading_the_checkpoint(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     rewrite(tmp_path, without("lm_head"))
-    monkeypatch.setattr("flashlatte.engine.model.load", None)
+    monkeypatch.setattr("flashlatte.engine.loading.load", None)
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight$"):
         Model(tmp_path, ranks=ranks(0, 2))
 
