@@ -33,6 +33,15 @@ def test_parts_positions_and_slots():
     assert (chunk.first, chunk.last, chunk.tokens, chunk.max_queries, chunk.max_keys) == (0, 6, 2, 6, 2)
 
 
+@pytest.mark.parametrize(("device", "shares"), [("cpu", True), ("meta", False)])
+def test_only_metadata_on_the_same_device_is_overwritten(device, shares):
+    builder = make_builder()
+    metadata = builder.build([0, 1, 3, 9], [6, 12, 8], TABLE).to(torch.device(device))
+    assert not metadata.is_overwritten
+    builder.build([0, 1, 3, 9], [7, 12, 8], TABLE)
+    assert metadata.is_overwritten == shares
+
+
 def test_a_block_table_of_any_strides():
     strided = TABLE.T.contiguous().T
     assert strided.stride(1) != 1
