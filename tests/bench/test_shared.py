@@ -197,7 +197,7 @@ def test_faults_make_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert bench.run_named("shared-gpu", []) == 1
     output = capsys.readouterr().out
     assert "process 1, p: a burst: other bits" in output
-    assert "process 0: topk c (), 1 times, 5 calls: right and the same" in output
+    assert "process 0: topk c (), 1 times, 5 calls: correct and identical" in output
     assert "1 of 6 processes failed; 10 calls" in output
     monkeypatch.setattr(processes, "run", lambda *_: [])
     assert bench.run_named("shared-gpu", []) == 1
