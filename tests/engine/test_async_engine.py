@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import VOCABULARY, greedy, model, prompt
+from support import engine_models
+from support.engine_models import VOCABULARY, greedy, prompt
 
 from flashlatte.engine import AsyncEngine, Engine, SamplingParams
 from flashlatte.engine.async_engine import EngineStopped, QueueFull, StepFailed
@@ -19,8 +20,8 @@ NEW = 6
 
 
 def engine(**options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 8}
-    return Engine(model(), **settings | options)
+    settings: dict[str, Any] = {"max_num_seqs": 8}
+    return engine_models.engine("DeepseekV3", **settings | options)
 
 
 def run(test: Callable[[AsyncEngine], Coroutine[Any, Any, Any]], served: Engine | None = None, **options: Any) -> Any:

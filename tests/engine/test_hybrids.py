@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distributed.model.test_checkpoint import ranks
+from support import engine_models
 from support.engine_models import chosen_logprobs, greedy, model, prompt
 from support.marks import mostly_full
 
@@ -59,8 +60,7 @@ def served_model(name: str) -> Any:
 
 
 def engine(name: str | torch.nn.Module = "kimi-linear", **options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
-    return Engine(served_model(name) if isinstance(name, str) else name, **settings | options)
+    return engine_models.engine(served_model(name) if isinstance(name, str) else name, **options)
 
 
 def stock_tokens(name: str, tokens: list[int], count: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import rank_engine_jobs
+from support import engine_models, rank_engine_jobs
 from support.choosing import choose
 from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, prompt
 
@@ -27,8 +27,8 @@ def poisoned_model(family: str) -> Any:
 
 
 def engine(family: str = "DeepseekV3", **options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    return Engine(poisoned_model(family), **settings | options)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 16}
+    return engine_models.engine(poisoned_model(family), **settings | options)
 
 
 def check(outputs: list[RequestOutput], family: str) -> None:
