@@ -9,10 +9,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 # Each worker takes ten seconds of processor time to import modules and to collect tests.
 FEW := --maxprocesses 4
 VLLM := build/vllm
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+FLOOR := build/transformers-$(OLDEST)
 # Tests that compile kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 
-.PHONY: demo test test-all test-triton test-vllm docs wheel hub gpu-test sanitize bench lint clean
+.PHONY: demo test test-all test-triton test-floor test-vllm docs wheel hub gpu-test sanitize bench lint clean
 
 demo: $(READY)
 	@$(BIN)/flashlatte demo --model $(or $(MODEL),v3)
@@ -35,6 +37,12 @@ test-triton: $(READY)
 	@for folder in $(TRITONS); do \
 		echo "Triton in $$folder" && PYTHONPATH=$$folder $(PYTEST) -m "not interpreter and not gpu" $(COMPILED) || exit 1; \
 	done
+
+# Layers, engine and integrations with the oldest transformers that pyproject.toml accepts.
+test-floor: $(FLOOR)/.ready
+	@echo "About 3 minutes of processor time."
+	@PYTHONPATH=$(CURDIR)/$(FLOOR) $(PYTEST) $(FEW) -m "not interpreter and not full and not gpu" \
+		tests/layers tests/engine tests/integrations
 
 # Tests in vLLM's engine on a CPU, in a separate environment.
 test-vllm:
@@ -86,6 +94,10 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.docs-ready: $(READY)
 	@echo "One-time setup: installing mkdocs-material and mkdocstrings, 15 MB to download."
 	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(FLOOR)/.ready: $(READY)
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --upgrade --target $(FLOOR) transformers==$(OLDEST)
 	@touch $@
 
 $(VENV)/.bench-ready: $(READY)

@@ -51,8 +51,14 @@ EXTENSIONS: dict[str, fatbins.Unwanted | None] = {
     "vllm/_flashmla_extension_C.abi3.so": None,
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": has_other_kernels,
 }
-# CUDA sources that are compiled at run time, for kernels that MLA without an indexer does not use.
+# CUDA sources that are compiled at run time: DeepGEMM's, and kernels that MLA does not use.
 LEFT_OUT = ("vllm/third_party/deep_gemm/", "vllm/third_party/fmha_sm100/", "vllm/vllm-rs")
+
+# The layers of V3.2 import this module, which imports CUTLASS's Python package. Its kernel is for sm_100.
+STAND_INS = {
+    "vllm/models/deepseek_v32/nvidia/ops/fused_q_cutedsl.py": "def is_fused_q_cutedsl_supported(*_, **__):\n"
+    "    return False\n\n\nfused_q_cutedsl = None\n",
+}
 
 
 def wanted(name: str) -> bool:
@@ -62,4 +68,4 @@ def wanted(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(packing.pack(Path(sys.argv[1]), (VLLM, *PACKAGES), wanted, EXTENSIONS))
+    sys.exit(packing.pack(Path(sys.argv[1]), (VLLM, *PACKAGES), wanted, EXTENSIONS, STAND_INS))

@@ -8,8 +8,9 @@ chunk of a prompt is usually a group of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,6 +100,15 @@ class LayerStates:
         assert self.conv is not None
         assert self.recurrent is not None
         return self.conv, self.recurrent
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        return self.conv is not None
+
+    @property
+    def layers(self) -> Mapping[int, SimpleNamespace]:
+        """The states at any layer's index, as modules of transformers before 5.21 read them."""
+        states = SimpleNamespace(conv_states=[self.conv], recurrent_states=[self.recurrent])
+        return defaultdict(lambda: states)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The convolution's last inputs. For a single token, the module updates them in place."""

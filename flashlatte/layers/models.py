@@ -137,6 +137,9 @@ SUPPORTED: dict[str, Traits] = {
     "youtu": Traits("Youtu-LLM", max_position=131072),
 }
 
+# Names of layer types in configs of transformers before 5.18, and the current ones.
+_FORMER_LAYER_TYPES = {"deepseek_sparse_attention": "indexed_attention"}
+
 
 def traits(model_type: str | None) -> Traits:
     """The traits of a family; DeepSeek-V3's if ``model_type`` is None.
@@ -177,14 +180,23 @@ def config_fields(config: Any) -> dict[str, Any]:
     Raises:
         TypeError: another object, such as a model or a path.
     """
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not hasattr(config, "to_dict"):
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         what = repr(config) if isinstance(config, str) else type(config).__name__
         raise TypeError(
             f"config must be a transformers config (a model's .config), or the content of config.json, got {what}"
         )
-    return config.to_dict()
+    fields = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    return _with_current_layer_types(fields)
+
+
+def _with_current_layer_types(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, also of nested configs, with former names of layer types replaced."""
+    renamed: dict[str, Any] = {
+        name: _with_current_layer_types(dict(x)) for name, x in fields.items() if isinstance(x, Mapping)
+    }
+    if isinstance(fields.get("layer_types"), (list, tuple)):
+        renamed["layer_types"] = [_FORMER_LAYER_TYPES.get(kind, kind) for kind in fields["layer_types"]]
+    return fields | renamed
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -71,7 +71,20 @@ def test_kernels_of_attention(kernel, is_attention):
     assert INDEXER.search(kernel) is None
 
 
-@pytest.mark.parametrize("kernel", ["sm90_fp8_paged_mqa_logits", "index_logits_paged_kernel", "topk_kernel<>"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "sm90_fp8_paged_mqa_logits",
+        "index_logits_paged_kernel",
+        "topk_kernel<>",
+        "void vllm::cooperative::cooperative_topk_cs4<2048u>",
+        "void vllm::topKPerRowPrefill<>",
+        "index_convert_kernel",
+        "sparse_mla_index_remap_kernel",
+        "index_gather_kernel",
+        "void vllm::cp_gather_indexer_k_quant_cache_kernel<4>",
+    ],
+)
 def test_kernels_of_the_indexer(kernel):
     assert INDEXER.search(kernel)
     assert ATTENTION.search(kernel) is None

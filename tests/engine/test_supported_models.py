@@ -209,7 +209,7 @@ def test_an_indexer_of_pools_excludes_formats_and_batch_invariance():
         ValueError, match=r"^cache_format must be bf16, fp16 or fp32 for rows of 32 \+ 0 and an indexer"
     ):
         engine("Glm5Next", cache_format="fp8")
-    dense = model("Glm5Next", layer_types=("indexed_attention",) * 4)
+    dense = model("Glm5Next", layer_types=("deepseek_sparse_attention",) * 4)
     with pytest.raises(ValueError, match=r"batch_invariant must be False for a glm5_next_text: PyTorch .* indexer$"):
         Model(dense, batch_invariant=True)
     assert not Model(dense).has_graphs
@@ -217,7 +217,7 @@ def test_an_indexer_of_pools_excludes_formats_and_batch_invariance():
 
 def test_drafts_over_pools_of_tokens():
     """Without linear attention the engine can verify drafts; states of rejected drafts are overwritten."""
-    dense, repeated = model("Glm5Next", layer_types=("indexed_attention",) * 4), prompt(4) * 6
+    dense, repeated = model("Glm5Next", layer_types=("deepseek_sparse_attention",) * 4), prompt(4) * 6
     speculating = engine(dense, num_speculative_tokens=3)
     (output,) = speculating.generate([repeated], greedy(16))
     ids = torch.tensor([repeated])

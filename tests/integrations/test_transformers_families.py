@@ -86,7 +86,7 @@ DOTS3 = INDEXED | {
 POOLED = {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 16, "index_kpool": 4, "n_group": 1, "hc_mult": 2}
 POOLED |= {"linear_head_dim": 16, "linear_num_heads": 2, "qk_rope_head_dim": 0, "num_hidden_layers": 4}
 POOLED |= {
-    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "deepseek_sparse_attention", "deepseek_sparse_attention", "linear_attention"],
     "indexer_types": ["full", "full", "shared", "full"],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }
@@ -252,7 +252,9 @@ def test_stock_attention_continues_with_a_paged_cache(stock, prompts):
         cache = enabled(ids[:, :20], attention_mask=mask[:, :20]).past_key_values
         disable(enabled)
         if caches_each_head(stock):
-            with pytest.raises(ValueError, match="stock attention of this transformers caches keys of each head"):
+            with pytest.raises(
+                ValueError, match="stock attention of this transformers version caches keys of each head"
+            ):
                 enabled(ids[:, 20:], attention_mask=mask, **{CACHE: cache})
             return
         got = enabled(ids[:, 20:], attention_mask=mask, **{CACHE: cache}).logits

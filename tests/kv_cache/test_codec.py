@@ -289,5 +289,9 @@ def test_a_token_is_decoded_at_any_address(name, offset):
 @pytest.mark.parametrize("name", ["v32", "v32_no_rope", "model1", "v41"])
 def test_records_are_decoded_under_vmap(name):
     records = kv_cache.quantize(draw_rows(0, 2, 3, kv_cache.get_format(name).head_dim), name)
+    try:
+        torch.func.vmap(lambda row: row.view(torch.int8))(records)
+    except RuntimeError:
+        pytest.skip(f"PyTorch {torch.__version__} cannot view another dtype under vmap")
     decoded = torch.func.vmap(lambda record: kv_cache.dequantize(record, name))(records)
     assert torch.equal(decoded, kv_cache.dequantize(records, name))

@@ -313,6 +313,15 @@ def test_every_field_of_transformers_configs_is_known(name):
     MLAConfig.from_transformers(transformers.CONFIG_MAPPING[name]())
 
 
+def test_former_names_of_layer_types():
+    """transformers before 5.18, and checkpoints saved with it, have other names."""
+    fields = V3_JSON | {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    former = fields | {"layer_types": ["deepseek_sparse_attention"]}
+    assert MLAConfig.from_transformers(former) == MLAConfig.from_transformers(fields)
+    nested = {"model_type": "some_vl", "text_config": former}
+    assert MLAConfig.from_transformers(nested) == MLAConfig.from_transformers(fields)
+
+
 DOTS3_JSON = V3_JSON | {
     "model_type": "dots3_note_text",
     "index_n_heads": 16,

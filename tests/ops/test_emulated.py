@@ -55,6 +55,7 @@ DENSE_DECODE = {
     "one request": (8, DenseDecodeCase(1, 1, 100, 64)),
     "few heads": (8, DenseDecodeCase(1, 1, 100, 16)),
     "ranges": (24, DenseDecodeCase(2, 1, 700, 64, varlen=True)),
+    "row groups": (8, DenseDecodeCase(5, 1, 500, 128, page_size=16, varlen=True)),
     "fp24 partial outputs": (40, DenseDecodeCase(2, 1, 1500, 128, varlen=True)),
     "e4m3": (16, DenseDecodeCase(3, 1, 600, 128, varlen=True, cache_dtype=E4M3)),
     "e4m3, few rows": (8, DenseDecodeCase(2, 1, 500, 16, varlen=True, cache_dtype=E4M3)),

@@ -86,7 +86,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Glm5Next": INDEXED
     | {
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "layer_types": [
+            "linear_attention",
+            "deepseek_sparse_attention",
+            "deepseek_sparse_attention",
+            "linear_attention",
+        ],
         "indexer_types": ["full", "full", "shared", "full"],
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "index_kpool": 4,

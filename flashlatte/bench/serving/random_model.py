@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,7 +87,15 @@ def folder_of(model: str, layers: int) -> Iterator[str]:
 
 
 def vocabulary(folder: str) -> int:
-    return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    return _config(folder)["vocab_size"]
+
+
+def has_indexer(folder: str) -> bool:
+    return "index_topk" in _config(folder)
+
+
+def _config(folder: str) -> dict[str, Any]:
+    return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
 
 
 def fill_weights(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -28,7 +28,7 @@ ATTENTION = re.compile(
     r"|prepare_varlen|_fwd_(grouped_)?kernel_stage"
 )
 # Names of the kernels that select keys, in models with an indexer.
-INDEXER = re.compile(r"mqa_logits|index_logits|topk|index_convert")
+INDEXER = re.compile(r"mqa_logits|index_logits|top[kK]|index_(convert|remap|gather)|gather_indexer")
 
 
 @dataclasses.dataclass

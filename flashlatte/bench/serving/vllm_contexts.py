@@ -14,34 +14,36 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from flashlatte.bench.serving.random_model import fill_weights
+from flashlatte.bench.serving.random_pages import fill_pages
 from flashlatte.bench.serving.step_cases import PREFILLED, request_number
 
 
 class RandomContexts(DecodeBenchConnector):
     """A KV connector that supplies the whole context of a request except its last token.
 
-    The rows are normally distributed plain values, which depend on the request's number alone: neither on the pages
-    nor on what ran before. Requests whose names begin with ``PREFILLED`` are excepted.
+    The rows are normally distributed values, which depend on the request's number alone: neither on the pages nor on
+    what ran before. Requests whose names begin with ``PREFILLED`` are excepted.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        for cache in kv_caches.values():
-            if not cache.is_floating_point():
-                raise ValueError(f"random contexts need a cache of plain 16-bit or 32-bit values, got {cache.dtype}")
-        self.caches = [kv_caches[name] for name in sorted(kv_caches)]
+        self.caches = [_without_head(kv_caches[name]) for name in sorted(kv_caches)]
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         for name, (blocks_of_groups, _) in self._get_connector_metadata().reqs_to_fill.items():
             (blocks,) = blocks_of_groups
             for layer, cache in enumerate(self.caches):
-                seed = request_number(name) * len(self.caches) + layer
-                rows = torch.empty(len(blocks), *cache.shape[1:], dtype=cache.dtype, device=cache.device)
-                cache[blocks] = rows.normal_(generator=torch.Generator(cache.device).manual_seed(seed))
+                generator = torch.Generator(cache.device)
+                fill_pages(cache, blocks, generator.manual_seed(request_number(name) * len(self.caches) + layer))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.request_id.startswith(PREFILLED):
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+def _without_head(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as [pages, page_size, width]. vLLM may have one head before or after the tokens of a page."""
+    return cache if cache.dim() == 3 else cache.squeeze(1 if cache.shape[1] == 1 else 2)
 
 
 @register_model_loader("random")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashlatte.bench.serving.engine_process import SteppedEngine, answer_requests
-from flashlatte.bench.serving.random_model import prompt, vocabulary
+from flashlatte.bench.serving.random_model import has_indexer, prompt, vocabulary
 from flashlatte.bench.serving.step_cases import (
     COMPARED_TOKENS,
     PREFILLED,
@@ -20,8 +20,11 @@ from flashlatte.bench.serving.step_cases import (
     parsed,
     request_names,
 )
+from flashlatte.bench.serving.vllm_index_logits import replace_missing_deep_gemm
 from flashlatte.bench.timing import microseconds
 
+# vLLM's name of FlashLatte's backend.
+OURS = "CUSTOM"
 CONTEXTS = "flashlatte.bench.serving.vllm_contexts"
 RANDOM_CONTEXTS = {"kv_connector": "RandomContexts", "kv_role": "kv_both", "kv_connector_module_path": CONTEXTS}
 # vLLM's smallest default of max_num_batched_tokens.
@@ -34,6 +37,7 @@ class EngineSteps(SteppedEngine):
     def __init__(self, arguments: argparse.Namespace) -> None:
         import importlib
 
+        self.index_logits = index_logits_of(arguments.backend) if has_indexer(arguments.model) else None
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         # Registers the load format "random".
@@ -71,6 +75,7 @@ class EngineSteps(SteppedEngine):
             "torch": torch.__version__,
             "page_size": config.cache_config.block_size,
             "async_scheduling": config.scheduler_config.async_scheduling,
+            **({"index_logits": self.index_logits} if self.index_logits else {}),
         }
 
     def start(self, requests: int, context: int) -> int:
@@ -127,6 +132,15 @@ class EngineSteps(SteppedEngine):
         outputs = self.engine.step()
         self.generated += len(outputs)
         return outputs
+
+
+def index_logits_of(backend: str) -> str:
+    """The library of a backend's index logits. If it is FlashLatte in another backend, a line is printed."""
+    if backend != OURS and not replace_missing_deep_gemm():
+        return "deep_gemm"
+    if backend != OURS:
+        print(f"{backend}: DeepGEMM is not installed. Index logits are FlashLatte's, top-k and attention vLLM's.")
+    return "flashlatte"
 
 
 def longest(cases: list[tuple[int, int]], arguments: argparse.Namespace, options: dict[str, Any]) -> int:

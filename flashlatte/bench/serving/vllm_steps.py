@@ -8,6 +8,9 @@ share of the GPU's memory. For each case, requests x tokens of context, every en
 --random-contexts finds random keys in its cache. Then they alternate, A B C, C B A, and so on, with --steps decode
 steps each. CUSTOM+fp8 is FlashLatte with FLASHLATTE_DECODE_PRECISION=fp8, which needs --kv-cache-dtype fp8.
 
+vLLM's own indexer of v32 takes its logits from DeepGEMM. Where DeepGEMM is not installed, FlashLatte computes them in
+all backends, and a line says so. Then vLLM's backends differ from CUSTOM in the top-k, the metadata and attention.
+
 Prints the median step of the engine, scheduler and sampling included, the GPU time in it, and of that the time of
 attention kernels and of the indexer's. The first tokens of the requests and their log-probabilities are compared with
 the first backend's: how many requests have the same tokens, and the largest difference of a log-probability before a

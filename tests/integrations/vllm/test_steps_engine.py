@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+import pytest
+
 from flashlatte import bench
 from flashlatte.bench.serving.step_cases import PREFILLED
 from flashlatte.bench.serving.vllm_engine import EngineSteps
@@ -61,6 +63,18 @@ def test_decode_in_e4m3_is_a_backend_of_its_own(checkpoint, tmp_path):
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["backend"] for line in lines] == ["custom", "custom+fp8"]
     assert 0 < lines[1]["agreement"]["custom"][1] < 0.5
+
+
+@pytest.mark.parametrize(("family", "dtype", "cache"), [("v3", "float32", "fp8"), ("v32", "bfloat16", "fp8_ds_mla")])
+def test_random_contexts_in_the_format_of_the_cache(checkpoint, tmp_path, family, dtype, cache):
+    """And in that of the cache of index keys."""
+    file = tmp_path / "steps.jsonl"
+    given = [str(checkpoint(family, first_k_dense_replace=3)), "--backends", "CUSTOM,CUSTOM", "--cases", "3x140"]
+    given += ["--random-contexts", "--kv-cache-dtype", cache, "--steps", "2", "--rounds", "2", "--dtype", dtype]
+    assert bench.run_named("vllm-steps", [*given, "--options", json.dumps(OPTIONS), "--json", str(file)]) == 0
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert all(line["agreement"] == {"custom": [3, 0.0]} for line in lines)
+    assert [line.get("index_logits") for line in lines] == [None if family == "v3" else "flashlatte"] * 2
 
 
 def test_a_random_context_depends_on_the_request_alone(checkpoint):

@@ -28,24 +28,22 @@ from flashlatte.kernels.hopper.mla_tiles import (
     LATENT,
     ROPE,
 )
-from flashlatte.kernels.hopper.ptx import copies, e4m3
+from flashlatte.kernels.hopper.ptx import e4m3
 from flashlatte.kernels.hopper.ptx.registers import wait_loads
 from flashlatte.kernels.hopper.ptx.threads import shuffle_from_lanes
 from flashlatte.kernels.hopper.word_layouts import THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.producer import (
-    find_box,
     finish,
     load_queries,
     load_query_ropes,
+    prefetch_block,
     signal_queries,
 )
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.split_kv import device
 
-# PTX name of the kernel's first parameter, the descriptor for prefetches, in two-byte elements.
-_DESCRIPTOR = gl.constexpr("dense_decode_kernel_param_0")
 # Words of half a row, and of the rope.
 _HALF_WORDS = gl.constexpr(HALF.value // 4)
 _ROPE_WORDS = gl.constexpr(ROPE.value // 4)
@@ -131,16 +129,6 @@ def _wait_loaded(half, HAS_ROPE: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(args, page, block, CONFIG: gl.constexpr):
-    """Prefetch a block into L2 by TMA: prefetches by threads would compete with shared-memory accesses, a cycle per
-    line."""
-    NUMBERS: gl.constexpr = (LATENT + (ROPE if CONFIG.has_rope else 0)) // 2
-    for box in gl.static_range(KEYS // CONFIG.box):
-        box_page, token = find_box(page, block, box, CONFIG)
-        copies.prefetch_boxes_l2(_DESCRIPTOR, box_page, token, args.work.group.kv_head, NUMBERS)
-
-
-@gluon.jit
 def _factor(half, rows, HAS_ROPE: gl.constexpr, DTYPE: gl.constexpr):
     """The ``expand`` factor of each key: 0 if it does not exist, NaN if it has a NaN in this half."""
     nan = e4m3.has_nan((half.words,), _HALF_WORDS // THREADS)
@@ -185,7 +173,7 @@ def produce(args, CONFIG: gl.constexpr):
         if split.end > split.begin:
             page0 = schedule.page_of(table, split, 2 * split.begin, CONFIG)
             page1 = schedule.page_of(table, split, 2 * split.begin + 1, CONFIG)
-            _prefetch(args, page1, 2 * split.begin + 1, CONFIG)
+            prefetch_block(args, page1, 2 * split.begin + 1, CONFIG)
             rows0 = _rows_of(args, words, split, page0, 2 * split.begin, CONFIG)
             left0 = _load_left(rows0)
             barriers.wait(Q_EMPTY, barriers.ALL_THREADS)
@@ -204,7 +192,7 @@ def produce(args, CONFIG: gl.constexpr):
                 right0 = _wait_loaded(right0, HAS_ROPE)
                 rows1 = _rows_of(args, words, split, page1, block + 1, CONFIG)
                 left1 = _load_left(rows1)
-                _prefetch(args, page0, block + 2, CONFIG)
+                prefetch_block(args, page0, block + 2, CONFIG)
                 factor = _factor(right0, rows0, HAS_ROPE, DTYPE)
                 if always:
                     barriers.wait(K0_RIGHT_EMPTY, barriers.PAIR_THREADS)
@@ -223,7 +211,7 @@ def produce(args, CONFIG: gl.constexpr):
                 right1 = _wait_loaded(right1, HAS_ROPE)
                 rows0 = _rows_of(args, words, split, page0, block + 2, CONFIG)
                 left0 = _load_left(rows0)
-                _prefetch(args, page1, block + 3, CONFIG)
+                prefetch_block(args, page1, block + 3, CONFIG)
                 factor = _factor(right1, rows1, HAS_ROPE, DTYPE)
                 if always:
                     barriers.wait(K1_RIGHT_EMPTY, barriers.PAIR_THREADS)

@@ -26,6 +26,7 @@ from flashlatte.kernels.hopper.mla_tiles import (
     ROPE,
     ROWS,
 )
+from flashlatte.kernels.hopper.ptx import copies
 from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.kernels.hopper.ptx.threads import shuffle_from_lane
 from flashlatte.ops.dense_decode.hopper import schedule
@@ -33,6 +34,9 @@ from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.runtime.gluon_compat import cp_async, tma_load
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.split_kv import device
+
+# PTX name of the kernel's first parameter, the descriptor of keys.
+_DESCRIPTOR = gl.constexpr("dense_decode_kernel_param_0")
 
 
 class DenseDecodeQuery(NamedTuple):
@@ -202,6 +206,26 @@ def _load_right(args, k, full, page, block, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def prefetch_block(args, page, block, CONFIG: gl.constexpr):
+    """Prefetch a block into L2 by TMA; for page -1, it reads no memory. Prefetches by threads would compete with
+    shared-memory accesses, a cycle per line."""
+    # The descriptor's elements have two bytes.
+    columns: gl.constexpr = (LATENT + (ROPE if CONFIG.has_rope else 0)) // (2 if CONFIG.one_byte else 1)
+    for box in gl.static_range(KEYS // CONFIG.box):
+        box_page, token = find_box(page, block, box, CONFIG)
+        copies.prefetch_boxes_l2(_DESCRIPTOR, box_page, token, args.work.group.kv_head, columns)
+
+
+@gluon.jit
+def _prefetch_step(args, page0, page1, block, CONFIG: gl.constexpr):
+    """Prefetch the blocks ``block`` and ``block`` + 1, with their pages. The first two row groups of a kv head, which
+    read the same keys, prefetch one block each."""
+    number = args.work.group.first_row // ROWS
+    if number < 2:
+        prefetch_block(args, gl.where(number == 0, page0, page1), block + number, CONFIG)
+
+
+@gluon.jit
 def finish(args, CONFIG: gl.constexpr):
     """After the last block has been issued: write the split metadata, and wait for the consumers' last arrivals."""
     if args.results.scratch is not None:
@@ -244,5 +268,7 @@ def produce(args, CONFIG: gl.constexpr):
                 # Loaded after this step's copies, which would otherwise wait for the pages.
                 page0 = schedule.page_of(table, split, block + 2, CONFIG)
                 page1 = schedule.page_of(table, split, block + 3, CONFIG)
+                if CONFIG.prefetch and step + 1 < split.end:
+                    _prefetch_step(args, page0, page1, block + 2, CONFIG)
         length = device.key_count(item + 1, args.key_lengths)
     finish(args, CONFIG)

@@ -69,6 +69,7 @@ class DenseDecodeConfig(NamedTuple):
         max_splits: maximum number of fixed splits of a request; splits are longer if it would have more.
         stream_k: whether CTAs combine partial outputs themselves (``fixup``) instead of a combine kernel.
         fp24_partials: whether the combine kernel is ``split_kv.fp24_combine``, which needs no metadata.
+        prefetch: whether the producer prefetches the keys of the next step into L2.
     """
 
     one_byte: Any
@@ -83,6 +84,7 @@ class DenseDecodeConfig(NamedTuple):
     max_splits: Any
     stream_k: Any
     fp24_partials: Any
+    prefetch: Any
 
 
 class DenseDecodeSplit(NamedTuple):
