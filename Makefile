@@ -3,15 +3,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
-# Neighbors run in one process, which compiles once what several of them look at.
-# Without bytecode on disk every worker, and every process that a test starts, would compile all modules again.
+# worksteal keeps neighboring tests in one process, which compiles each kernel once.
+# PYTHONDONTWRITEBYTECODE is cleared: without bytecode on disk, every process would compile all modules.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --quiet --progress
-# A worker takes ten seconds of processor time to import and to collect what it runs.
+# Each worker takes ten seconds of processor time to import modules and to collect tests.
 FEW := --maxprocesses 4
 VLLM := build/vllm
 OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 FLOOR := build/transformers-$(OLDEST)
-# Tests of what Triton makes of the kernels.
+# Tests that compile kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 
 .PHONY: demo test test-all test-triton test-floor test-vllm docs wheel hub gpu-test sanitize bench lint clean
@@ -19,13 +19,13 @@ COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 demo: $(READY)
 	@$(BIN)/flashlatte demo --model $(or $(MODEL),v3)
 
-# What a contributor needs.
+# The tests to run before a commit.
 test: $(READY)
-	@echo "About 4 and a half minutes of processor time (3 on two idle cores): Triton's interpreter first, then all else."
+	@echo "About 4 and a half minutes of processor time (3 on two idle cores): Triton's interpreter first, then the other tests."
 	@TRITON_INTERPRET=1 $(PYTEST) $(FEW) -m "interpreter and not full"
 	@$(PYTEST) $(FEW) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 
-# The rest: every variant of every kernel, many more examples, and compilation with each Triton of TRITONS.
+# All tests: every variant of every kernel, many more examples, and compilation with each Triton of TRITONS.
 test-all: $(READY)
 	@echo "About 45 minutes of processor time, and 10 more for each Triton of TRITONS (now: $(or $(TRITONS),none))"
 	@TRITON_INTERPRET=1 $(PYTEST) --hypothesis-profile full -m interpreter
@@ -44,7 +44,7 @@ test-floor: $(FLOOR)/.ready
 	@PYTHONPATH=$(CURDIR)/$(FLOOR) $(PYTEST) $(FEW) -m "not interpreter and not full and not gpu" \
 		tests/layers tests/engine tests/integrations
 
-# vLLM's engine on a CPU, in an environment of its own.
+# Tests in vLLM's engine on a CPU, in a separate environment.
 test-vllm:
 	@$(PYTHON) .ci/vllm_environment.py $(VLLM)
 	@echo "About 8 minutes of processor time."
@@ -86,13 +86,13 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(READY): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Once: FlashLatte, PyTorch, transformers and the tests' packages go into $(VENV), and nowhere else."
-	@echo "PyTorch is the most of it: 0.2 GB to download for a CPU, 3 GB with CUDA, as PyPI has it for Linux; some minutes."
+	@echo "One-time setup: installing FlashLatte, PyTorch, transformers and the tests' packages into $(VENV)."
+	@echo "PyTorch is 0.2 GB to download for a CPU, or 3 GB with CUDA (PyPI's package for Linux); this takes some minutes."
 	@$(PIP) --editable '.[transformers,serve,dev]'
 	@touch $@
 
 $(VENV)/.docs-ready: $(READY)
-	@echo "Once: mkdocs-material and mkdocstrings, 15 MB to download."
+	@echo "One-time setup: installing mkdocs-material and mkdocstrings, 15 MB to download."
 	@$(PIP) --editable '.[docs]'
 	@touch $@
 

@@ -50,8 +50,8 @@ def strip(extension: bytes, architecture: int, unwanted: Unwanted | None = None)
     """The extension with machine code for ``architecture`` only, and the bytes of that code.
 
     Args:
-        unwanted: whether to remove an entry for ``architecture`` too, by its code: an ELF file, in which names of
-            kernels stand, or one that is compressed.
+        unwanted: whether to remove an entry for ``architecture`` too, given its code: an ELF file with the names of
+            its kernels, or a compressed one.
     """
     stripped, kept = bytearray(extension), 0
     for entry in entries(extension):

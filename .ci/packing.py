@@ -13,13 +13,13 @@ from types import MappingProxyType
 
 import fatbins
 import tomllib
+import wheel_downloads
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHON, ABIS = "3.12", ("cp312", "cp310", "abi3", "none")
-GLIBCS = (39, 35, 34, 31, 28, 27, 24, 17)
+# Python of the GPU machine.
+PYTHON = "3.12"
 ARCHITECTURE = 90
 MIB = 1 << 20
-CANNOT = 3
 # Packages that SGLang and vLLM import and PyTorch's usual image lacks.
 SHARED_PACKAGES = (
     "annotated-types==0.8.0",
@@ -60,12 +60,12 @@ def pack(
         an exit code: 3 if a wheel cannot be downloaded here.
     """
     with tempfile.TemporaryDirectory() as folder:
-        wheels, target = Path(folder) / "wheels", Path(folder) / "packages"
+        target = Path(folder) / "packages"
         try:
-            found = _download(packages, wheels)
+            found = wheel_downloads.download(packages, Path(folder) / "wheels", PYTHON)
         except subprocess.CalledProcessError:
             print("a wheel cannot be downloaded here", file=sys.stderr)
-            return CANNOT
+            return wheel_downloads.CANNOT
         for wheel in found:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(target, [name for name in archive.namelist() if wanted(name)])
@@ -80,17 +80,6 @@ def pack(
             archive.add(target, ".")
     print(f"{file}: {file.stat().st_size / MIB:.1f} MiB")
     return 0
-
-
-def _download(packages: Sequence[str], folder: Path) -> list[Path]:
-    """The wheels of the packages for the GPU machine, not for this one."""
-    options = ["--no-deps", "--only-binary", ":all:", "--implementation", "cp", "--python-version", PYTHON]
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBCS] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
-    options += [word for platform in platforms for word in ("--platform", platform)]
-    options += [word for abi in ABIS for word in ("--abi", abi)]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *options]
-    subprocess.run([*pip, "--dest", str(folder), *packages], check=True)
-    return sorted(folder.glob("*.whl"))
 
 
 def _strip(file: Path, name: str, unwanted: fatbins.Unwanted | None) -> None:

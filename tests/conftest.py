@@ -79,7 +79,7 @@ def _compiles(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def compiler_forgets() -> Iterator[None]:
+def reset_torch_compile() -> Iterator[None]:
     """Reset torch.compile, which limits the number of compilations of a function in a process."""
     yield
     if "torch._dynamo" in sys.modules:

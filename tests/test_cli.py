@@ -18,7 +18,7 @@ needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a ma
 
 
 @needs_cpu
-def test_doctor_as_json_names_every_operation_and_why(capsys):
+def test_doctor_json_lists_every_operation_with_reasons(capsys):
     assert cli.main(["doctor", "--json", "--dtype", "fp32"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["device"]["type"] == "cpu"
@@ -241,7 +241,7 @@ MINICPM3 = {
         (["--model", "config.json", "--dtype", "fp32"], " but dense_decode, .*", "index_logits, "),
     ],
 )
-def test_doctor_lists_what_a_gpu_adds_for_this_call(options, without, hopper, tmp_path, monkeypatch, capsys):
+def test_doctor_lists_operations_with_gpu_kernels(options, without, hopper, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MODEL | MINICPM3))
     assert cli.main(["doctor", *options]) == 0
@@ -283,7 +283,7 @@ def test_doctor_lists_every_reason_with_all(capsys):
         (["demo", "--new-tokens", "0"], "flashlatte demo: "),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
+def test_user_errors_print_one_line_and_exit_with_2(arguments, message, capsys):
     assert cli.main(arguments) == cli.USER_ERROR
     error = capsys.readouterr().err
     assert error.startswith(message)
@@ -295,7 +295,7 @@ def test_unknown_commands_exit_with_2():
         cli.main(["brew"])
 
 
-def test_only_the_warning_of_a_torch_without_numpy_is_silent(monkeypatch):
+def test_only_torchs_numpy_warning_is_suppressed(monkeypatch):
     def warning(arguments):
         warnings.warn("Failed to initialize NumPy: No module named 'numpy' (Triggered internally at …)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
@@ -308,7 +308,7 @@ def test_only_the_warning_of_a_torch_without_numpy_is_silent(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_command_without_numpy_begins_with_its_own_output(tmp_path):
+def test_no_numpy_warning_precedes_the_output(tmp_path):
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
 
@@ -322,7 +322,7 @@ def test_a_command_without_numpy_begins_with_its_own_output(tmp_path):
 
 
 @pytest.mark.full
-def test_a_reader_that_has_enough_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     command = f"{sys.executable} -m flashlatte.cli doctor --json | true"
     finished = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
     assert finished.returncode == 0

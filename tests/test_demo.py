@@ -54,7 +54,7 @@ def test_the_demo_succeeds_and_compares_every_cache(printed):
 
 
 @pytest.mark.full
-def test_the_progress_bars_reach_their_end(printed):
+def test_progress_bars_complete(printed):
     for line in ("stock transformers", "FlashLatte, fp32 cache", "FlashLatte, bf16 cache", "FlashLatte, v32 cache"):
         assert any(line in shown and "128/128" in shown for shown in printed[0].splitlines())
 
@@ -94,7 +94,7 @@ def test_a_selection_that_differs_too_much_fails():
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
-def test_logits_that_are_compared_are_of_the_same_tokens(family):
+def test_logits_are_compared_for_the_same_tokens(family):
     pytest.importorskip("transformers")
     model, prompt, tokens = engine_models.model(family), [5, 3, 8, 1, 2], torch.tensor([4, 9, 7])
     expected = logits_of_transformers(model, prompt, tokens, lambda: None)
@@ -140,7 +140,7 @@ def test_only_the_float32_cache_must_give_every_token():
     assert [demo.Row(choice, run, 3, 0.0).passed for choice in demo.CHOICES] == [False, True, True]
 
 
-def test_mistakes_give_exit_code_2_and_one_line(capsys, tmp_path):
+def test_user_errors_print_one_line_and_exit_with_2(capsys, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "long.txt").write_text("x" * 2049)
     cases: tuple[tuple[dict[str, Any], str], ...] = (

@@ -142,7 +142,7 @@ def test_a_schedule_of_tensors():
     assert flash_mla.has_legacy()
 
 
-def test_only_v41_takes_another_format_beside_it():
+def test_only_v41_accepts_a_second_format():
     inputs, _ = fp4_beside_fp8()
     v32 = SPARSE.inputs() | {"extra_k_cache": inputs["extra_k_cache"]}
     with pytest.raises(ValueError, match=r"^extra_k_cache of format v32 must be 656 wide, got 288$"):
@@ -275,7 +275,7 @@ def test_dense_decode_of_fp8_queries(descale_q, flag):
     assert_same((out, lse), dense_decode(**expected, empty_lse=math.inf))
 
 
-def test_no_descale_is_for_any_cache():
+def test_descale_of_none_is_accepted_for_any_cache():
     inputs = DENSE.inputs()
     assert_same(decode(inputs, descale_q=None, descale_k=None), decode(inputs))
 
@@ -286,7 +286,7 @@ def test_sparse_decode_over_a_bf16_cache_ignores_the_table():
     assert_same(decode(inputs, block_table="anything", cache_seqlens=5), expected)
 
 
-def test_outputs_given_are_returned():
+def test_given_outputs_are_returned():
     inputs = DENSE.inputs()
     out, lse = torch.empty(3, 2, 4, 512, dtype=torch.bfloat16), torch.empty(3, 4, 2)
     results = decode(inputs, out=out, lse=lse)

@@ -46,7 +46,7 @@ def test_queries_in_e4m3_are_not_rounded_again(descale_q: Any, descale_k: Any) -
         assert relative_error(twice, expected) > 1.5 * relative_error(out, expected)
 
 
-def test_outputs_given_are_returned() -> None:
+def test_given_outputs_are_returned() -> None:
     inputs = CASE.inputs()
     out, lse = torch.empty(3, 2, 4, 512, dtype=torch.bfloat16), torch.empty(3, 4, 2)
     results = decode(inputs, q=inputs["q"].to(E4M3), descale_q=0.3, precision="fp8", out=out, lse=lse)
@@ -72,6 +72,6 @@ def test_outputs_given_are_returned() -> None:
         (SparseDecodeCase(1, 1, 40, 8, 4), {"precision": "fp8"}, "^precision belongs to dense decode over an fp8"),
     ],
 )
-def test_what_is_refused(case: Any, change: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_refused(case: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode(case.inputs(), **change)

@@ -107,7 +107,7 @@ def test_imports_of_other_packages_are_refused(monkeypatch, text, refused):
             build.check_imports("flashlatte.water", module)
 
 
-def test_rooms_above_the_operations_are_left_out(built):
+def test_packages_above_the_operations_are_excluded(built):
     rooms = {path.stem for path in (built / "torch-ext" / "flashlatte").iterdir()}
     assert rooms == {"__init__", "_root", "kernels", "kv_cache", "ops", "runtime", "split_kv"}
 

@@ -24,7 +24,7 @@ def newly_imported(statement: str, before: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_public_names_bring_nothing_heavy_along():
+def test_public_names_import_no_heavy_package():
     names = sorted(set(flashlatte.__all__) - {"integrations"})
     statement = f"import flashlatte.integrations.transformers; [getattr(flashlatte, name) for name in {names}]"
     imported = newly_imported(statement, "import torch")
@@ -32,7 +32,7 @@ def test_public_names_bring_nothing_heavy_along():
     assert not imported & set(HEAVY)
 
 
-def test_the_package_and_its_help_come_without_torch():
+def test_the_package_and_its_help_do_not_import_torch():
     assert "torch" not in newly_imported("import flashlatte", "")
     commands = ("doctor", "bench", "demo", "generate", "serve")
     for arguments in (["--help"], ["--version"], *([command, "--help"] for command in commands)):

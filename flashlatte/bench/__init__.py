@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE", help="append a JSON line for each result to FILE, or print them for -"
     )
     parser.add_argument(
-        "--record", action="store_true", help="append the right results to benchmarks/results/<gpu>.jsonl (a checkout)"
+        "--record", action="store_true", help="append correct results to benchmarks/results/<gpu>.jsonl (a checkout)"
     )
     parser.add_argument("--list", action="store_true", help="print the cases and FlashMLA's recorded times")
     parser.add_argument(

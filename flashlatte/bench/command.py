@@ -78,8 +78,8 @@ def _run(
         line = json_line(result, environment)
         if print_lines:
             print(line, flush=True)
-        for path, only_right in files.items():
-            if result.status == "ok" or not only_right:
+        for path, only_correct in files.items():
+            if result.status == "ok" or not only_correct:
                 append_text(path, line + "\n")
 
     results = runner.run(cases, backends, device, ceilings, keep)
@@ -88,7 +88,7 @@ def _run(
 
 
 def _result_files(args: argparse.Namespace, device: torch.device) -> dict[Path, bool]:
-    """Files to append to, and whether only right results go there."""
+    """Files to append to, and whether only correct results go there."""
     files: dict[Path, bool] = {}
     if args.json and args.json != "-":
         files[Path(args.json)] = False

@@ -34,16 +34,20 @@ WORKER = Path(__file__).with_name("compare_worker.py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, help="a checkout")
-    parser.add_argument("after", type=Path, help="another")
+    parser.add_argument("before", type=Path, help="checkout of the old version")
+    parser.add_argument("after", type=Path, help="checkout of the new version")
     parser.add_argument("--case", action="append", help="a case, 'name' or 'name/method' (default: all)")
-    parser.add_argument("--backend", default="hopper,portable", help="those to time (default hopper,portable)")
+    parser.add_argument(
+        "--backend", default="hopper,portable", help="backends to time, separated by commas (default hopper,portable)"
+    )
     parser.add_argument(
         "--rounds", type=int, default=4, help="measurements of each side, half in each pair (default 4)"
     )
     parser.add_argument("--warm", type=int, default=8, help="processes that compile beforehand (default 8)")
-    parser.add_argument("--min-ratio", type=float, default=0.98, help="below this a case is slower (default 0.98)")
-    parser.add_argument("--commits", nargs=2, metavar=SIDES, help="their commits, if not those that git reports")
+    parser.add_argument(
+        "--min-ratio", type=float, default=0.98, help="a case with a lower ratio counts as slower (default 0.98)"
+    )
+    parser.add_argument("--commits", nargs=2, metavar=SIDES, help="commits to record; default: those that git reports")
     add_json_option(parser)
 
 

@@ -44,7 +44,7 @@ def serve() -> None:
                     runner._release()
                     drawn = problem, workloads.prepare(problem, device)
                 outcome = runner._outcome(case, backend, drawn[1])
-                answer = "ok" if outcome["status"] == "ok" else outcome["status"]
+                answer = outcome["status"]
                 if answer not in ("ok", "refused"):
                     answer += f" {outcome['message']}"
             except Exception as error:

@@ -81,7 +81,7 @@ def measure(variant: precompile.Variant) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", action="append", default=[], help="an operation (may be repeated; default: all)")
+    parser.add_argument("--op", action="append", default=[], help="only this operation (may be repeated)")
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="default: all (may be repeated)")
     add_json_option(parser)
 

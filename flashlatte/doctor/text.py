@@ -21,8 +21,7 @@ def report(facts: dict[str, Any], *, every_reason: bool = False) -> str:
     lines += [", ".join([device["name"], *device["facts"]]), ranks.report(facts["ranks"])]
     if facts["model"] is not None:
         lines.append(facts["model"])
-    if facts["vllm"]["version"] is not None:
-        lines += vllm.report(facts["vllm"])
+    lines += vllm.report(facts["vllm"])
     lines += sglang.report(facts["sglang"])
     lines.append("")
     on_gpu = device["type"] != "cpu"

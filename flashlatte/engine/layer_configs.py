@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from flashlatte.layers import MLAConfig, models
-from flashlatte.layers.config import indexer_config, max_position_embeddings
+from flashlatte.layers.config import SIZES, indexer_config, max_position_embeddings
 from flashlatte.layers.config_fields import check_fields
 from flashlatte.layers.rope_config import Rope
 from flashlatte.runtime import checks
 
-_SIZES = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _POOL_FIELDS = ("index_kpool", "index_kpool_always_select_tail")
 # Fields of Mistral Large 4 that the modules of its layers have read.
 _SHARING_FIELDS = ("kv_source_layers", "no_rope_layers", "no_rope_layer_interval", "final_logit_softcapping")
@@ -66,7 +65,7 @@ def _layer(
     """The config of a layer, with ``accepted`` fields that ``MLAConfig`` does not have."""
     fields = {name: value for name, value in models.config_fields(config).items() if name not in accepted}
     check_fields(fields, traits)
-    sizes: dict[str, Any] = {name: fields[name] for name in _SIZES} | (changes or {})
+    sizes: dict[str, Any] = {name: fields[name] for name in SIZES} | (changes or {})
     return MLAConfig(
         **sizes,
         q_lora_rank=fields.get("q_lora_rank"),

@@ -1,17 +1,80 @@
-"""Loading of checkpoint directories: a transformers model without missing weights, and its tokenizer."""
+"""Loading of checkpoint directories: a transformers model without missing weights, on one or several ranks, and its
+tokenizer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flashlatte.distributed.model.checkpoint import Slices
+from flashlatte.distributed.model.partition import check_divisible
+from flashlatte.distributed.model.ranks import Ranks
+from flashlatte.distributed.model.shards import copy_sharing_weights, move_weights
 from flashlatte.distributed.model.weight_names import in_transformers
-from flashlatte.engine.paged import config_of
-from flashlatte.engine.text_part import MULTIMODAL
+from flashlatte.engine.paged import check_parts, config_of
+from flashlatte.engine.text_part import MULTIMODAL, text_part
 from flashlatte.layers.checkpoint import open_safetensors, safetensors_files
 from flashlatte.layers.missing_weights import check_loaded, check_stored
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A transformers model, which ranks may divide before they load or move its weights.
+
+    Attributes:
+        model: the model, or the language model of a multimodal one.
+        slices: the checkpoint of which each rank reads its part; None if the weights are loaded.
+        is_copy: whether it is a copy that still shares the weights of a caller's model.
+    """
+
+    model: Any
+    slices: Slices | None
+    is_copy: bool
+
+    def place(self, ranks: Ranks, heads: int, device: torch.device) -> None:
+        """Load this rank's part of the weights, or move it to its device; ``heads`` as in ``Slices.fill``."""
+        if self.slices is not None:
+            self.slices.fill(ranks, heads, device)
+        else:
+            # Every process may have created the model on the first GPU.
+            move_weights(self.model, device, copies=self.is_copy)
+
+
+def open_model(
+    model: Any,
+    config: Any,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    ranks: Ranks | None,
+) -> OpenedModel:
+    """Load a checkpoint directory, or check a loaded model; several ranks only prepare it (``OpenedModel.place``).
+
+    Args:
+        config: the config of the language model.
+        dtype, device: for a checkpoint's weights.
+
+    Raises:
+        OSError, TypeError, ValueError: as ``load``, ``check_parts`` and ``check_divisible``; a dtype or device for a
+            loaded model on one device.
+    """
+    of_checkpoint, slices = isinstance(model, (str, Path)), None
+    if of_checkpoint:
+        slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
+        # Each rank copies its shard to its GPU, because the whole model may not fit on one.
+        model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
+    else:
+        for name, value in (("dtype", dtype), ("device", device if ranks is None else None)):
+            if value is not None:
+                raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
+    model = text_part(model)
+    check_parts(model)
+    if ranks is not None:
+        check_divisible(model)
+        model = model if of_checkpoint else copy_sharing_weights(model)
+    return OpenedModel(model, slices, not of_checkpoint)
 
 
 def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
@@ -19,9 +82,9 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
 
     Raises:
         OSError: a file is missing.
-        ValueError: transformers cannot load the checkpoint, for example because a file is damaged; the model has weights
-            that the checkpoint lacks, or the checkpoint has some of another shape, or biases and scales that the model
-            does not have.
+        ValueError: transformers cannot load the checkpoint, for example because a file is damaged; the model has
+            weights that the checkpoint lacks, or the checkpoint has some of another shape, or biases and scales that
+            the model does not have.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -15,10 +15,12 @@ RankedToken = tuple[int, float, int]
 
 @dataclass(frozen=True)
 class Logprob:
-    """Attributes:
-    logprob: natural logarithm of the probability.
-    rank: 1 for the most likely token of the vocabulary.
-    decoded_token: the token as text; None from an engine without a tokenizer.
+    """The log-probability of a token.
+
+    Attributes:
+        logprob: natural logarithm of the probability.
+        rank: 1 for the most likely token of the vocabulary.
+        decoded_token: the token as text; None from an engine without a tokenizer.
     """
 
     logprob: float

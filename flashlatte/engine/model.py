@@ -7,28 +7,25 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from flashlatte import kv_cache
-from flashlatte.distributed.model.checkpoint import Slices
-from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import copied, divide_mlp, keep_heads, take
+from flashlatte.distributed.model.shards import divide_mlp, keep_heads
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import latent_format
 from flashlatte.engine.layer_configs import layer_configs, selects_pools, shares_latents
 from flashlatte.engine.linear_attention import HybridMetadata, LinearAttention, token_groups
-from flashlatte.engine.loading import load
+from flashlatte.engine.loading import open_model
 from flashlatte.engine.model_types import MODEL_TYPES
 from flashlatte.engine.module_attention import ModuleAttention, step_rotation
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of, is_linear
+from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, is_linear
 from flashlatte.engine.pooled_indexer import PooledIndexer, PooledStep
 from flashlatte.engine.residuals import Block, residual_of
-from flashlatte.engine.text_part import text_config, text_part
+from flashlatte.engine.text_part import text_config
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
@@ -97,17 +94,8 @@ class Model(PagedModel):
         self.config = self.layers[0]
         if ranks is not None:
             _check_ranks(whole, config, self.layers, ranks)
-        of_checkpoint, slices = isinstance(model, (str, Path)), None
-        check_placement(model, dtype, device if ranks is None else None)
-        if of_checkpoint:
-            slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
-            # Each rank copies its shard to its GPU, because the whole model may not fit on one.
-            model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
-        model = text_part(model)
-        check_parts(model)
-        if ranks is not None:
-            check_divisible(model)
-            model = model if of_checkpoint else copied(model)
+        opened = open_model(model, config, dtype, device, ranks)
+        model = opened.model
         self.batch_invariant = batch_invariant
         self._decoder_layers = _sublayers(model)
         layers = dict(enumerate(self._decoder_layers))
@@ -129,15 +117,11 @@ class Model(PagedModel):
         adopt = self._adopt_module if shares_latents(model.config) else self._adopt
         self.attention = [adopt(number, layer, backend, ranks) for number, layer in layers.items()]
         shards = [attention for attention in self.attention if isinstance(attention, MLAAttention)]
-        if slices is not None and ranks is not None:
-            slices.fill(ranks, self.config.num_attention_heads, device or ranks.device)
-            # Afterwards, because it replaces parameters.
+        if ranks is not None:
+            opened.place(ranks, self.config.num_attention_heads, torch.device(device or ranks.device))
+            # Afterwards, because it may replace parameters.
             for attention, layer in zip(shards, layers.values(), strict=True):
                 _share_parameters(attention, layer.self_attn)
-        elif ranks is not None:
-            # Every process may have created the model on the first GPU.
-            take(model, device or ranks.device, copies=not of_checkpoint)
-        if ranks is not None:
             fuse_weights_on_gpu(map(hidden_projections, shards))
         first = next(iter(layers.values())).self_attn
         super().__init__(model, first.kv_a_layernorm.weight.device, ranks)

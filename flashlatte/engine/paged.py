@@ -15,7 +15,7 @@ from flashlatte.distributed.model.single_process import SingleProcess
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.model_types import refusal
 from flashlatte.kv_cache import CacheFormat
-from flashlatte.layers import models
+from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.missing_weights import warn_of_missing
 from flashlatte.layers.weights import has_custom_forward, has_hooks
 
@@ -91,11 +91,7 @@ class PagedModel:
     @property
     def plain_format(self) -> str:
         """The cache format of unquantized rows in the model's dtype."""
-        for name in kv_cache.FORMAT_NAMES:
-            layout = kv_cache.get_format(name)
-            if layout.plain and layout.record_dtype == self.dtype:
-                return name
-        raise ValueError(f"cache_format must be given for a model in {self.dtype}")
+        return plain_format(self.dtype).name
 
     def default_pages(self, cache_format: str, page_size: int, num_state_slots: int = 0) -> int:
         """Default number of pages beside so many slots of states; the same on all ranks."""
@@ -187,17 +183,10 @@ def _read(path: str | Path, read: Callable[[], Any]) -> Any:
         ) from error
 
 
-def check_placement(model: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-    """Raise ValueError for a dtype or device of a model that is loaded already."""
-    for name, value in (("dtype", dtype), ("device", device)):
-        if value is not None and not isinstance(model, (str, Path)):
-            raise ValueError(f"{name} must be None for a model that is loaded, which has one, got {value}")
-
-
 def check_type(config: Any, known: Sequence[str]) -> None:
     """Raise ValueError for a model of another type, with the reason if there is one."""
     if config.model_type not in known:
-        reason = refusal(config.model_type) or models.refusal(config.model_type)
+        reason = refusal(config.model_type)
         raise ValueError(
             f"model must be of a type that the engine supports ({', '.join(known)}), got {config.model_type!r}"
             + ("" if reason is None else f": {reason}")
@@ -237,17 +226,12 @@ def check_parts(model: Any) -> None:
             if name.split(".")[0] in called:
                 continue
             # Projections are called, and the forward of a norm may be replaced by a kernel.
-            got = (
-                "some"
-                if has_hooks(part)
-                else "another forward"
-                if has_custom_forward(part) and [*part.children()]
-                else None
-            )
-            if got is not None:
+            has_forward = has_custom_forward(part) and [*part.children()]
+            if has_hooks(part) or has_forward:
                 raise TypeError(
                     f"layer {number} of the model must have no hooks and no other forward outside of its MLP, as the "
-                    f"engine does not call it: got {got} on {name or 'the layer'}"
+                    f"engine does not call it: got {'some' if has_hooks(part) else 'another forward'} on "
+                    f"{name or 'the layer'}"
                 )
     # The hooks of ``flashlatte.integrations.transformers.enable`` prepare a call that the engine does not make.
     own = {hook.id for hook in getattr(model.model, "_flashlatte_hooks", ())}

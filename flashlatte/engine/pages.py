@@ -36,10 +36,9 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._pages = [_Page() for _ in range(num_pages)]
-        self._free = list(range(num_pages - 1, -1, -1))  # without references, not registered
-        self._evictable: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # without references, registered; the first is evicted first
+        # Pages without references, not registered and registered; the first registered one is evicted first.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._registered: dict[bytes, int] = {}
         self._generation = 0  # number of calls of invalidate_all
 

@@ -69,8 +69,8 @@ class _RequestStates:
         self._pages, self._slots, self._num_cached = pages, slots, num_cached
 
     @property
-    def layers(self) -> _EveryLayer:
-        return _EveryLayer(len(self._slots))
+    def layers(self) -> LayersOfLength:
+        return LayersOfLength(len(self._slots))
 
     def update_indexer(self, states: torch.Tensor, layer: int) -> torch.Tensor:
         """Store the states [1, tokens, width + 1] of new tokens; returns those of all.
@@ -82,13 +82,13 @@ class _RequestStates:
         return torch.cat((stored, states.new_ones(1, len(self._slots), 1)), dim=-1)
 
 
-class _EveryLayer:
-    """The interface of the layers of transformers' cache, for the number of tokens only."""
+class LayersOfLength:
+    """The layers of a transformers cache, each of which has ``tokens`` tokens. The indexer reads only this number."""
 
     def __init__(self, tokens: int) -> None:
         self.keys = torch.empty(1, 1, tokens, 0, device="meta")
 
-    def __getitem__(self, layer: int) -> _EveryLayer:
+    def __getitem__(self, layer: int) -> LayersOfLength:
         return self
 
     def get_seq_length(self) -> int:

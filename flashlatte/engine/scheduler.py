@@ -71,16 +71,10 @@ class Scheduler:
         if num_snapshots is not None:
             num_host = min(self.host_pool.num_pages, max_num_seqs)
             self.states = StateSlots(pool.page_size, max_num_seqs, num_snapshots, num_host)
-        self.max_num_batched_tokens, self.max_num_seqs, self.starvation_limit = (
-            max_num_batched_tokens,
-            max_num_seqs,
-            starvation_limit,
-        )
-        self.enable_prefix_caching, self.prefix_overlap, self.batch_invariant = (
-            enable_prefix_caching,
-            prefix_overlap,
-            batch_invariant,
-        )
+        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self.starvation_limit = starvation_limit
+        self.enable_prefix_caching, self.prefix_overlap = enable_prefix_caching, prefix_overlap
+        self.batch_invariant = batch_invariant
         self.statistics = Statistics()
         self._running, self._waiting = list[Request](), list[Request]()
         self._unfinished: dict[str, Request] = {}

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashlatte.distributed.model.checkpoint import Slices
-from flashlatte.distributed.model.partition import check_divisible
 from flashlatte.distributed.model.ranks import Ranks
-from flashlatte.distributed.model.shards import copied, divide_mlp, keep_groups, take
+from flashlatte.distributed.model.shards import divide_mlp, keep_groups
 from flashlatte.engine.batch import EngineLimits, StepBatch
 from flashlatte.engine.formats import window_format
-from flashlatte.engine.loading import load
-from flashlatte.engine.paged import PagedModel, Planner, check_parts, check_placement, check_type, config_of, normed
+from flashlatte.engine.loading import open_model
+from flashlatte.engine.paged import PagedModel, Planner, check_type, config_of, normed
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.index_formats import index_format, index_format_beside
 from flashlatte.kv_cache.registry import infer_format
@@ -68,22 +65,13 @@ class V4Model(PagedModel):
         ranks: Ranks | None = None,
     ) -> None:
         check_type(config := config_of(model), (MODEL_TYPE,))
-        of_checkpoint, slices = isinstance(model, (str, Path)), None
-        check_placement(model, dtype, device if ranks is None else None)
-        if of_checkpoint:
-            slices = None if ranks is None else Slices.of(model, config, dtype, device or ranks.device)
-            model = slices.model if slices else load(model, dtype, device if ranks is None else "cpu")
-        check_parts(model)
+        opened = open_model(model, config, dtype, device, ranks)
+        model = opened.model
         self.layers = self.config = V4Config.layers(model.config)
         if ranks is not None:
-            check_divisible(model)
-            model = model if of_checkpoint else copied(model)
             pairs = zip(self.layers, model.model.layers, strict=True)
             self.layers = tuple(_keep_share(config, layer, ranks) for config, layer in pairs)
-            if slices is not None:
-                slices.fill(ranks, model.config.o_groups, device or ranks.device)
-            else:
-                take(model, device or ranks.device, copies=not of_checkpoint)
+            opened.place(ranks, model.config.o_groups, torch.device(device or ranks.device))
         super().__init__(model, model.model.embed_tokens.weight.device, ranks)
         self.backend = backend
         attentions = [layer.self_attn for layer in model.model.layers]

@@ -42,7 +42,7 @@ def refusal(
     if precision is None:
         return None
     if cache_dtype != torch.float8_e4m3fn:
-        return needs("an fp8 cache in e4m3")
+        return needs_message("an fp8 cache in e4m3")
     call = dispatch.CallSpec(
         "dense_decode",
         torch.device(device_type),
@@ -55,12 +55,12 @@ def refusal(
     )
     name = backend(device_type) or "reference"
     reason = dispatch.refusal(call, name)
-    return None if reason is None else needs(f"a kernel, and that of {name} {reason}")
+    return None if reason is None else needs_message(f"a kernel, and that of {name} {reason}")
 
 
-def needs(what: str) -> str:
-    """The message of a refusal."""
-    return f"{VARIABLE}={requested()} needs {what}"
+def needs_message(requirement: str) -> str:
+    """The message of a refusal for a missing requirement."""
+    return f"{VARIABLE}={requested()} needs {requirement}"
 
 
 def backend(device_type: str) -> str | None:

@@ -17,7 +17,7 @@ from flashlatte.runtime import checks
 # Sources of the output's factor: one for each head, one for each value dim, or the latter from the queries' projection.
 OUTPUT_GATES = ("head", "channel", "query")
 # Sizes that every config must define.
-_SIZES = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+SIZES = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def check_indexer_sizes(num_heads: int, head_dim: int, topk: int) -> None:
@@ -120,7 +120,7 @@ class MLAConfig:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        for name in SIZES:
             if name != "qk_rope_head_dim":
                 checks.positive_int(name, getattr(self, name))
         checks.positive_int("qk_rope_head_dim", self.qk_rope_head_dim, or_zero=True)
@@ -198,18 +198,18 @@ class MLAConfig:
         """
         whole = models.config_fields(config)
         fields = models.text_config(whole)
-        models.check_not_refused(whole.get("model_type"), fields.get("model_type"))
+        models.check_described(whole.get("model_type"), fields.get("model_type"))
         if fields.get("kv_lora_rank") is None:
             raise ValueError(f"config must be an MLA model's, with kv_lora_rank, got model_type {_model_type(fields)}")
         traits = models.traits(fields.get("model_type"))
         fields = of_layer(fields, layer) if traits.has_layers else fields
-        missing = [name for name in _SIZES if fields.get(name) is None]
+        missing = [name for name in SIZES if fields.get(name) is None]
         if missing:
             raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
         rope = _rope_parameters(fields, traits)
         check_fields(fields, traits)
         return MLAConfig(
-            **{name: fields[name] for name in _SIZES},
+            **{name: fields[name] for name in SIZES},
             q_lora_rank=fields.get("q_lora_rank"),
             rope=_rope(fields, rope, traits),
             norm_eps=fields.get("rms_norm_eps", 1e-6) if traits.model_eps else 1e-6,

@@ -168,8 +168,9 @@ class MLAMetadata:
             raise ValueError(f"metadata must be on {pages.device} like the cache, got {self.positions.device}")
 
     def to(self, device: torch.device) -> MLAMetadata:
-        """A copy on another device."""
-        return _to_device(self, device)
+        """A copy on another device. On the same device it shares the tensors, which a later ``build`` overwrites."""
+        moved = _to_device(self, device)
+        return dataclasses.replace(moved, buffers=self.buffers if moved.positions is self.positions else None)
 
 
 def _to_device(part: _Dataclass, device: torch.device) -> _Dataclass:

@@ -1,7 +1,4 @@
-"""The model families whose attention is this library's MLA, by ``model_type``, and their differences to DeepSeek-V3.
-
-Families with a similar but different attention are listed with the reason, and rejected.
-"""
+"""The supported MLA families by ``model_type``, and the differences of their attention from DeepSeek-V3's."""
 
 from __future__ import annotations
 
@@ -140,10 +137,7 @@ SUPPORTED: dict[str, Traits] = {
     "youtu": Traits("Youtu-LLM", max_position=131072),
 }
 
-# Families with latents whose attention is not MLA, and the reason. transformers 5.24 has none.
-REFUSED: dict[str, str] = {}
-
-# Names in configs of transformers before 5.18, and today's.
+# Names of layer types in configs of transformers before 5.18, and the current ones.
 _FORMER_LAYER_TYPES = {"deepseek_sparse_attention": "indexed_attention"}
 
 
@@ -151,13 +145,13 @@ def traits(model_type: str | None) -> Traits:
     """The traits of a family; DeepSeek-V3's if ``model_type`` is None.
 
     Raises:
-        ValueError: a refused or unknown family.
+        ValueError: an unknown family, or one that no ``MLAConfig`` describes.
     """
     if model_type is None:
         return Traits()
     if not isinstance(model_type, str):
         raise TypeError(f"model_type must be a str, got {model_type!r}")
-    check_not_refused(model_type)
+    check_described(model_type)
     found = supported(model_type)
     if found is None:
         raise ValueError(
@@ -172,18 +166,12 @@ def supported(model_type: str) -> Traits | None:
     return SUPPORTED.get(model_type.removesuffix("_text"))
 
 
-def refusal(model_type: object) -> str | None:
-    """Why a family, or the language model of one, is not supported at all (``REFUSED``); else None."""
-    return REFUSED.get(model_type.removesuffix("_text")) if isinstance(model_type, str) else None
-
-
-def check_not_refused(*model_types: object) -> None:
+def check_described(*model_types: object) -> None:
     """Raise ValueError with the reason if no ``MLAConfig`` describes one of the types."""
     for model_type in model_types:
         found = supported(model_type) if isinstance(model_type, str) else None
-        reason = refusal(model_type) if found is None else found.layer_refusal
-        if reason is not None:
-            raise ValueError(f"model_type {model_type!r} is not supported: {reason}")
+        if found is not None and found.layer_refusal is not None:
+            raise ValueError(f"model_type {model_type!r} is not supported: {found.layer_refusal}")
 
 
 def config_fields(config: Any) -> dict[str, Any]:
@@ -203,7 +191,9 @@ def config_fields(config: Any) -> dict[str, Any]:
 
 def _with_current_layer_types(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, also of nested configs, with former names of layer types replaced."""
-    renamed = {name: _with_current_layer_types(dict(x)) for name, x in fields.items() if isinstance(x, Mapping)}
+    renamed: dict[str, Any] = {
+        name: _with_current_layer_types(dict(x)) for name, x in fields.items() if isinstance(x, Mapping)
+    }
     if isinstance(fields.get("layer_types"), (list, tuple)):
         renamed["layer_types"] = [_FORMER_LAYER_TYPES.get(kind, kind) for kind in fields["layer_types"]]
     return fields | renamed

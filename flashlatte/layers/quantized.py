@@ -98,8 +98,8 @@ def _dequantized(module: Any, dtype: torch.dtype) -> torch.Tensor:
         before = getattr(weight, "act_pre_scale", None)
         return matrix if before is None else matrix * before.to(dtype)
     if scales is not None:
+        # A call of FP8Linear on an identity matrix would compute input scales of 0 for zero blocks.
         return apply_block_scales(weight, scales, module.block_size or weight.shape).to(dtype)
-    # FP8Linear cannot be evaluated on an identity matrix: its kernels would compute scales of 0 for zero blocks.
     return _weight_from_calls(module, dtype)
 
 

@@ -15,11 +15,13 @@ from flashlatte.serve.metrics import ServerMetrics
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Attributes:
-    max_body_bytes: size of a body.
-    body_seconds: time in which a body has to arrive.
-    write_seconds: time that a client may leave a part of a stream unread, beyond what the socket holds.
-    drain_seconds: time that running requests have to end when the server is stopped.
+    """Limits of requests and connections.
+
+    Attributes:
+        max_body_bytes: maximum size of a body.
+        body_seconds: time within which a body must arrive.
+        write_seconds: maximum time that a client leaves a part of a stream unread, after the socket's buffer is full.
+        drain_seconds: time that running requests have to end when the server is stopped.
     """
 
     max_body_bytes: int = 4 << 20
@@ -30,11 +32,15 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """Attributes:
-    engine: runs the requests. It has a tokenizer.
-    model_name: name of the model in the API.
-    max_model_len: maximum number of tokens of a prompt and its output.
-    created: Unix time of the start, in seconds.
+    """The state of one server.
+
+    Attributes:
+        engine: runs the requests. It has a tokenizer.
+        metrics: counts and times of requests.
+        model_name: name of the model in the API.
+        max_model_len: maximum number of tokens of a prompt and its output.
+        limits: limits of requests and connections.
+        created: Unix time of the start, in seconds.
     """
 
     engine: AsyncEngine

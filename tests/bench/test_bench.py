@@ -96,7 +96,7 @@ def test_scaled_down_run_without_gpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "say nothing about a GPU" in output.out
 
 
-def test_json_to_stdout_is_nothing_but_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_on_stdout_has_only_result_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--case", "write-v32-65536", "--json", "-") == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["case"] == "write-v32-65536"
@@ -143,7 +143,7 @@ def stand_in(operation: str) -> dispatch.Implementation:
     return replace(dispatch._REGISTRY[operation]["reference"], backend="portable")
 
 
-def test_failing_case_does_not_take_the_others_with_it(
+def test_a_failing_case_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_arguments: Any, **_named: Any) -> None:
@@ -175,7 +175,9 @@ def test_an_unsupported_backend_is_reported_without_an_error(capsys: pytest.Capt
         (("--record",), "--record needs a GPU"),
     ],
 )
-def test_mistakes_in_the_call(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_errors(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments) == 2
     assert message in capsys.readouterr().err
 

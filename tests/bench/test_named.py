@@ -45,7 +45,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", bench.NAMED)
-def test_each_explains_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_benchmark_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         bench.run_named(name, ["--help"])
     assert exit.value.code == 0

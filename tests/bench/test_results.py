@@ -40,7 +40,7 @@ def test_shares_of_a_result() -> None:
     assert elsewhere["share_of_copy"] == line["share_of_copy"]
 
 
-def test_flashmlas_work_is_counted_as_ours() -> None:
+def test_flashmlas_work_is_counted_like_flashlattes() -> None:
     (case,) = (case for case in cases.CASES if case.name == "model1-b128-sq2-h128-top128+1024-page2-varlen")
     ours = results.Result(case, "hopper", case.problem, Ceilings(790.0, 3024.0), "ok", None, 163.6, 10**11, 5 * 10**8)
     assert ours.flashmla_share_of_matmul == pytest.approx(ours.share_of_matmul)
@@ -82,7 +82,7 @@ def test_plot_draws_a_picture_for_each_operation(tmp_path: Path) -> None:
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_an_implementation_has_one_color_and_flashmlas_mark_is_where_its_time_is(tmp_path: Path) -> None:
+def test_each_implementation_has_one_color_and_flashmla_is_marked_at_its_time(tmp_path: Path) -> None:
     plot = pytest.importorskip("flashlatte.bench.plot", exc_type=ImportError)
     case = cases.CASES[0]
     seen = {}
@@ -103,7 +103,7 @@ def test_an_implementation_has_one_color_and_flashmlas_mark_is_where_its_time_is
     assert seen["hopper, H100"] != seen["portable, H100"]
 
 
-def test_results_of_other_benchmarks_are_passed_over(tmp_path: Path) -> None:
+def test_results_of_other_benchmarks_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     own = result_line(cases.CASES[0], "hopper", 20.0)
     results.append_text(file, own + '\n{"op": "topk", "case": "another benchmark\'s", "us": 1.0, "device": "x"}\n')

@@ -132,7 +132,7 @@ def test_a_process_continues_after_an_error_and_ends_after_a_cuda_error(
 
 
 @pytest.mark.parametrize("message", ["CUDA error: out of memory", "CUDA out of memory. Tried to allocate 2 GiB"])
-def test_a_case_that_finds_no_memory_is_no_fault(
+def test_running_out_of_memory_is_not_a_fault(
     message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: Any) -> None:
@@ -197,7 +197,7 @@ def test_faults_make_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert bench.run_named("shared-gpu", []) == 1
     output = capsys.readouterr().out
     assert "process 1, p: a burst: other bits" in output
-    assert "process 0: topk c (), 1 times, 5 calls: right and the same" in output
+    assert "process 0: topk c (), 1 times, 5 calls: correct and identical" in output
     assert "1 of 6 processes failed; 10 calls" in output
     monkeypatch.setattr(processes, "run", lambda *_: [])
     assert bench.run_named("shared-gpu", []) == 1
@@ -245,7 +245,7 @@ def test_a_problem_is_called_as_a_fault_shows_it(capsys: pytest.CaptureFixture[s
         assert "problem must be like TopK(rows=1, width=32768)" in capsys.readouterr().err
 
 
-def test_each_process_begins_elsewhere_and_draws_its_own() -> None:
+def test_each_process_has_its_own_order_and_seed() -> None:
     options = SharedGpuOptions(processes=2, random=True, operations=("topk",))
     one, other = (options.problems(process) for process in range(2))
     assert [next(one) for _ in range(5)] != [next(other) for _ in range(5)]

@@ -90,7 +90,7 @@ def test_kernels_of_the_indexer(kernel):
     assert ATTENTION.search(kernel) is None
 
 
-def test_an_engine_that_ends_leaves_the_others(capsys):
+def test_an_engine_that_ends_does_not_stop_the_others(capsys):
     """Both processes end because the module is missing: one before a request is sent, one during it."""
     engines = [EngineProcess("CUSTOM", "no_such_module", {}) for _ in range(2)]
     engines[0].process.wait()

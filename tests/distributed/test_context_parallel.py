@@ -187,7 +187,7 @@ def test_different_shapes_raise_before_a_collective(ranks):
     assert all("needs the same arguments on all ranks" in failure.message for failure in failures)
 
 
-def test_a_rank_that_does_not_come_is_named(ranks):
+def test_a_missing_rank_is_named(ranks):
     outcomes = ranks.outcomes(rank_jobs.only_rank_0_makes_one)
     assert "rank 1 did not reach ContextParallel" in outcomes[0].message
     assert outcomes[1:] == [None] * (ranks.size - 1)

@@ -64,7 +64,7 @@ def test_blocks_of_a_prompt(context):
         ring.positions(5, rank=1)
 
 
-def test_a_plan_for_something_else(context):
+def test_a_plan_for_another_cache_or_batch(context):
     plan = context.plan(TABLE, LENGTHS, page_tokens=8, queries=2)
     q, cache = torch.zeros(2, 2, 1, 24), torch.zeros(3, 8, 1, 24)
     with pytest.raises(ValueError, match="k_cache must have the plan's pages of 8 tokens, got pages of 4"):

@@ -26,7 +26,7 @@ def test_every_rank_gets_every_ranks_heads(tokens, heads, dim, dtype):
 
 
 @pytest.mark.skipif(machine.interpreting(), reason="compiles, which the interpreter does not")
-def test_numbers_travel_16_bytes_at_a_time(monkeypatch):
+def test_elements_are_copied_16_bytes_at_a_time(monkeypatch):
     whole = torch.empty(4, 64, 128, 576, dtype=torch.bfloat16)
     targets = [queries[:, 32:64] for queries in whole]
     recorder = Recorder(push_kernel.push_kernel)

@@ -39,7 +39,7 @@ def documented():
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, *EXTRA])
-def test_every_public_name_has_its_place(package):
+def test_every_public_name_is_documented(package):
     known, module = documented(), importlib.import_module(package)
     values = {name: getattr(module, name) for name in dir(module) if name in getattr(module, "__all__", dir(module))}
     described = {name for name, value in values.items() if callable(value)}

@@ -131,7 +131,7 @@ def test_replacements_are_public():
 
 
 @pytest.mark.parametrize("page", BOTH)
-def test_a_dash_stands_where_hopper_has_no_kernel(page):
+def test_a_dash_marks_functions_without_a_hopper_kernel(page):
     kernels = {
         name: set(last) - {NO_KERNEL} for name, last in last_cells(page).items() if name in dispatch.operations()
     }

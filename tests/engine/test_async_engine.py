@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import VOCABULARY, greedy, model, prompt
+from support import engine_models
+from support.engine_models import VOCABULARY, greedy, prompt
 
 from flashlatte.engine import AsyncEngine, Engine, SamplingParams
 from flashlatte.engine.async_engine import EngineStopped, QueueFull, StepFailed
@@ -19,8 +20,8 @@ NEW = 6
 
 
 def engine(**options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 8}
-    return Engine(model(), **settings | options)
+    settings: dict[str, Any] = {"max_num_seqs": 8}
+    return engine_models.engine("DeepseekV3", **settings | options)
 
 
 def run(test: Callable[[AsyncEngine], Coroutine[Any, Any, Any]], served: Engine | None = None, **options: Any) -> Any:
@@ -71,7 +72,7 @@ def test_requests_that_are_added_together_end_together():
 
 
 @pytest.mark.parametrize("wrong", [[], [VOCABULARY], [-1], [1] * 600, ["a"], None])
-def test_of_several_prompts_with_an_invalid_one_none_runs(wrong):
+def test_one_invalid_prompt_refuses_the_whole_call(wrong):
     async def refused(shared: AsyncEngine) -> None:
         with pytest.raises((ValueError, TypeError), match="prompt"):
             await shared.add([prompt(3), wrong], greedy(400))
@@ -105,7 +106,7 @@ def test_an_engine_of_another_type_is_refused_by_name():
         AsyncEngine("directory")  # type: ignore[arg-type]
 
 
-def test_a_reader_that_leaves_ends_its_request_alone():
+def test_closing_a_stream_aborts_only_its_request():
     async def leave(shared: AsyncEngine) -> list[int]:
         async def leaver() -> None:
             async with contextlib.aclosing(shared.generate(prompt(4, 1), greedy(400))) as outputs:
@@ -125,7 +126,7 @@ def test_a_reader_that_leaves_ends_its_request_alone():
     assert run(leave) == engine().generate([prompt(3)], greedy(40))[0].outputs[0].token_ids
 
 
-def test_a_request_is_aborted_whose_task_is_cancelled_before_it_is_queued():
+def test_cancelling_a_task_before_its_request_is_queued_aborts_it():
     async def cancel(shared: AsyncEngine) -> None:
         task = asyncio.ensure_future(shared.add([prompt(4)], greedy(400)))
         await asyncio.sleep(0)
@@ -231,7 +232,7 @@ def test_a_stream_that_is_read_to_its_end_frees_its_slots():
     run(read_twice, engine(max_num_seqs=2), max_num_queued=0)
 
 
-def test_a_shutdown_ends_requests_with_words_and_leaves_the_engine_usable():
+def test_shutdown_ends_requests_with_an_error_and_the_engine_stays_usable():
     served = engine()
 
     async def main() -> None:
@@ -248,7 +249,7 @@ def test_a_shutdown_ends_requests_with_words_and_leaves_the_engine_usable():
     assert len(served.generate([prompt(3)], greedy(NEW))[0].outputs[0].token_ids) == NEW
 
 
-def test_all_requests_can_be_aborted_and_others_follow():
+def test_abort_all_ends_requests_and_new_ones_are_accepted():
     async def abort(shared: AsyncEngine) -> None:
         tasks = [asyncio.ensure_future(tokens_of(shared, prompt(3, seed), greedy(400))) for seed in range(20)]
         await asyncio.sleep(0.02)

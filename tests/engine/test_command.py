@@ -33,7 +33,7 @@ def test_a_text_is_continued(checkpoint, capsys):
     assert "cache fp32" in output.err
 
 
-def test_a_text_that_ends_within_a_letter_is_shown_to_its_end(checkpoint, capsys, monkeypatch):
+def test_an_incomplete_character_at_the_end_is_printed(checkpoint, capsys, monkeypatch):
     tokenizer = Letters()
     # The last token's first character is complete.
     monkeypatch.setattr(
@@ -53,7 +53,7 @@ def test_stop_tokens_come_from_the_checkpoint(checkpoint, capsys):
     assert capsys.readouterr().out == Letters().decode(tokens[: tokens.index(tokens[5])]) + "\n"
 
 
-def test_mistakes_are_errors_with_words(checkpoint, capsys):
+def test_invalid_arguments_are_errors(checkpoint, capsys):
     assert cli.main(["generate", str(checkpoint / "nothing"), "--prompt", "x"]) == 2
     assert "must be the directory of a checkpoint" in capsys.readouterr().err
     assert cli.main(["generate", str(checkpoint), "--prompt", "x", "--temperature", "-1"]) == 2
@@ -153,7 +153,7 @@ def test_files_that_cannot_be_read_are_named(checkpoint, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_that_is_cut_off(checkpoint, capsys):
+def test_a_truncated_checkpoint(checkpoint, capsys):
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert cli.main(["generate", str(checkpoint), "--prompt", "x"]) == 2
@@ -173,7 +173,7 @@ def test_a_checkpoint_without_a_tokenizer_or_a_config(tmp_path, capsys):
     assert f"directory of a checkpoint, and {tmp_path} has no config.json\n" in capsys.readouterr().err
 
 
-def test_no_directory_is_no_question_of_a_tokenizer(tmp_path, capsys):
+def test_a_missing_directory_is_reported_before_its_tokenizer(tmp_path, capsys):
     assert cli.main(["generate", str(tmp_path / "nothing"), "--prompt", "x"]) == 2
     assert "must be the directory of a checkpoint" in capsys.readouterr().err
 

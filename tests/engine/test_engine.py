@@ -42,7 +42,7 @@ FAMILIES = (
     "MiniCPM3",
     "MistralLarge4",
 )
-# ``test_a_pool_so_small_that_requests_give_way`` generates from the same prompts of seven others.
+# ``test_a_small_pool_preempts_requests`` generates from the same prompts of seven others.
 QUICK = ("DeepseekV3", "Glm4MoeLite", "AXK2", "MiniCPM3")
 
 
@@ -76,7 +76,7 @@ def test_every_chunk_size(max_num_batched_tokens):
         pytest.param("AXK2", 0, marks=pytest.mark.full),
     ],
 )
-def test_a_pool_so_small_that_requests_give_way(family, swap_space):
+def test_a_small_pool_preempts_requests(family, swap_space):
     small = engine(family, num_pages=7, swap_space=swap_space, enable_prefix_caching=False)
     check(small, family)
     statistics = small.statistics()
@@ -120,7 +120,7 @@ def test_a_prefix_is_computed_once(family):
     assert served.statistics()["cached_tokens"] >= 40
 
 
-def test_arrivals_and_aborts_leave_the_others_alone():
+def test_arrivals_and_aborts_do_not_change_other_requests():
     served = engine(max_num_batched_tokens=16)
     expected = {served.add(prompt(20, seed), greedy(6)): prompt(20, seed) for seed in range(3)}
     gone = served.add(prompt(30, 9), greedy(6))
@@ -221,7 +221,7 @@ class Letters(Decoder):
         return [ord(letter) - 30 for letter in text]
 
 
-def test_texts_in_and_stops():
+def test_string_prompts_and_stop_strings():
     served = engine(tokenizer=Letters())
     expected = generated_by_transformers("DeepseekV3", Letters().encode("Hello"), 8)
     stop = Letters().decode(expected[2:4])
@@ -235,7 +235,7 @@ def test_texts_in_and_stops():
     assert output.outputs[0].text == Letters().decode(expected)
 
 
-def test_stream_gives_tokens_as_they_come():
+def test_stream_yields_tokens_when_they_are_generated():
     assert list(engine().stream(prompt(6), greedy(5))) == generated_by_transformers("DeepseekV3", prompt(6), 5)
 
 
@@ -314,7 +314,7 @@ def test_errors_name_the_argument(arguments, message):
         ({"cuda_graphs": "no"}, "cuda_graphs must be True or False, got 'no'"),
     ],
 )
-def test_an_engine_that_could_not_run_is_not_made(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         engine(**options)
 
@@ -328,12 +328,12 @@ def test_sampling_that_is_neither_parameters_nor_a_list_of_them(sampling):
         engine().generate([[1], [2]], sampling)
 
 
-def test_one_text_is_no_batch_of_letters():
+def test_a_string_is_not_a_list_of_prompts():
     with pytest.raises(TypeError, match="prompts must be a sequence of prompts, got 'Hello'"):
         engine(tokenizer=Letters()).generate("Hello")
 
 
-def test_a_tokenizer_that_only_decodes_serves_stops_and_no_texts():
+def test_a_tokenizer_without_encode_supports_stop_strings_only():
     expected = generated_by_transformers("DeepseekV3", prompt(5), 3)
     served, last = engine(tokenizer=Decoder()), Decoder().decode(expected[-1:])
     (output,) = served.generate([prompt(5)], greedy(6, stop=(last,)))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distributed.model.test_checkpoint import ranks
+from support import engine_models
 from support.engine_models import chosen_logprobs, greedy, model, prompt
 from support.marks import mostly_full
 
@@ -59,8 +60,7 @@ def served_model(name: str) -> Any:
 
 
 def engine(name: str | torch.nn.Module = "kimi-linear", **options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
-    return Engine(served_model(name) if isinstance(name, str) else name, **settings | options)
+    return engine_models.engine(served_model(name) if isinstance(name, str) else name, **options)
 
 
 def stock_tokens(name: str, tokens: list[int], count: int) -> list[int]:
@@ -174,7 +174,7 @@ def test_forks_and_aborts_free_their_slots():
     check_free(served)
 
 
-def test_a_request_of_nan_leaves_no_snapshot():
+def test_a_request_with_nan_logits_leaves_no_snapshot():
     poisoned = copy.deepcopy(served_model("kimi-linear"))
     with torch.no_grad():
         poisoned.model.embed_tokens.weight[96] = float("nan")
@@ -191,7 +191,7 @@ def test_a_request_of_nan_leaves_no_snapshot():
     check_free(served)
 
 
-def test_weights_that_change_leave_no_snapshot_to_use():
+def test_changed_weights_invalidate_snapshots():
     changed = copy.deepcopy(served_model("kimi-linear"))
     served, params = engine(changed), greedy(6, logprobs=0)
     served.generate([prompt(40)], params)
@@ -206,7 +206,7 @@ def test_weights_that_change_leave_no_snapshot_to_use():
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_model_that_is_enabled_is_served(name):
+def test_an_enabled_model_is_supported(name):
     (output,) = engine(enable(copy.deepcopy(served_model(name)))).generate([prompt(5)], greedy(3))
     assert output.outputs[0].token_ids == stock_tokens(name, prompt(5), 3)
 
@@ -246,7 +246,7 @@ def test_several_ranks_are_refused_by_name(family, reason):
         Model(model(family), ranks=ranks(0, 2))
 
 
-def test_tokens_that_are_computed_together():
+def test_requests_with_as_many_tokens_are_one_group():
     """One call of a layer for all generating requests, and one for each part of a chunk with a snapshot."""
     served, groups = engine(max_num_batched_tokens=64), []
     plan = served.runner._plan

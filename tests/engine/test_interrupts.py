@@ -248,7 +248,7 @@ def handles_signals(line: tuple[str, int]) -> bool:
     return not linecache.getline(*line).lstrip().startswith(("except ", "self._interrupted = True"))
 
 
-def test_each_line_once():
+def test_an_interrupt_at_each_line_once():
     seen: set[tuple[str, int]] = set()
     for options, use in ((OPTIONS[0], serve), (OPTIONS[0], fail), (OPTIONS[1], serve), (OPTIONS[4], serve)):
         for number, line in enumerate(lines(PLANNING, options, use)):
@@ -264,14 +264,14 @@ def test_each_line_once():
     [(ALL, OPTIONS[0], serve), (PLANNING, OPTIONS[0], fail), *((PLANNING, options, serve) for options in OPTIONS[1:])],
     ids=["all modules", "a step fails", *map(str, OPTIONS[1:])],
 )
-def test_each_line_each_time(modules, options, use):
+def test_an_interrupt_at_each_execution_of_each_line(modules, options, use):
     """Takes one to three minutes for each case."""
     for number, line in enumerate(lines(modules, options, use)):
         if handles_signals(line):
             check_interrupted(modules, options, number, use)
 
 
-def test_a_step_that_can_schedule_nothing_raises():
+def test_a_step_without_a_schedulable_request_raises():
     served = made(num_pages=4)
     served.pool.allocate(4)
     with pytest.raises(RuntimeError, match=r"^none of 1 unfinished requests can be scheduled, with 0 of 4 pages free$"):

@@ -159,7 +159,7 @@ def test_unneeded_weights_are_skipped(read, tmp_path):
 def test_missing_weights_are_detected_without_reading_the_checkpoint(tmp_path, monkeypatch):
     model().save_pretrained(tmp_path)
     rewrite(tmp_path, without("lm_head"))
-    monkeypatch.setattr("flashlatte.engine.model.load", None)
+    monkeypatch.setattr("flashlatte.engine.loading.load", None)
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight$"):
         Model(tmp_path, ranks=ranks(0, 2))
 
@@ -202,7 +202,7 @@ def test_weights_of_deepseek_v4(pattern, name, read, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_file_that_was_cut_off_is_named(shards, read, tmp_path):
+def test_a_truncated_file_is_named(shards, read, tmp_path):
     model().save_pretrained(tmp_path, max_shard_size="100KB" if shards else "1GB")
     file = sorted(tmp_path.glob("*.safetensors"))[-1]
     file.write_bytes(file.read_bytes()[:-100])
@@ -215,7 +215,7 @@ def test_a_file_that_was_cut_off_is_named(shards, read, tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 100])
-def test_a_pickled_file_that_was_cut_off_is_an_error_with_words(size, read, tmp_path):
+def test_a_truncated_pickle_file_is_named(size, read, tmp_path):
     model().config.save_pretrained(tmp_path)
     file = tmp_path / "pytorch_model.bin"
     torch.save(model().state_dict(), file)
@@ -224,14 +224,14 @@ def test_a_pickled_file_that_was_cut_off_is_an_error_with_words(size, read, tmp_
         read(tmp_path)
 
 
-def test_an_index_that_is_no_json_is_named(read, tmp_path):
+def test_an_index_that_is_not_json_is_named(read, tmp_path):
     model().save_pretrained(tmp_path, max_shard_size="100KB")
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json must be JSON"):
         read(tmp_path)
 
 
-def test_a_correction_that_transformers_lets_a_checkpoint_lack(tmp_path):
+def test_a_score_correction_may_be_missing_as_in_transformers(tmp_path):
     if not model("AXK1")._keys_to_ignore_on_load_missing:
         pytest.skip("this transformers does not")
     model("AXK1").save_pretrained(tmp_path)

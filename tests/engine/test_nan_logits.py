@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import rank_engine_jobs
+from support import engine_models, rank_engine_jobs
 from support.choosing import choose
 from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, prompt
 
@@ -27,8 +27,8 @@ def poisoned_model(family: str) -> Any:
 
 
 def engine(family: str = "DeepseekV3", **options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    return Engine(poisoned_model(family), **settings | options)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 16}
+    return engine_models.engine(poisoned_model(family), **settings | options)
 
 
 def check(outputs: list[RequestOutput], family: str) -> None:
@@ -52,7 +52,7 @@ def check(outputs: list[RequestOutput], family: str) -> None:
     ],
     ids=str,
 )
-def test_it_ends_and_the_others_continue(family, options):
+def test_a_request_with_nan_logits_ends_and_the_others_continue(family, options):
     served = engine(family, **options)
     prompts = [HEALTHY[0], POISONED, *HEALTHY[1:]]
     check(served.generate(prompts, greedy(NEW, logprobs=0)), family)
@@ -74,7 +74,7 @@ def test_draws_and_penalties():
     assert outputs[2].outputs[0].token_ids == generated_by_transformers("DeepseekV3", HEALTHY[1], NEW)
 
 
-def test_a_fault_that_passes_leaves_no_wrong_page(monkeypatch):
+def test_a_temporary_fault_leaves_no_wrong_page(monkeypatch):
     """Pages that were shared before the fault are recomputed as well, since they may have caused it."""
     served = engine()
     expected = generated_by_transformers("DeepseekV3", HEALTHY[2], NEW)
@@ -92,7 +92,7 @@ def test_a_fault_that_passes_leaves_no_wrong_page(monkeypatch):
     assert (output.num_cached_tokens, output.outputs[0].token_ids) == (0, expected)
 
 
-def test_step_tells_and_a_stream_raises():
+def test_step_returns_the_error_and_stream_raises_it():
     served = engine()
     served.add(POISONED, greedy(NEW), request_id="poisoned")
     with pytest.raises(RuntimeError, match=r"^request 'request-1' failed: no token at position 22 can be chosen"):
@@ -104,7 +104,7 @@ def test_step_tells_and_a_stream_raises():
     assert served.unfinished == served.pool.in_use == 0
 
 
-def test_a_guess_that_is_refused_may_have_logits_of_nan():
+def test_rejected_drafts_may_have_nan_logits():
     output = CompletionOutput(0, greedy(8), 2)
     assert output.extend([3, 4, NO_TOKEN], [], [3, 9]) is None
     assert output.token_ids == [3, 4]

@@ -27,7 +27,7 @@ def fill(pool, tokens, cache_salt=""):
     return pages
 
 
-def test_the_longest_known_start_is_found():
+def test_the_longest_cached_prefix_is_found():
     pool = PagePool(8, 2)
     pages = fill(pool, [1, 2, 3, 4, 5, 6])
     assert pool.match([1, 2, 3, 4, 9, 9]) == pages[:2]
@@ -42,7 +42,7 @@ def test_other_salts_match_nothing():
     assert len(pool.match([1, 2], cache_salt="a")) == 1
 
 
-def test_the_page_let_go_longest_ago_is_forgotten_first_and_a_chain_from_its_end():
+def test_pages_are_evicted_in_the_order_of_release_and_chains_from_their_end():
     pool = PagePool(4, 1)
     first, second = fill(pool, [1, 2]), fill(pool, [3, 4])
     pool.release(first)
@@ -52,14 +52,14 @@ def test_the_page_let_go_longest_ago_is_forgotten_first_and_a_chain_from_its_end
     assert pool.match([3, 4]) == second
 
 
-def test_a_page_in_use_is_never_given_again():
+def test_a_page_in_use_is_never_allocated_again():
     pool = PagePool(2, 1)
     fill(pool, [1, 2])
     assert pool.allocate(1) is None
     assert pool.available == 0
 
 
-def test_a_key_that_two_chains_share_serves_neither_the_others_tokens(monkeypatch):
+def test_a_hash_collision_never_matches_other_tokens(monkeypatch):
     monkeypatch.setattr("flashlatte.engine.pages._page_hash", lambda parent, tokens: b"the same")
     pool = PagePool(4, 1)
     fill(pool, [1])

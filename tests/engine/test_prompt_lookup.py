@@ -17,7 +17,7 @@ def searched(tokens: list[int], count: int, longest: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.data())
-def test_the_latest_of_the_longest(tokens, data):
+def test_the_latest_longest_match_is_proposed(tokens, data):
     lookup, known = PromptLookup(), 0
     while known < len(tokens):
         known = data.draw(st.integers(known + 1, len(tokens)))
@@ -25,7 +25,7 @@ def test_the_latest_of_the_longest(tokens, data):
         assert lookup.propose(tokens[:known], count, longest) == searched(tokens[:known], count, longest)
 
 
-def test_a_frequent_token_is_not_looked_for_everywhere():
+def test_few_occurrences_of_a_frequent_token_are_compared():
     """The last token is at every second position, but never in the current context: its last four tokens are new."""
     reads = 0
 

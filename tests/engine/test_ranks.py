@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +12,6 @@ from support.engine_models import generated_by_transformers, greedy, model, prom
 from support.ranks import Ranks
 
 from flashlatte.engine import Engine, SamplingParams
-from flashlatte.engine.model import Model
-from flashlatte.engine.runner import Runner
 
 NEW = 8
 # The second and later ones are added when the first has ended. Two share its prefix.
@@ -27,20 +20,6 @@ GREEDY = greedy(NEW, logprobs=0)
 # Tensors that are divided in half over two ranks.
 _ATTENTION = ("q_b_proj", "kv_b_proj", "o_proj", "sinks", "o_a_proj", "o_b_proj")
 HALVED = (*(f"self_attn.{name}" for name in _ATTENTION), "mlp.experts.", "mlp.shared_experts.")
-
-
-@pytest.fixture(scope="module")
-def two():
-    made = Ranks(2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    made = Ranks(4)
-    yield made
-    made.close()
 
 
 def check(results, family):
@@ -102,13 +81,13 @@ def test_three_ranks_divide_unevenly(tmp_path):
 
 
 @pytest.mark.parametrize("swap_space", [0, 16])
-def test_requests_give_way_on_all_ranks(two, swap_space):
+def test_requests_are_preempted_on_all_ranks(two, swap_space):
     options = {"context_parallel": 2, "num_pages": 11, "swap_space": swap_space, "enable_prefix_caching": False}
     statistics = check(two.run(rank_engine_jobs.generate, "DeepseekV3", PROMPTS, GREEDY, **options), "DeepseekV3")
     assert statistics["swapped" if swap_space else "recomputed"] > 0
 
 
-def test_draws_are_those_of_one_process(two):
+def test_draws_equal_those_of_one_process(two):
     """Rank 0 samples, and gets logits of prompt tokens from the other ranks too."""
     drawn = SamplingParams(
         max_tokens=NEW,
@@ -167,13 +146,6 @@ def test_deepseek_v4s_groups_of_heads_over_two(two, options, counted):
         assert numbers[name] == weight.numel() // (2 if any(part in name for part in HALVED) else 1), name
 
 
-def test_deepseek_v4_has_a_group_for_each_rank(four):
-    failure = four.outcomes(rank_engine_jobs.options_by_rank, [{"source": "DeepseekV4"}] * 4)[0]
-    assert failure.message.startswith(
-        "ValueError: tensor_parallel must be at most the model's 2 groups of heads, got 4"
-    )
-
-
 @pytest.mark.parametrize(
     ("family", "sizes"), [("DeepseekV3", fp8_linears.SIZES), ("DeepseekV4", {"moe_intermediate_size": 32})]
 )
@@ -192,254 +164,3 @@ def test_a_float8_checkpoint_is_divided(two, family, sizes, tmp_path, monkeypatc
     assert layer.mlp.experts.down_proj.dtype == layer.self_attn.q_b_proj.weight.dtype == torch.float8_e4m3fn
     for name, weight in layer.named_parameters():
         assert numbers[name] == weight.numel() // (2 if any(part in name for part in HALVED) else 1), name
-
-
-DIFFERENT = [
-    ({"num_pages": 8}, {"num_pages": 9}, "num_pages 8", "num_pages 9"),
-    ({}, {"num_pages": None}, "num_pages 64", "num_pages None"),
-    ({}, {"page_size": 8}, "page_size 4", "page_size 8"),
-    ({}, {"cache_format": "bf16"}, "cache_format None", "cache_format bf16"),
-    ({}, {"context_parallel": 2}, "context_parallel 1", "context_parallel 2"),
-    ({}, {"tensor_parallel": 1}, "tensor_parallel 2", "tensor_parallel 1"),
-    ({}, {"source": "GlmMoeDsa"}, "config.model_type deepseek_v3", "config.model_type glm_moe_dsa"),
-]
-
-
-@pytest.mark.parametrize("late", [None, 0, 1])
-@pytest.mark.parametrize(("one", "other", "said", "told"), DIFFERENT, ids=[told for *_, told in DIFFERENT])
-def test_different_engines_raise_on_all_ranks(two, one, other, said, told, late):
-    """In any order of creation. An engine of one process does not wait, so it raises only if it is created later."""
-    begin = time.monotonic()
-    outcomes = two.outcomes(rank_engine_jobs.options_by_rank, [one, other], late)
-    assert time.monotonic() - begin < 10
-    if "tensor_parallel" in other and outcomes[1] is None:
-        assert late != 1
-        outcomes = outcomes[:1]
-    for failure in outcomes:
-        assert failure.message.startswith("ValueError: Engine needs the same arguments on all ranks: rank 0 has ")
-        first, second = failure.message.split("; ")
-        assert said in first
-        assert second.startswith("rank 1 has ")
-        assert told in second
-
-
-def test_ranks_three_and_one(four):
-    """Ranks with equal arguments are named together."""
-    told = four.outcomes(rank_engine_jobs.options_by_rank, [{}, {}, {"page_size": 8}, {}], 2)
-    assert told[2].message == (
-        "ValueError: Engine needs the same arguments on all ranks: "
-        "ranks 0, 1 and 3 have page_size 4; rank 2 has page_size 8"
-    )
-    assert all("rank 2 has page_size 8" in failure.message for failure in told)
-
-
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"source": Path("nowhere")}, "FileNotFoundError: model must be the directory of a checkpoint, got nowhere"),
-        (
-            {"source": "DeepseekV4", "context_parallel": 2},
-            "ValueError: context_parallel must be 1 for deepseek_v4, got 2",
-        ),
-        ({"tensor_parallel": 0}, "ValueError: tensor_parallel must be at least 1, got 0"),
-        ({"tensor_parallel": "2"}, "TypeError: tensor_parallel must be an int, got str"),
-    ],
-    ids=str,
-)
-def test_a_rank_that_cannot_begin_ends_the_others_at_once(two, wrong, message, late):
-    begin = time.monotonic()
-    other, failed = two.outcomes(rank_engine_jobs.options_by_rank, [{}, wrong], late)
-    assert time.monotonic() - begin < 10
-    assert failed.message.startswith(message)
-    assert other.message.startswith(f"RuntimeError: rank 1 failed, therefore rank 0 stops: {message}")
-    # Creating engines again works.
-    assert two.run(rank_engine_jobs.options_by_rank, [{}, {}]) == [None, None]
-
-
-def test_more_processes_than_gpus(two):
-    one, other = two.outcomes(rank_engine_jobs.more_processes_than_gpus)
-    told = "ValueError: tensor_parallel needs a GPU for each process of a host, got 1 GPUs and LOCAL_RANK 1"
-    assert other.message == told
-    assert one.message == f"RuntimeError: rank 1 failed, therefore rank 0 stops: {told}"
-
-
-def test_engines_of_each_process_and_of_all(two):
-    """Single-process engines are not compared if all processes create the same ones, or if they are created from a
-    ``Model``."""
-    one, other = two.run(rank_engine_jobs.another_alike)
-    assert one == other
-    two.run(rank_engine_jobs.of_a_model_alone)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_pages": 0},
-        {"page_size": "x"},
-        {"enable_prefix_caching": 2},
-        {"num_speculative_tokens": -1},
-        {"context_parallel": 2},
-        {"tensor_parallel": 3},
-    ],
-    ids=str,
-)
-def test_a_wrong_argument_of_one_rank_raises_on_all(two, wrong):
-    told = two.outcomes(rank_engine_jobs.options_by_rank, [{}, wrong])
-    assert all(next(iter(wrong)) in failure.message for failure in told)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel": 3}, "tensor_parallel must be the number of processes, 2, got 3"),
-        ({"context_parallel": 3}, "context_parallel must divide tensor_parallel 2, got 3"),
-        ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, got 0"),
-    ],
-)
-def test_numbers_that_do_not_fit_the_processes(two, options, message):
-    for failure in two.outcomes(rank_engine_jobs.options_by_rank, [options, options]):
-        assert failure.message.startswith("ValueError")
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(failure.message)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("late", [0, 1])
-def test_processes_that_are_no_group_yet(late, tmp_path):
-    """As started by ``torchrun``: a rank that creates a single-process engine would never join the group."""
-    script = tmp_path / "serve.py"
-    script.write_text(
-        f"""import os, pathlib, time
-from flashlatte.engine import Engine, SamplingParams
-from support.engine_models import model
-
-rank = int(os.environ["RANK"])
-made = model()
-begun = pathlib.Path({str(tmp_path / "begun")!r})
-if rank == {late}:
-    while not begun.exists():
-        time.sleep(0.1)
-    time.sleep(2)
-begun.touch()
-try:
-    Engine(made, tensor_parallel=2 - rank, num_pages=8)
-except ValueError as error:
-    print(error)
-else:
-    time.sleep(5)
-"""
-    )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=100, env=os.environ | support_path())
-    told = "Engine needs the same arguments on all ranks: rank 0 has tensor_parallel 2; rank 1 has tensor_parallel 1"
-    assert done.stdout.count(told) == 1 + late, done.stderr
-
-
-def support_path():
-    here = Path(__file__).parents[1]
-    return {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])}
-
-
-def test_without_processes():
-    with pytest.raises(ValueError, match="tensor_parallel 2 needs 2 processes: start with torchrun"):
-        Engine(model(), tensor_parallel=2)
-    with pytest.raises(ValueError, match=r"^context_parallel must divide .* 1, .* got 2: start with torchrun .* 2$"):
-        Engine(model(), context_parallel=2)
-    with pytest.raises(ValueError, match=r"must be \(1, 1\), as in the Model, got \(2, 1\)"):
-        Engine(Model(model()), tensor_parallel=2)
-
-
-def test_unsupported_calls_on_each_rank_raise(two):
-    leader, follower = two.run(rank_engine_jobs.misuse)
-    assert "follow() is for ranks other than 0" in leader
-    assert "add() is for rank 0" in follower
-
-
-@pytest.mark.parametrize(("rank", "at_step"), [(0, 3), (1, 1), (1, 4)])
-def test_a_rank_that_fails_ends_the_others_at_once(two, rank, at_step):
-    begin = time.monotonic()
-    told = [failure.message for failure in two.outcomes(rank_engine_jobs.fail, rank, at_step)]
-    assert time.monotonic() - begin < 30  # the groups' own timeout is 60 s
-    assert told[rank] == "ValueError: this rank has no memory left"
-    other = 1 - rank
-    assert told[other] == (
-        f"RuntimeError: rank {rank} failed, therefore rank {other} stops: ValueError: this rank has no memory left"
-    )
-
-
-# With keys over both the other rank waits in the store first, else in a collective.
-@pytest.mark.parametrize("options", [{}, {"context_parallel": 2}], ids=str)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupted_rank_ends_the_others_within_seconds(two, rank, options):
-    begin = time.monotonic()
-    told = [failure.message for failure in two.outcomes(rank_engine_jobs.fail, rank, 1, "interrupt", **options)]
-    assert time.monotonic() - begin < 10
-    other = 1 - rank
-    assert told[rank] == "AssertionError: interrupted"
-    assert told[other] == f"RuntimeError: rank {rank} failed, therefore rank {other} stops: KeyboardInterrupt"
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        (rank_engine_jobs.end_before_the_engine_agrees,),
-        (rank_engine_jobs.fail, 1, 1, "kill"),
-        (rank_engine_jobs.fail, 0, 1, "kill"),
-    ],
-    ids=["before the engines agree", "rank 1 in a step", "rank 0 in a step"],
-)
-def test_a_killed_rank_ends_the_others_within_seconds(job):
-    fresh = Ranks(2)
-    try:
-        fresh.run(rank_engine_jobs.misuse)
-        begin = time.monotonic()
-        told = [failure.message for failure in fresh.outcomes(*job)]
-        assert time.monotonic() - begin < 10
-    finally:
-        fresh.close()
-    killed = 0 if job[1:2] == (0,) else 1
-    other = 1 - killed
-    assert told[killed].startswith("EOFError")
-    assert told[other] == f"RuntimeError: rank {killed} failed, therefore rank {other} stops: its process has ended"
-
-
-def test_closing_tells_of_a_rank_that_failed_since(two):
-    leader, follower = two.outcomes(rank_engine_jobs.fail_when_done)
-    assert leader == "rank 1 failed, therefore rank 0 stops: ValueError: this rank has no time left"
-    assert follower.message == "ValueError: this rank has no time left"
-
-
-@pytest.mark.parametrize("kind", [Runner, pytest.param(Model, marks=pytest.mark.full)])
-def test_a_rank_that_cannot_be_made_ends_the_others_at_once(two, kind):
-    leader, follower = two.outcomes(rank_engine_jobs.fail_when_made, kind)
-    assert (
-        leader.message
-        == "RuntimeError: rank 1 failed, therefore rank 0 stops: ValueError: this rank has no memory left"
-    )
-    assert follower.message == "ValueError: this rank has no memory left"
-
-
-def test_the_ranks_smallest_number_is_everybodys(two):
-    assert two.run(rank_engine_jobs.least, [5, 3]) == [3, 3]
-    told = [failure.message for failure in two.outcomes(rank_engine_jobs.least, [5, None])]
-    for call, message in zip(("a default of num_pages", "Engine"), told, strict=True):
-        assert message == (
-            f"ValueError: {call} needs the same arguments on all ranks: rank 0 has call a default of num_pages; "
-            "rank 1 has call Engine"
-        )
-
-
-def test_a_wait_for_the_gpu_ends_when_another_rank_has_failed(two):
-    leader, follower = two.outcomes(rank_engine_jobs.fail_while_a_gpu_waits)
-    assert (
-        leader.message
-        == "RuntimeError: rank 1 failed, therefore rank 0 stops: ValueError: this rank has no memory left"
-    )
-    assert follower.message == "ValueError: this rank has no memory left"
-
-
-def test_a_leader_that_leaves_ends_the_others(two):
-    leader, follower = two.outcomes(rank_engine_jobs.leave)
-    assert leader is None
-    assert follower.message.startswith("RuntimeError: rank 0 exited before its engine was closed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 from typing import Any
 
 import pytest
@@ -12,34 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine_models import VOCABULARY, chosen_logprobs, generated_by_transformers, greedy, model, prompt
+from support.engine_requests import NEW, PROMPTS, engine, expected, finished
 from support.letters import Letters
 
-from flashlatte.engine import Engine, SamplingParams, runner
+from flashlatte.engine import SamplingParams, runner
 from flashlatte.engine.request import Step
-
-NEW = 6
-PROMPTS = [prompt(length, seed) for seed, length in enumerate((3, 20, 33, 1, 14))]
-
-
-def engine(**options: Any) -> Engine:
-    settings: dict[str, Any] = {"page_size": 8, "num_pages": 64, "max_num_batched_tokens": 16, "max_num_seqs": 3}
-    return Engine(model(), **settings | options)
-
-
-@functools.cache
-def expected(number: int) -> list[int]:
-    return generated_by_transformers("DeepseekV3", PROMPTS[number], NEW)
-
-
-def finished(served: Engine) -> dict[str, list[int]]:
-    done = {}
-    while served.unfinished:
-        done |= {
-            output.request_id: output.outputs[0].token_ids
-            for output in served.step()
-            if output.outputs[0].finish_reason is not None
-        }
-    return done
 
 
 @given(
@@ -54,7 +30,7 @@ def finished(served: Engine) -> dict[str, list[int]]:
         }
     ),
 )
-def test_any_arrivals_and_aborts_leave_the_others_tokens_as_they_are(events, options):
+def test_arrivals_and_aborts_do_not_change_other_requests(events, options):
     served = engine(page_size=4, **options)
     numbers: dict[str, int] = {}
     done: dict[str, list[int]] = {}
@@ -149,7 +125,7 @@ def test_pages_of_a_shared_prefix_are_counted_once():
     finished(served)
 
 
-def test_an_urgent_request_ends_before_one_that_came_first():
+def test_a_request_with_priority_overtakes_an_earlier_one():
     served = engine(max_num_seqs=1)
     served.add(PROMPTS[0], greedy(NEW), request_id="running")
     served.step()
@@ -177,105 +153,7 @@ def test_prompts_with_an_error_are_all_rejected_and_others_continue(mistake, err
     assert finished(served) == {"other": expected(1)}
 
 
-def test_streams_side_by_side_lose_no_token():
-    served = engine()
-    numbers = (0, 3, 1)
-    streams = {number: served.stream(PROMPTS[number], greedy(NEW)) for number in numbers}
-    got: dict[int, list[int]] = {number: [] for number in numbers}
-    while streams:
-        for number in list(streams):
-            token = next(streams[number], None)
-            if token is None:
-                del streams[number]
-            else:
-                got[number].append(token)
-    assert got == {number: expected(number) for number in numbers}
-    assert served.unfinished == served.pool.in_use == 0
-
-
-def test_a_stream_continues_after_other_calls_to_step():
-    served = engine()
-    stream = served.stream(PROMPTS[0], greedy(NEW))
-    got = [next(stream)]
-    assert served.generate([PROMPTS[1]], greedy(NEW))[0].outputs[0].token_ids == expected(1)
-    served.step()
-    assert [*got, *stream] == expected(0)
-
-
-def test_a_stream_whose_request_is_aborted_ends():
-    served = engine()
-    served.add(PROMPTS[1], greedy(NEW), request_id="other")
-    stream = served.stream(PROMPTS[0], greedy(NEW))
-    got = [next(stream)]
-    output = served.abort("request-1")
-    assert [*got, *stream] == output.outputs[0].token_ids == expected(0)[: len(output.outputs[0].token_ids)]
-    assert finished(served) == {"other": expected(1)}
-
-
-def test_a_stream_is_queued_or_refused_at_the_call():
-    served = engine()
-    with pytest.raises(ValueError, match="prompt must hold tokens from 0 to 96, got 97"):
-        served.stream([VOCABULARY])
-    stream = served.stream(PROMPTS[0], greedy(NEW))
-    assert served.unfinished == 1
-    served.step()
-    assert list(stream) == expected(0)
-    dropped = served.stream(PROMPTS[0])
-    del dropped
-    assert served.unfinished == served.pool.in_use == 0
-
-
-def test_a_stream_that_the_garbage_collector_drops_within_a_step_is_aborted_after_it(monkeypatch):
-    served = engine()
-    served.add(PROMPTS[1], greedy(NEW), request_id="other")
-    caught: list[Any] = [served.stream(PROMPTS[0], greedy(NEW))]
-    next(caught[0])
-    caught.append(caught)
-    make_room, collected = served.scheduler._allocate_for, []
-
-    def collecting(*arguments: Any) -> Any:
-        if not collected:
-            collected.append(gc.collect())
-        return make_room(*arguments)
-
-    monkeypatch.setattr(served.scheduler, "_allocate_for", collecting)
-    del caught
-    assert finished(served) == {"other": expected(1)}
-    assert collected
-    assert served.unfinished == served.pool.in_use == 0
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_step_does_not_return_results_of_a_stream_or_batch(alone):
-    served = engine()
-    served.add(PROMPTS[0], greedy(2), request_id="ends meanwhile")
-    if not alone:
-        served.add(PROMPTS[1], greedy(NEW), request_id="goes on")
-    list(served.stream(PROMPTS[3], greedy(NEW)))
-    served.generate([PROMPTS[3]], greedy(2))
-    new: dict[str, list[int]] = {}
-    while served.unfinished:
-        for output in served.step():
-            new[output.request_id] = new.get(output.request_id, []) + output.outputs[0].new_token_ids
-            assert new[output.request_id] == output.outputs[0].token_ids
-    assert new == {"ends meanwhile": expected(0)[:2]} | ({} if alone else {"goes on": expected(1)})
-
-
-def test_a_request_that_ended_untold_may_be_aborted():
-    served = engine()
-    served.add(PROMPTS[0], greedy(2), request_id="ends meanwhile")
-    list(served.stream(PROMPTS[3], greedy(NEW)))
-    output = served.abort("ends meanwhile")
-    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason, served.unfinished) == (
-        expected(0)[:2],
-        "length",
-        0,
-    )
-    with pytest.raises(ValueError, match="unfinished request, got 'ends meanwhile'"):
-        served.abort("ends meanwhile")
-
-
-def test_a_batch_that_is_interrupted_leaves_nothing(monkeypatch):
+def test_an_interrupted_batch_leaves_no_requests(monkeypatch):
     served = engine()
     run, calls = served.runner.run, []
 
@@ -315,7 +193,7 @@ def test_a_failed_step_ends_all_requests_and_leaves_no_wrong_page(raises_in, swa
     ]
 
 
-def test_prompts_and_parameters_may_be_read_once():
+def test_prompts_and_parameters_may_be_iterators():
     def broken():
         yield PROMPTS[0]
         raise OSError("no more lines")
@@ -335,7 +213,7 @@ def test_an_id_may_be_used_again_when_its_request_has_ended():
         assert finished(served) == {"again": expected(number)}
 
 
-def test_names_chosen_by_the_user_are_not_reused():
+def test_generated_ids_differ_from_ids_of_the_user():
     served = engine()
     served.add(PROMPTS[1], greedy(NEW), request_id="request-0")
     assert served.generate([PROMPTS[0]], greedy(NEW))[0].outputs[0].token_ids == expected(0)
@@ -360,7 +238,7 @@ def test_a_text_ends_where_transformers_ends_it(as_list, monkeypatch):
     assert engine().generate([PROMPTS[0]], greedy(NEW))[0].outputs[0].token_ids == wanted[0]
 
 
-def test_requests_without_a_seed_draw_differently_and_again_the_same():
+def test_requests_without_a_seed_draw_differently_and_repeatably():
     drawn = [
         [output.outputs[0].token_ids for output in engine().generate([PROMPTS[0]] * 3, greedy(NEW, temperature=2.0))]
         for _ in range(2)
@@ -369,7 +247,7 @@ def test_requests_without_a_seed_draw_differently_and_again_the_same():
     assert len(set(map(tuple, drawn[0]))) == 3
 
 
-def test_a_request_that_is_refused_changes_no_draw_of_those_that_come_after_it():
+def test_a_refused_request_does_not_change_later_draws():
     undisturbed, served, sampling = engine(), engine(), greedy(NEW, temperature=2.0)
     for one in (undisturbed, served):
         one.add(PROMPTS[1], sampling, request_id="a")
@@ -387,12 +265,12 @@ def test_a_request_that_is_refused_changes_no_draw_of_those_that_come_after_it()
         (tuple(range(VOCABULARY)), "suppress_tokens must leave a token to choose"),
     ],
 )
-def test_suppressed_tokens_must_be_the_models_and_not_all(suppressed, message):
+def test_suppressed_tokens_are_in_the_vocabulary_and_leave_one(suppressed, message):
     with pytest.raises(ValueError, match=message):
         engine().add([1], greedy(suppress_tokens=suppressed))
 
 
-def test_lists_of_pages_that_move_are_made_once_for_all_layers(monkeypatch):
+def test_page_lists_are_copied_to_the_device_once_for_all_layers(monkeypatch):
     swapped = []
     swap_blocks = runner.swap_blocks
     monkeypatch.setattr(runner, "swap_blocks", lambda *args: [swapped.append(args), swap_blocks(*args)])

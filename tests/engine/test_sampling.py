@@ -67,19 +67,19 @@ def test_a_penalty_beyond_float32_keeps_the_order_of_tokens(temperature, penalty
     assert choose(logits, [params], prompt=range(4)).item() == token
 
 
-def test_a_greedy_row_among_drawn_ones_is_greedy():
+def test_sampled_rows_do_not_affect_greedy_rows():
     params = [SamplingParams(temperature=0), SamplingParams(temperature=5.0)]
     tokens = choose(LOGITS.expand(200, -1), params * 100, range(200))
     assert tokens[::2].tolist() == [0] * 100
     assert len(set(tokens[1::2].tolist())) > 2
 
 
-def test_a_token_is_suppressed_in_the_rows_that_ask_for_it():
+def test_tokens_are_suppressed_only_in_rows_that_request_it():
     params = [SamplingParams(temperature=0, suppress_tokens=tokens) for tokens in ((), (0, 1), (1,))]
     assert choose(LOGITS.expand(3, -1), params, range(3)).tolist() == [0, 2, 0]
 
 
-def test_seeds_and_positions_decide_and_nothing_else():
+def test_draws_depend_only_on_seed_and_position():
     def draw(seed: int, positions: Sequence[int]) -> list[int]:
         params = [SamplingParams(temperature=1.0, seed=seed)] * len(positions)
         return choose(LOGITS.expand(len(positions), -1), params, positions).tolist()
@@ -99,7 +99,7 @@ def test_noise_never_chooses_an_excluded_token_of_a_large_vocabulary():
         assert choose(logits, [SamplingParams(**filters)], [position]).item() == 5
 
 
-def test_a_row_without_filters_keeps_all_tokens_beside_one_with_filters():
+def test_filters_of_a_row_do_not_affect_other_rows():
     torch.manual_seed(0)
     logits = torch.randn(1, 100_000) * 3  # float32 sums of these probabilities exceed 1 before the last
     unfiltered, filtered = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=5)

@@ -206,7 +206,7 @@ def test_n_outputs_are_those_of_n_requests(plan):
     assert served.unfinished == served.pool.in_use == 0
 
 
-def test_outputs_of_a_request_without_a_seed_draw_as_requests_of_their_own():
+def test_outputs_without_a_seed_draw_like_separate_requests():
     several = engine().generate([PROMPTS[0]], SamplingParams(n=2, max_tokens=NEW))[0].outputs
     single = engine().generate([PROMPTS[0]] * 2, SamplingParams(max_tokens=NEW))
     assert [one.token_ids for one in several] == [output.outputs[0].token_ids for output in single]

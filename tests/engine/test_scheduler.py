@@ -59,7 +59,7 @@ def test_requests_with_a_common_prefix_share_pages_once():
     machine.finish()
 
 
-def test_the_end_of_a_shared_beginning_is_computed_again():
+def test_the_end_of_a_shared_prefix_is_recomputed():
     machine = Machine(16, 4, 0, prefix_overlap=3)
     prompt = [1, 2] * 8
     for request in (Request("a", prompt, 2), Request("b", [*prompt, 5], 2)):
@@ -70,7 +70,7 @@ def test_the_end_of_a_shared_beginning_is_computed_again():
     assert request.num_cached_tokens == 13
 
 
-def test_tokens_that_a_preempted_request_finds_again_are_no_cached_prompt():
+def test_tokens_cached_after_preemption_are_not_counted_as_cached_prompt():
     requests = [Request("a", [1, 1], 10), Request("b", [2, 2], 10)]
     machine = run(requests, pages=8, page_size=2)
     assert machine.scheduler.statistics.recomputed > 0
@@ -87,7 +87,7 @@ def test_other_salts_share_nothing():
 
 
 @pytest.mark.parametrize("swap_space", [0, 3, 16])
-def test_a_pool_too_small_for_all_serves_all(swap_space):
+def test_a_pool_too_small_for_all_requests_completes_all(swap_space):
     requests = [Request(f"r{i}", [i] * 7, 12) for i in range(5)]
     machine = run(requests, pages=6, swap_space=swap_space, enable_prefix_caching=False)
     statistics = machine.scheduler.statistics
@@ -122,7 +122,7 @@ def test_a_preempted_request_waits_for_its_token_in_flight():
     assert machine.scheduler.statistics.recomputed > 0
 
 
-def test_a_lower_priority_goes_first():
+def test_a_lower_priority_runs_first():
     machine = Machine(8, 4, 0, max_num_seqs=1)
     usual, urgent = Request("usual", [1] * 4, 2), Request("urgent", [2] * 4, 2, priority=-1)
     for request in (Request("running", [3] * 4, 2), usual, urgent):
@@ -164,7 +164,7 @@ def test_batch_invariant_chunks_of_a_request_do_not_depend_on_others(swap_space)
     assert (statistics.swapped if swap_space else statistics.recomputed) > 0
 
 
-def test_apart_whole_chunks_of_a_prompt_are_shared_and_nothing_else():
+def test_batch_invariant_requests_share_only_whole_chunks():
     """Chunks of four: two are shared by the third prompt; for the last prompt one token must remain to be computed."""
     machine = Machine(40, 2, 0, max_num_batched_tokens=4, batch_invariant=True)
     seen = []
@@ -212,7 +212,7 @@ def test_generated_tokens_keep_their_last_snapshot():
     assert serve_one(machine, "again", [*prompt, 9]) == 4
 
 
-def test_the_snapshot_that_was_not_used_for_longest_is_evicted():
+def test_the_least_recently_used_snapshot_is_evicted():
     machine = Machine(40, 4, 0, num_snapshots=2)
     one, two, three = ([token] * 6 for token in (1, 2, 3))
     cached = [serve_one(machine, f"r{n}", prompt) for n, prompt in enumerate((one, two, one, three, one, two))]

@@ -43,7 +43,7 @@ def test_mixed_lengths(options):
     check(engine(**options))
 
 
-def test_a_pool_so_small_that_requests_give_way_and_begin_anew():
+def test_a_small_pool_preempts_and_recomputes_requests():
     small = engine(num_pages=7, max_num_seqs=3)
     check(small)
     assert small.statistics()["recomputed"] > 0
@@ -106,7 +106,7 @@ def test_requests_with_a_common_prefix_share_pages(max_num_batched_tokens):
         assert cache[pages].equal(old[pages])
 
 
-def test_a_shared_beginning_of_requests_that_give_way():
+def test_a_shared_prefix_of_preempted_requests():
     small = engine(num_pages=9, max_num_seqs=4, max_num_batched_tokens=9)
     alike = prompt(17)
     prompts = [[*alike, *prompt(length, length)] for length in (3, 9, 1, 14)]
@@ -117,7 +117,7 @@ def test_a_shared_beginning_of_requests_that_give_way():
     assert statistics["cached_tokens"] > 0
 
 
-def test_a_pool_so_small_that_requests_are_swapped():
+def test_a_small_pool_swaps_requests():
     """States stay on the device while pages are swapped to the host."""
     small = engine(num_pages=7, max_num_seqs=3, swap_space=20)
     check(small)
@@ -178,7 +178,7 @@ def test_a_format_of_other_rows():
         Engine(model(FAMILY, head_dim=512, partial_rotary_factor=0.125, index_head_dim=64), cache_format="v32_no_rope")
 
 
-def test_pages_as_large_as_indexers_want_them():
+def test_the_default_page_size_has_64_groups():
     served = Engine(model(FAMILY), num_pages=2)
     assert served.pool.page_size == 256
 
@@ -195,7 +195,7 @@ def test_pages_as_large_as_indexers_want_them():
         ({"cache_format": "v32_no_rope"}, "^cache_format must be fp32 for rows of 32 .*, got 'v32_no_rope'$"),
     ],
 )
-def test_what_is_not_served(options, message):
+def test_unsupported_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         engine(**options)
 

@@ -125,7 +125,7 @@ def test_sparse_decode_over_v32_with_an_empty_table():
         (656, {"extra_k_cache": torch.zeros(1, 64, 1, 528, dtype=torch.uint8)}),
     ],
 )
-def test_what_is_not_served_stays_sglangs(width, options):
+def test_sglang_runs_unsupported_calls(width, options):
     q, cache = torch.zeros(1, 1, 4, 576).bfloat16(), torch.zeros(1, 64, 1, width, dtype=torch.uint8)
     indices = torch.zeros(1, 1, 64, dtype=torch.int32)
     calls = []
@@ -177,7 +177,7 @@ def test_a_schedule_without_lengths_is_sglangs_own():
     assert attention.get_mla_metadata(lambda: "theirs") == "theirs"
 
 
-def test_calls_left_to_sglang_get_sglangs_schedule():
+def test_unsupported_calls_get_sglangs_schedule():
     """FlashLatte's schedule is zeros, with which SGLang's kernel would compute nothing."""
     lengths, cache = torch.tensor([70, 64], dtype=torch.int32), torch.zeros(2, 64, 1, 528, dtype=torch.uint8)
     indices, q = torch.zeros(2, 3, 64, dtype=torch.int32), torch.zeros(2, 3, 4, 512).bfloat16()
@@ -317,7 +317,7 @@ def test_decode_of_an_sglang_without_pooled_keys():
         {"cache_seqlens": torch.ones(2, dtype=torch.int32)},
     ],
 )
-def test_decode_of_another_kind_stays_flash_attentions(change):
+def test_flash_attention_runs_other_decode_calls(change):
     calls = []
 
     def original(*args: Any, **kwargs: Any) -> Any:
@@ -329,7 +329,7 @@ def test_decode_of_another_kind_stays_flash_attentions(change):
     assert all(calls[0][name] is value for name, value in given.items())
 
 
-def test_pooled_keys_stay_flash_attentions():
+def test_flash_attention_runs_pooled_keys():
     backend = Dsa()
     backend.dsa_index_kpool = 2
     original: Any = lambda *args: "theirs"  # noqa: E731

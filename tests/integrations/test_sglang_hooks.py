@@ -80,7 +80,7 @@ def test_functions_missing_in_sglang_are_skipped_and_named(fake_sglang, monkeypa
     ]
 
 
-def test_a_deep_gemm_that_cannot_be_imported_is_passed_over(fake_sglang, monkeypatch, tmp_path, caplog):
+def test_a_deep_gemm_that_cannot_be_imported_is_skipped(fake_sglang, monkeypatch, tmp_path, caplog):
     (tmp_path / "deep_gemm.py").write_text("raise RuntimeError('no CUDA_HOME')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "deep_gemm")
@@ -124,7 +124,7 @@ def test_without_a_gpu_nothing_is_registered(fake_sglang, monkeypatch, caplog):
     assert "no NVIDIA GPU" in caplog.text
 
 
-def test_a_missing_flash_mla_is_stood_in_for(fake_sglang):
+def test_a_missing_flash_mla_is_replaced(fake_sglang):
     provide_flash_mla()
     module = importlib.import_module("flash_mla")
     assert module.flash_mla_with_kvcache is flash_mla.flash_mla_with_kvcache

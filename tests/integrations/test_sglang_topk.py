@@ -102,7 +102,7 @@ def test_topk_of_rows_as_indices_into_the_batch(with_starts):
     assert (places.dtype, places.tolist()) == (torch.int32, expected)
 
 
-def test_more_than_our_top_k_takes_stays_sglangs():
+def test_sglang_runs_a_k_above_4096():
     called: list[Any] = []
     original: Any = lambda *args: called.append(args)  # noqa: E731
     out = torch.empty(1, 5000, dtype=torch.int32)

@@ -258,7 +258,7 @@ def test_gradients_after_a_prefill_without(make_model, prompts):
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
-def test_a_gradient_that_a_hook_asks_for_is_dropped_with_a_warning(make_model, prompts, monkeypatch, family):
+def test_a_gradient_required_by_a_hook_is_dropped_with_a_warning(make_model, prompts, monkeypatch, family):
     """``enable_input_require_grads`` and similar: no parameter requires a gradient, so stock attention is not used."""
     from support.transformers_v4 import model_of
 

@@ -111,7 +111,7 @@ def test_a_mask_that_hides_stored_tokens_later(make_model):
     session.forward(tokens(2, 1))
 
 
-def test_a_mask_that_asks_for_tokens_that_were_hidden_is_refused(make_model):
+def test_a_mask_that_shows_hidden_tokens_is_refused(make_model):
     session = Session(make_model())
     session.forward(tokens(2, 10), padded(2, 10))
     with pytest.raises(ValueError, match="attention_mask must be given as one value for each token"):
@@ -166,7 +166,7 @@ def test_attention_that_is_not_causal(make_model):
     assert (got - causal).abs().max() > 0.1
 
 
-def test_a_pass_that_fails_leaves_the_cache_as_it_was(make_model):
+def test_a_failed_pass_does_not_change_the_cache(make_model):
     session = Session(make_model())
     session.forward(tokens(2, 10), padded(2, 10))
     last = session.models[1].model.layers[-1].mlp
@@ -235,7 +235,7 @@ def test_enabled_attention_leaves_a_filled_dynamic_cache_to_stock_attention(make
     assert type(session.caches[1]) is DynamicCache
 
 
-def test_layers_called_on_their_own_are_refused(make_model):
+def test_layers_called_outside_of_a_model_are_refused(make_model):
     session = Session(make_model())
     session.forward(tokens(2, 4))
     model = session.models[1].model

@@ -89,7 +89,7 @@ def test_continuous_batching_is_refused_until_disable(make_model):
         ({"cache_format": "fp8", "k_scale": 0.0}, "k_scale must be a finite number above 0, got 0.0"),
     ],
 )
-def test_refused_settings_leave_the_model_alone(make_model, options, message):
+def test_refused_settings_do_not_change_the_model(make_model, options, message):
     model = make_model()
     with pytest.raises(ValueError, match=message):
         enable(model, **options)

@@ -118,7 +118,7 @@ def test_v32_pages_with_quantized_index_keys(prompts, index_format):
     assert difference[:, topk:].median() < BOUNDS[index_format]
 
 
-def test_what_does_not_fit_is_refused(make_model):
+def test_formats_that_do_not_fit_are_refused(make_model):
     model = make(*FAMILIES["v32"])
     with pytest.raises(ValueError, match="cache_format 'fp8' cannot be read token by token"):
         enable(model, cache_format="fp8")

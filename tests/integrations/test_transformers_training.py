@@ -294,7 +294,7 @@ def test_checkpointing_changes_nothing(any_name, prompts, use_reentrant):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("name", ["v32", "v4"])
-def test_indexers_alone_learn(name, prompts):
+def test_only_indexers_are_trained(name, prompts):
     """As in the warm-up."""
     inputs = prompts((0, 4), length=LENGTH)
     model = enable(make(name))

@@ -67,7 +67,7 @@ def test_gradients_are_stock_attention_s(attended, hidden):
     assert all(found[key].abs().sum() > 0 for key in of_indexers)
 
 
-def test_padding_has_no_part_in_the_loss():
+def test_padding_is_excluded_from_the_loss():
     """A row with padding on the right has the loss of the row without padding."""
     model = enable(make("v4"))
     ids, mask = tokens(1, LENGTH), torch.ones(1, LENGTH, dtype=torch.int64)
@@ -152,7 +152,7 @@ def test_packed_rows_of_a_batch_are_those_alone():
         ({"cu_seq_lens_q": torch.tensor([0, 9, 2 * LENGTH]), "attention_mask": mask_of()}, "it has cu_seq_lens_q and"),
     ],
 )
-def test_boundaries_that_it_cannot_follow_are_refused(attended, options, reason):
+def test_unsupported_boundaries_are_refused(attended, options, reason):
     with pytest.raises(ValueError, match=f"cannot compute this training step: {reason}"):
         enable(make("v4"))(tokens(2, LENGTH), **options)
     assert not attended

@@ -142,7 +142,7 @@ def test_model1(stock):
     assert 1e-6 < error < 2.0**-4
 
 
-def test_what_is_stocks_stays_stocks(stock, enabled):
+def test_stock_attention_computes_passes_without_a_paged_cache(stock, enabled):
     ids = tokens(1, 9)
     torch.testing.assert_close(enabled(ids, use_cache=False).logits, stock(ids, use_cache=False).logits)
     out = enabled(ids, output_attentions=True, use_cache=True)
@@ -244,7 +244,7 @@ def test_a_pass_over_nothing_is_refused(enabled, shape):
         enabled(torch.zeros(shape, dtype=torch.long))
 
 
-def test_a_history_that_a_failed_pass_has_spoiled(enabled, monkeypatch):
+def test_a_history_overwritten_by_a_failed_pass(enabled, monkeypatch):
     """Half of the layers have overwritten states that the next group needs."""
     ids = tokens(1, 30)
     cache = enabled(ids[:, :10]).past_key_values

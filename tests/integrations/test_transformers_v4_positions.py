@@ -143,12 +143,12 @@ def test_generate_from_padded_prompts_twice(stock, enabled, side, options):
         ({"attention_mask": torch.ones(3, 1, 29, 29)}, ValueError, r"^attention_mask must be \[b, columns\]"),
     ],
 )
-def test_what_does_not_fit_the_pass_is_refused(enabled, change, error, message):
+def test_masks_and_positions_that_do_not_fit_are_refused(enabled, change, error, message):
     with pytest.raises(error, match=message):
         enabled(tokens(3, COLUMNS), use_cache=True, **change)
 
 
-def test_attention_that_is_not_causal_is_stocks(stock):
+def test_stock_attention_computes_noncausal_passes(stock):
     model = copy.deepcopy(stock)
     model.config.is_causal = False
     ids = tokens(2, 12)

@@ -133,7 +133,7 @@ def test_gathers_follow_the_table_from_each_requests_first_token(name):
     assert first_two[3:].eq(9).all()
 
 
-def test_gathers_end_with_the_last_boundary_also_beside_a_longer_table():
+def test_gathers_end_at_the_last_boundary_of_a_longer_table():
     """A block table with an additional row is that of a padded batch, not an open-ended request."""
     table, ends = torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
     cache, dst = draw(2, 4, 576), torch.full((4, 576), 9.0)
@@ -150,7 +150,7 @@ def test_gathers_end_with_the_last_boundary_also_beside_a_longer_table():
     assert scales[2:].eq(3).all()
 
 
-def test_bytes_of_every_one_byte_dtype_are_gathered_as_they_are():
+def test_one_byte_dtypes_are_gathered_unchanged():
     cache = torch.arange(256, dtype=torch.uint8).view(2, 1, 128)
     for dtype in (torch.uint8, torch.int8, E4M3, torch.float8_e5m2):
         dst = torch.zeros(2, 128, dtype=torch.uint8).view(dtype)
@@ -159,7 +159,7 @@ def test_bytes_of_every_one_byte_dtype_are_gathered_as_they_are():
 
 
 @pytest.mark.parametrize("scale_format", ["ue8m0", "fp8_e4m3"])
-def test_index_keys_lie_before_their_scales_in_a_page(scale_format):
+def test_index_keys_precede_their_scales_in_a_page(scale_format):
     k, cache = draw(3, 128, dtype=torch.bfloat16), torch.zeros(2, 4, 132, dtype=torch.uint8)
     k[2] = 0
     ops.indexer_k_quant_and_cache(k, cache, torch.tensor([5, -1, 0]), 128, scale_format)
@@ -284,7 +284,7 @@ def test_swap_blocks_reads_every_block_of_a_tensor_before_it_writes_one(view):
     assert x.tolist() == [2, 0, 1, 3]
 
 
-def test_swap_blocks_moves_bytes_as_they_lie():
+def test_swap_blocks_copies_bytes_unchanged():
     src, dst = draw(4, 3, 2, 8).transpose(1, 2), torch.zeros(5, 2, 3, 8).transpose(1, 2)
     dst = dst.transpose(1, 2).contiguous().transpose(1, 2)
     before = src.clone()
@@ -295,7 +295,7 @@ def test_swap_blocks_moves_bytes_as_they_lie():
     assert memory[1:4].eq(0).all()
 
 
-def test_requests_as_rows_and_back():
+def test_requests_are_packed_and_unpacked():
     x, lengths = draw(6, 2, 3), torch.tensor([1, 0, 3, 2])
     packed = ops.pack_seq_triton(x, lengths)
     assert packed.shape == (4, 3, 2, 3)

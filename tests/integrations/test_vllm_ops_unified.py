@@ -152,7 +152,7 @@ def test_expanded_scales_and_padded_tables():
     attend(q[:0], k8, v8, one[:0], nobody)
 
 
-def test_options_that_do_nothing_are_no_reason_to_refuse():
+def test_options_without_effect_are_accepted():
     """vLLM passes these with every layer, also without a window or an image."""
     q, k, v = problem()
     plain, out = torch.empty_like(q), torch.empty_like(q)
@@ -200,7 +200,7 @@ def test_options_that_do_nothing_are_no_reason_to_refuse():
         ),
     ],
 )
-def test_what_is_not_served_is_refused(given, error, message):
+def test_unsupported_options_are_refused(given, error, message):
     q, k, v = problem()
     with pytest.raises(error, match=message):
         attend(q, k, v, torch.empty_like(q), given)

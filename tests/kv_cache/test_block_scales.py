@@ -90,7 +90,7 @@ def test_any_bytes_read_as_the_oracle_reads_them(name, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_token_lies_together_and_the_page_stride_is_free(name):
+def test_tokens_are_contiguous_with_any_page_stride(name):
     layout = kv_cache.get_format(name)
     rows = torch.randn(2, 5, 1, layout.head_dim, generator=generator(0))
     cache = kv_cache.pack(rows, name)
@@ -145,7 +145,7 @@ def test_scales_have_one_rounding(name):
         kv_cache.quantize(torch.zeros(kv_cache.get_format(name).head_dim), name, scale_rounding="exact")
 
 
-def test_only_v41_has_another_format_beside_it():
+def test_only_v41_has_a_second_format():
     v41 = kv_cache.get_format("v41")
     assert v41.second_format(288).name == "v41_fp4"
     assert v41.second_format(528) is v41

@@ -90,7 +90,7 @@ def test_model1_pages_read_as_the_oracle_reads_them(seed, page_size, dtype):
 
 
 @pytest.mark.parametrize(("name", "latent"), [("v32", 512), ("model1", 448)])
-def test_rope_bits_come_back(name, latent):
+def test_rope_is_stored_unchanged(name, latent):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(-1, 64)
     rope = every[every.isfinite().all(dim=-1)]
     records = kv_cache.quantize(torch.zeros(rope.shape[0], latent, dtype=torch.bfloat16), name, rope=rope)
@@ -99,7 +99,7 @@ def test_rope_bits_come_back(name, latent):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rope_beside_the_latent_is_the_whole_row(name):
+def test_separate_latent_and_rope_equal_the_whole_row(name):
     layout = kv_cache.get_format(name)
     rows = draw_rows(0, 3, layout.head_dim).bfloat16()
     whole = kv_cache.quantize(rows, name)
@@ -112,7 +112,7 @@ def test_rope_beside_the_latent_is_the_whole_row(name):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
-def test_untiled_formats_keep_rows_as_they_are(name, dtype):
+def test_untiled_formats_keep_rows_unchanged(name, dtype):
     rows = draw_rows(0, 3, 4, 1, 40).to(dtype)
     cache = kv_cache.pack(rows, name)
     assert cache.equal(rows)
@@ -136,7 +136,7 @@ def test_fp8_is_the_row_over_one_scale(scale):
 
 
 @pytest.mark.parametrize("name", ["v32", "model1", "fp8"])
-def test_a_nan_row_does_not_touch_its_neighbors(name):
+def test_a_nan_row_does_not_affect_its_neighbors(name):
     rows = draw_rows(0, 3, kv_cache.get_format(name).head_dim)
     clean = kv_cache.quantize(rows, name)
     rows[1] = math.nan
@@ -156,7 +156,7 @@ def test_allocate_is_zero_and_of_the_formats_width(name):
     assert kv_cache.allocate(name, 1, 1, device="meta").device.type == "meta"
 
 
-def test_a_cache_may_come_without_its_heads_axis():
+def test_the_heads_axis_of_a_cache_is_optional():
     cache = kv_cache.pack(draw_rows(0, 2, 3, 1, 576), "v32")
     assert kv_cache.unpack(cache[:, :, 0]).equal(kv_cache.unpack(cache))
 

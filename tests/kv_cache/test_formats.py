@@ -46,13 +46,13 @@ def test_page_bytes_hold_all_tokens_and_model1_pages_are_multiples_of_576(name, 
         assert layout.page_bytes(page_size) == used
 
 
-def test_head_dim_is_free_in_formats_without_tiles():
+def test_formats_without_tiles_accept_any_head_dim():
     layout = kv_cache.get_format("bf16", 48)
     assert (layout.head_dim, layout.latent_dim, layout.rope_dim) == (48, 48, 0)
     assert kv_cache.get_format("fp8", 80).latent_dim == 16
 
 
-def test_a_format_is_returned_as_it_is():
+def test_a_format_is_returned_unchanged():
     layout = kv_cache.get_format("v32")
     assert kv_cache.get_format(layout) is layout
     assert kv_cache.get_format("v32") == layout

@@ -25,7 +25,7 @@ def dealt(length: int, size: int, interleave: int) -> list[list[int]]:
 
 
 @given(sharding=shardings, length=st.integers(0, 700), dtype=DTYPES)
-def test_tokens_and_their_numbers(sharding, length, dtype):
+def test_local_and_global_positions(sharding, length, dtype):
     mine = torch.tensor(dealt(length, sharding.size, sharding.interleave)[sharding.rank], dtype=dtype)
     positions = torch.arange(length, dtype=dtype)
     local = sharding.local_positions(positions)
@@ -43,7 +43,7 @@ def test_lengths(sharding, dtype):
     assert lengths.tolist() == [len(hand[sharding.rank]) for hand in hands]
 
 
-def test_below_zero_is_nobodys():
+def test_negative_positions_belong_to_no_rank():
     sharding, below = Sharding(1, 2, 3), torch.tensor([-1, -2, -7, -(2**31)], dtype=torch.int32)
     assert sharding.owns(below).tolist() == [False] * 4
     assert sharding.local_lengths(below).tolist() == [0] * 4
@@ -70,14 +70,14 @@ def test_slots_agree_with_the_block_tables(sharding, turns, pages, columns):
         assert local_slots[mine].equal(local_table[0, local // page_size] * page_size + local % page_size)
 
 
-def test_pages_that_are_none_stay_none():
+def test_negative_pages_stay_negative():
     table = torch.tensor([[3, -1, -5]], dtype=torch.int32)
     assert Sharding(0, 2, 1).local_block_table(table, 16, 4).tolist() == [[6, 7, -1, -1, -1, -1]]
     assert Sharding(0, 2, 1).local_block_table(table, 16, 8) is table
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_pages_that_are_garbage_become_none_that_exist(dtype):
+def test_page_numbers_that_overflow_become_minus_1(dtype):
     largest = torch.iinfo(dtype).max
     table = torch.tensor([[largest, largest // 2 + 1, largest // 2]], dtype=dtype)
     local = Sharding(0, 2, 1).local_block_table(table, 16, 4)

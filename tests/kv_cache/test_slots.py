@@ -19,6 +19,6 @@ def test_a_cache_of_more_slots_than_int32_holds(pages, dtype):
     assert kept.dtype == torch.int64
 
 
-def test_slots_from_the_first_beyond_a_cache_are_none():
+def test_slots_beyond_the_cache_are_invalid():
     slots = torch.tensor([[5, 6], [7, 2**40]])
     assert kv_cache.read(torch.ones(2, 3, 1, 8), slots)[..., 0].tolist() == [[1, 0], [0, 0]]

@@ -105,7 +105,7 @@ def test_nan_infinity_and_values_that_saturate(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "turboquant_k8v4"])
-def test_read_keys_have_the_length_of_their_norm(name):
+def test_decoded_keys_have_their_stored_norm(name):
     key = torch.randn(50, 128, generator=torch.Generator().manual_seed(0))
     layout = turboquant.turboquant_format(name, 128)
     read, _ = layout.decode(layout.encode(key, key))
@@ -124,7 +124,7 @@ def test_one_record_of_any_strides(name):
         assert side.equal(expected)
 
 
-def test_allocated_heads_begin_at_words():
+def test_allocated_heads_are_aligned_to_words():
     cache = turboquant.allocate("turboquant_4bit_nc", 3, 16, 2, 128)
     assert cache.shape == (3, 16, 2, 134)
     assert cache.stride() == (16 * 2 * 136, 2 * 136, 136, 1)
@@ -151,7 +151,7 @@ def test_a_cache_of_another_width_is_refused():
         turboquant.as_turboquant_cache(torch.zeros(1, 1, 1, 134, dtype=torch.uint8), "turboquant_k8v4", 128)
 
 
-def test_the_default_dtype_is_of_no_concern():
+def test_results_do_not_depend_on_the_default_dtype():
     layout = turboquant.turboquant_format("turboquant_3bit_nc", 32)
     rows = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     records = layout.encode(*rows)

@@ -145,7 +145,7 @@ def test_given_indices_select_the_visible_tokens(name, topk):
     assert_within(engine.results()[0], expected)
 
 
-def test_an_idle_step_leaves_the_cache_alone():
+def test_an_idle_step_does_not_change_the_cache():
     model = stock("v3")
     engine = Engine(layer_like(model), hidden_states((12,)))
     engine.step({0: 5})
@@ -238,7 +238,7 @@ def decode_over_fp8(**options):
     return prefilled, [result[len(first) :] for result, first in zip(engine.results(), prefilled, strict=True)], engine
 
 
-def test_decode_precision_reaches_decode_alone(monkeypatch):
+def test_decode_precision_affects_decode_only(monkeypatch):
     prefilled, exact, _ = decode_over_fp8()
     prefilled_fp8, rounded, engine = decode_over_fp8(decode_precision="fp8")
     assert all(torch.equal(a, b) for a, b in zip(prefilled, prefilled_fp8, strict=True))

@@ -33,6 +33,15 @@ def test_parts_positions_and_slots():
     assert (chunk.first, chunk.last, chunk.tokens, chunk.max_queries, chunk.max_keys) == (0, 6, 2, 6, 2)
 
 
+@pytest.mark.parametrize(("device", "shares"), [("cpu", True), ("meta", False)])
+def test_only_metadata_on_the_same_device_is_overwritten(device, shares):
+    builder = make_builder()
+    metadata = builder.build([0, 1, 3, 9], [6, 12, 8], TABLE).to(torch.device(device))
+    assert not metadata.is_overwritten
+    builder.build([0, 1, 3, 9], [7, 12, 8], TABLE)
+    assert metadata.is_overwritten == shares
+
+
 def test_a_block_table_of_any_strides():
     strided = TABLE.T.contiguous().T
     assert strided.stride(1) != 1
@@ -41,7 +50,7 @@ def test_a_block_table_of_any_strides():
 
 
 @pytest.mark.parametrize("topk", [None, 4])
-def test_the_default_device_is_of_no_concern(topk):
+def test_metadata_does_not_depend_on_the_default_device(topk):
     step = [0, 1, 3, 9], [6, 12, 8], TABLE
     expected = make_builder(topk=topk).build(*step)
     with torch.device("meta"):
@@ -70,7 +79,7 @@ def test_a_short_request_behind_a_long_one_is_prefill():
     assert metadata.prefill.cu_seqlens.tolist() == [0, 5, 6]
 
 
-def test_buffers_stay_where_they_are():
+def test_buffers_keep_their_addresses():
     builder = make_builder(cache_format="v32")
     first = builder.build([0, 1, 2], [3, 4], TABLE[:2])
     addresses = [tensor.data_ptr() for tensor in buffers(first)]
@@ -151,13 +160,13 @@ GOOD = {"query_start_loc": [0, 1, 4], "seq_lens": [5, 7], "block_table": TABLE[:
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_metadata_that_contradicts_itself_is_named(changes, message):
+def test_inconsistent_lengths_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         make_builder().build(**GOOD | changes)
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 40, 2], [0, 1, -1, 2]], ids=["beyond the cache", "not stored"])
-def test_a_step_that_is_refused_leaves_the_one_before(slots):
+def test_a_refused_step_leaves_the_previous_one_valid(slots):
     builder = make_builder(topk=4)
     metadata = builder.build(**GOOD)
     held = (metadata.positions, metadata.slot_mapping, metadata.decode.seq_lens)
@@ -184,12 +193,12 @@ def test_too_many_tokens():
         ({"block_table": TABLE[:2].float()}, "block_table must be int32 or int64, got float32"),
     ],
 )
-def test_other_types_are_named(changes, message):
+def test_wrong_types_are_named(changes, message):
     with pytest.raises(TypeError, match=message):
         make_builder().build(**GOOD | changes)
 
 
-def test_tensors_are_taken_as_well_as_lists():
+def test_tensors_and_lists_are_accepted():
     builder = make_builder()
     expected = builder.build(**GOOD).positions.clone()
     as_tensors: dict[str, Any] = {name: torch.as_tensor(value, dtype=torch.int32) for name, value in GOOD.items()}
@@ -251,7 +260,7 @@ SMALL = MLAConfig(32, 2, 16, 8, 4, 8, rope=Rope(max_position=10))
         ({"indices": torch.zeros(3, 5, dtype=torch.int32)}, r"indices must have shape \[4, topk\]"),
     ],
 )
-def test_what_does_not_fit_the_layer_is_named(changes, message):
+def test_arguments_that_do_not_fit_the_layer_are_named(changes, message):
     changes = dict(changes)
     layer = MLAAttention(SMALL)
     starts, lengths = changes.pop("metadata", ([0, 4], [8]))
@@ -277,7 +286,7 @@ def test_heads_that_the_layer_does_not_have(heads):
 
 
 @pytest.mark.parametrize("heads", ["ab", (0, 1, 2), (0.0, 1), 2])
-def test_heads_that_are_no_pair_of_ints(heads):
+def test_heads_that_are_not_a_pair_of_ints(heads):
     with pytest.raises(TypeError, match=r"^heads must be a pair of ints \(first, last\), got"):
         MLAAttention(SMALL, heads=heads)
 
@@ -306,7 +315,7 @@ def test_a_cache_of_fewer_pages_is_refused():
         MLAAttention(SMALL)(torch.zeros(4, 32), torch.zeros(9, 4, 1, 20), metadata)
 
 
-def test_pages_beyond_the_cache_are_found_when_both_meet():
+def test_pages_beyond_the_cache_are_found_in_forward():
     """A builder without num_pages records the largest page of a step."""
     layer, builder = MLAAttention(SMALL), MLAMetadataBuilder(4, 4, 64, 12, "cpu")
     cache = torch.zeros(5, 4, 1, 20)

@@ -122,7 +122,7 @@ def test_missing_weights_are_named():
 INDEXER = {"indexer.wk.weight": torch.zeros(3), "indexer.wq_b.weight": torch.zeros(2)}
 
 
-def test_weights_without_a_use_are_named(save):
+def test_unused_weights_are_named(save):
     weights = random_weights()
     layer = MLAAttention(CONFIG)
     message = "weights must not have indexer.wk.weight, indexer.wq_b.weight, which the layer does not use: .*ignore="
@@ -134,14 +134,14 @@ def test_weights_without_a_use_are_named(save):
         layer.load_weights(weights | INDEXER, ignore=("indexer.wk.*",))
 
 
-def test_weights_without_a_use_that_are_ignored(save):
+def test_unused_weights_can_be_ignored(save):
     weights = random_weights()
     layer = MLAAttention(CONFIG)
     layer.load_checkpoint(save(weights | INDEXER), 3, ignore=("indexer.*",))
     assert_loaded(layer, weights)
 
 
-def test_a_scale_of_weights_that_are_not_float8_has_no_use():
+def test_a_scale_of_weights_that_are_not_float8_is_unused():
     weights = random_weights()
     with pytest.raises(ValueError, match=r"weights must not have o_proj.weight_scale_inv, which the layer"):
         MLAAttention(CONFIG).load_weights(weights | {"o_proj.weight_scale_inv": torch.ones(2, 1)})
@@ -162,7 +162,7 @@ def test_misshapen_weights_are_all_named_and_none_is_loaded():
     assert_loaded(layer, random_weights(seed=1))
 
 
-def test_a_layer_that_is_not_there(save):
+def test_a_missing_layer(save):
     with pytest.raises(ValueError, match=r"path must hold weights of layer 1 \(layers.1.self_attn.…\)"):
         MLAAttention(CONFIG).load_checkpoint(save(random_weights()), 1)
 

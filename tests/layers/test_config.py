@@ -101,7 +101,7 @@ def test_a_family_that_is_refused_has_its_reason(family):
         MLAConfig.from_transformers(transformers.CONFIG_MAPPING[family]())
 
 
-def test_a_text_config_inside():
+def test_a_nested_text_config():
     config = MLAConfig.from_transformers({"model_type": "kimi_k25", "text_config": V3_JSON | {"model_type": "kimi_k2"}})
     assert config.num_attention_heads == 128
 
@@ -161,7 +161,7 @@ def test_a_config_without_mla_is_named(changes, message):
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, 0.0, -1.0])
 @pytest.mark.parametrize("name", ["factor", "beta_fast", "beta_slow", "attention_factor"])
-def test_yarn_of_no_numbers_is_refused(name, number):
+def test_yarn_fields_must_be_numbers(name, number):
     with pytest.raises(ValueError, match=f"{name} must be a finite number above 0, got {number}"):
         Yarn(**{"factor": 4.0, "original_max_position": 64} | {name: number})
 
@@ -183,7 +183,7 @@ def test_query_scaling():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_default_dtype_is_of_no_concern(dtype):
+def test_results_do_not_depend_on_the_default_dtype(dtype):
     scaling, positions = QueryScaling(beta=0.1, original_max_position=8192), torch.arange(70_000)
     expected, before = scaling.factors(positions), torch.get_default_dtype()
     assert expected.dtype == torch.float32
@@ -204,7 +204,7 @@ def test_the_default_dtype_is_of_no_concern(dtype):
         ((0.1, 0), ValueError, "original_max_position must be"),
     ],
 )
-def test_a_query_scaling_of_no_numbers_is_refused(numbers, error, message):
+def test_query_scaling_fields_must_be_numbers(numbers, error, message):
     with pytest.raises(error, match=message):
         QueryScaling(*numbers)
 
@@ -214,7 +214,7 @@ def test_mistral_without_its_scaling_is_refused():
         MLAConfig.from_transformers(V3_JSON | {"model_type": "mistral4"})
 
 
-def test_mistrals_scaling_may_be_beside_its_yarn():
+def test_mistral_may_have_query_scaling_and_yarn():
     json = V3_JSON | {"model_type": "mistral4", "rope_scaling": YARN | {"llama_4_scaling_beta": 0.3}}
     assert MLAConfig.from_transformers(json).query_scaling == QueryScaling(0.3, 4096)
 
@@ -290,13 +290,13 @@ def test_parts_of_a_wrong_type_are_named(part, fields, message):
         ({"head_dim": 48}, "head_dim of an indexer must be 32, 64 or 128, got 48"),
     ],
 )
-def test_an_indexer_that_its_operations_do_not_take(kind, sizes, message):
+def test_indexer_sizes_that_operations_do_not_support(kind, sizes, message):
     kind(topk=4096)
     with pytest.raises(ValueError, match=message):
         kind(**sizes)
 
 
-def test_fields_that_switch_nothing_on_or_are_of_other_parts_are_accepted():
+def test_disabled_fields_and_fields_of_other_parts_are_accepted():
     harmless = {"sliding_window": None, "use_sliding_window": False, "attn_softcap": 0.0, "moe_gate": "sigmoid"}
     harmless |= {"num_nextn_predict_layers": 1, "router_sink": 4, "attn_implementation": "eager"}
     assert MLAConfig.from_transformers(V3_JSON | harmless) == MLAConfig.from_transformers(V3_JSON)
@@ -390,6 +390,6 @@ def test_properties_of_the_new_families():
         ({"attn_sink": 1}, "attn_sink must be True or False, got 1"),
     ],
 )
-def test_parts_that_contradict_each_other(options, message):
+def test_inconsistent_parts(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         MLAConfig(64, 4, **options)

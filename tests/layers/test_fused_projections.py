@@ -66,7 +66,7 @@ def check(projections, hidden):
         torch.testing.assert_close(actual, projection(hidden.to(projection.weight.dtype)))
 
 
-def test_one_product_serves_all(hidden, products):
+def test_one_product_computes_all_projections(hidden, products):
     projections = linears()
     weights = [linear.weight for linear in projections]
     before = [weight.clone() for weight in weights]
@@ -80,7 +80,7 @@ def test_one_product_serves_all(hidden, products):
     check(projections, hidden)
 
 
-def test_weights_apart_are_called_one_by_one(hidden, products):
+def test_projections_with_separate_weights_are_called_one_by_one(hidden, products):
     check(linears(), hidden)
     assert products == []
 
@@ -179,7 +179,7 @@ def test_gradients_reach_each_weight(hidden, products):
     assert products == [sum(WIDTHS)]
 
 
-def test_parts_of_something_stay_where_they_are(hidden):
+def test_views_are_not_moved(hidden):
     """Such as views of a flat parameter, or of a tensor with other references."""
     whole = torch.randn(sum(WIDTHS), 64)
     projections = linears()
@@ -191,7 +191,7 @@ def test_parts_of_something_stay_where_they_are(hidden):
     check(projections, hidden)
 
 
-def test_neighbors_by_chance_are_no_neighbors(hidden, products):
+def test_adjacent_tensors_of_different_storages_are_not_fused(hidden, products):
     """Two separate tensors whose memory happens to be adjacent."""
     memory = torch.randn(48, 64)
     projections = linears()[:2]
@@ -204,7 +204,7 @@ def test_neighbors_by_chance_are_no_neighbors(hidden, products):
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state dict", "safetensors"])
-def test_copies_are_whole(hidden, how, tmp_path):
+def test_copies_compute_the_same(hidden, how, tmp_path):
     projections = linears()
     fuse_weights(*projections)
     copied = linears()
@@ -246,7 +246,7 @@ def test_weights_of_a_state_dict_have_storages_of_their_own(dtype, tmp_path):
     assert all(saved[name].equal(weight) for name, weight in state.items())
 
 
-def test_a_checkpoint_on_a_cpu_is_left_alone(hidden, products):
+def test_weights_on_a_cpu_are_not_moved(hidden, products):
     projections = linears()
     fuse_weights_on_gpu([list(projections)])
     check(projections, hidden)

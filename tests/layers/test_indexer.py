@@ -70,7 +70,7 @@ def test_decode_from_fewer_tokens_than_are_selected_to_more(model):
     assert_like_stock(model, engine)
 
 
-def test_a_decode_step_may_choose_as_late_as_its_attention_begins(model, monkeypatch):
+def test_selection_is_joined_before_attention_begins(model, monkeypatch):
     class Latest:
         """A fake side stream of a graph, whose work runs as late as possible."""
 
@@ -112,7 +112,7 @@ def test_mixed_batches_of_decode_and_prefill(model):
 
 
 @pytest.mark.parametrize("queries", [2, 4])
-def test_speculative_tokens_choose_each_for_itself(model, queries):
+def test_speculative_tokens_select_separately(model, queries):
     engine = engine_of(model, (30, 27), max_decode_queries=queries)
     engine.step({0: 6, 1: 5})
     for _ in range(5):
@@ -129,7 +129,7 @@ def test_no_request_can_be_longer_than_the_selection(model):
     assert_like_stock(model, engine)
 
 
-def test_an_idle_step_and_padding_leave_the_caches_alone():
+def test_an_idle_step_and_padding_do_not_change_the_caches():
     engine = engine_of(stock("v32"), (20, 9))
     engine.step({0: 15, 1: 2})
     assert engine.index_cache is not None
@@ -154,7 +154,7 @@ def test_shards_of_heads_sum_to_the_layer():
     assert_within(total, torch.cat([model(sequence) for sequence in hidden_states((30, 20))]))
 
 
-def test_layers_that_share_a_choice_attend_to_the_same_tokens():
+def test_layers_that_share_a_selection_attend_to_the_same_tokens():
     """The second layer is the first one without its indexer, so its output must be the same."""
     engine = engine_of(stock("glm5"), (30, 12), max_decode_queries=1)
     first = engine.layer
@@ -208,7 +208,7 @@ def choice(index_format):
     return [set(row) for row in slots_of(engine)]
 
 
-def test_overlap_of_rounded_keys_with_the_choice_in_float32():
+def test_overlap_of_selections_by_rounded_and_float32_keys():
     """From the 65th token on, where not all tokens are selected: 0.971 with e4m3 keys and queries, 0.998 with bf16."""
     expected = choice("index_fp32")[64:]
     for index_format, least in (("index_fp8", 0.965), ("index_bf16", 0.995)):
@@ -217,7 +217,7 @@ def test_overlap_of_rounded_keys_with_the_choice_in_float32():
         assert overlap >= least
 
 
-def test_given_indices_replace_the_choice_and_keys_are_stored():
+def test_given_indices_replace_the_selection_and_keys_are_stored():
     engine = engine_of(stock("v32"), (24,))
     slots = engine.table[0][torch.arange(24) // 4] * 4 + torch.arange(24) % 4
     own = slots[:, None]
@@ -284,7 +284,7 @@ def test_shared_layers_are_those_of_transformers():
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(change, message):
+def test_inconsistent_arguments_are_refused(change, message):
     engine = engine_of(stock("v32"), (40,), **({"topk": change["topk"]} if "topk" in change else {}))
     metadata = engine.builder.build([0, 20], [20], engine.table)
     arguments = {"index_cache": engine.index_cache, "cache": engine.cache} | change
@@ -302,7 +302,7 @@ def test_a_token_that_is_not_stored_cannot_be_selected():
     engine.builder.build([0, 8], [8], engine.table, slots[12:])
 
 
-def test_a_choice_to_share_must_have_been_made():
+def test_a_shared_selection_must_exist():
     engine = engine_of(stock("v32"), (40,))
     metadata = engine.builder.build([0, 20], [20], engine.table)
     layer = MLAAttention(engine.layer.config, shares_selection=True, dtype=torch.float32)
@@ -317,7 +317,7 @@ def test_a_choice_to_share_must_have_been_made():
         MLAAttention(dataclasses.replace(engine.layer.config, indexer=None), shares_selection=True)
 
 
-def test_a_layer_without_an_indexer_refuses_a_step_with_a_choice():
+def test_a_layer_without_an_indexer_refuses_a_step_with_a_selection():
     engine = engine_of(stock("v3"), (20,), topk=8)
     with pytest.raises(ValueError, match="metadata must be built for topk None, as the layer has no indexer, got 8"):
         engine.step({0: 20})
@@ -345,7 +345,7 @@ def oracle_scores(layer, hidden):
 
 
 @pytest.mark.parametrize("heads", [1, 32])
-def test_a_choice_differs_from_an_oracle_s_only_in_tied_scores(heads):
+def test_selections_differ_from_the_oracle_only_in_tied_scores(heads):
     """With one head, half of the scores are zero."""
     layer = layer_like(stock("v32", (("index_n_heads", heads),)))
     (hidden,) = hidden_states((60,))

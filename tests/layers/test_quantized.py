@@ -84,7 +84,7 @@ class Bytes(nn.Linear):
 
 @pytest.mark.parametrize("kind", [Dequantizable, Quantized])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_factor_of_the_layers_input_is_part_of_the_matrix(kind: type[Quantized], scaled: bool) -> None:
+def test_a_factor_of_the_input_is_part_of_the_matrix(kind: type[Quantized], scaled: bool) -> None:
     assert_is_its_matrix(layer_of(kind, powers_of_two(INPUTS) if scaled else None))
 
 
@@ -97,14 +97,14 @@ def test_a_weight_whose_part_changed_is_read_again(name: str) -> None:
     torch.testing.assert_close(dequantized_weight(layer, torch.float32), -before, rtol=0, atol=0)
 
 
-def test_a_weight_that_was_exchanged_for_another_is_read_again() -> None:
+def test_a_replaced_weight_is_read_again() -> None:
     layer, other = layer_of(Dequantizable), layer_of(Dequantizable)
     dequantized_weight(layer, torch.float32)
     torch.utils.swap_tensors(layer.weight, other.weight)
     assert_is_its_matrix(layer)
 
 
-def test_other_numbers_where_a_weight_lay_that_is_gone_are_read() -> None:
+def test_a_new_weight_in_reused_memory_is_read() -> None:
     # As if weights are freed while idle, and restored with other values.
     memory = bytearray(INPUTS * OUTPUTS)
 
@@ -119,7 +119,7 @@ def test_other_numbers_where_a_weight_lay_that_is_gone_are_read() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.001, 0.3])
-def test_a_layer_that_rounds_its_input_on_a_scale_of_its_own_is_refused(scale: float) -> None:
+def test_a_layer_with_a_static_input_scale_is_refused(scale: float) -> None:
     class Static(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear((input / scale).round().clamp(-128, 127) * scale, self.weight.float())

@@ -159,10 +159,10 @@ def test_frequencies_of_deepseek_v4_are_transformers(case):
 
 @pytest.mark.parametrize("changes", [{}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"attention_factor": 1.25}], ids=str)
 def test_frequencies_and_softmax_scale_of_dots3_note_are_transformers(changes):
-    from support.engine_models import model
+    from support.engine_models import new_model
 
     yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "mscale_all_dim": 1.3} | changes
-    stock: Any = model.__wrapped__("Dots3Note", rope_parameters=yarn)
+    stock: Any = new_model("Dots3Note", rope_parameters=yarn)
     for layer, kind in enumerate(("indexed_attention", "sliding_attention")):
         config = MLAConfig.from_transformers(stock.config, layer)
         assert config.softmax_scale == stock.model.layers[layer].self_attn.scaling
@@ -173,9 +173,9 @@ def test_frequencies_and_softmax_scale_of_dots3_note_are_transformers(changes):
 
 
 def test_a_yarn_of_dots3_note_whose_bounds_are_not_rounded_is_refused():
-    from support.engine_models import model
+    from support.engine_models import new_model
 
     yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "truncate": False}
-    stock = model.__wrapped__("Dots3Note", rope_parameters=yarn)
+    stock = new_model("Dots3Note", rope_parameters=yarn)
     with pytest.raises(ValueError, match=r"^truncate must be true in the yarn of a dots3_note_text, got false"):
         MLAConfig.from_transformers(stock.config, 0)

@@ -76,7 +76,7 @@ def stock_index_logits(model: Stock, hidden: torch.Tensor, embeddings: Any) -> t
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_gradients_are_stock_s(name):
+def test_dense_gradients_equal_stock(name):
     model = stock_copy(stock(name))
     layer = trainable(model)
     hidden = torch.cat(hidden_states(LENGTHS)).requires_grad_()
@@ -94,7 +94,7 @@ def test_dense_gradients_are_stock_s(name):
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (8, 3)], ids=["selected", "all selected"])
 @pytest.mark.parametrize("name", INDEXED_MODELS)
-def test_sparse_gradients_are_stock_s_and_the_indexer_s_are_of_its_loss(name, lengths):
+def test_sparse_gradients_equal_stock_and_the_indexer_is_trained_by_its_loss(name, lengths):
     model = stock_copy(stock(name))
     layer = trainable(model)
     hidden = torch.cat(hidden_states(lengths)).requires_grad_()
@@ -134,7 +134,7 @@ def test_the_indexer_s_graph_is_separate():
     assert not of_loss.keys() & of_out.keys()
 
 
-def test_no_loss_of_an_indexer_that_does_not_learn():
+def test_a_frozen_indexer_has_no_loss():
     layer = trainable(stock("v32"))
     layer.indexer.requires_grad_(False)
     hidden = torch.cat(hidden_states(LENGTHS))
@@ -263,7 +263,7 @@ def test_boundaries_are_clamped():
     assert batch.key_start.tolist() == [0] * 4 + [4] * 5
 
 
-def test_what_has_no_gradient_is_refused():
+def test_parts_without_a_gradient_are_refused():
     layer = trainable(stock("v3"))
     call = torch.cat(hidden_states(LENGTHS)), boundaries(LENGTHS), max(LENGTHS)
     layer.gate = torch.nn.Linear(2, 2)

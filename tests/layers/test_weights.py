@@ -50,7 +50,7 @@ def replaced(layer, name):
     ("change", "name"), [(change, name) for change in (wrapped, hooked) for name in READ] + [(replaced, "kv_b_proj")]
 )
 @pytest.mark.parametrize("decoding", [False, True], ids=["prefill", "decode"])
-def test_a_step_is_refused(change, name, decoding):
+def test_unreadable_weights_are_refused_in_a_step(change, name, decoding):
     engine = Engine(layer_like(stock("v3")), hidden_states((5,)))
     engine.step({0: 4})
     change(engine.layer, name)
@@ -77,7 +77,7 @@ def test_a_replica_has_its_parameters_elsewhere():
     assert norm_weight(layer, "norm") is replica.weight
 
 
-def test_a_hook_of_an_indexers_head_weights_is_heard():
+def test_a_hook_of_an_indexers_head_weights_runs():
     indexer = nn.Module()
     indexer.weights_proj = nn.Linear(16, 4, bias=False).requires_grad_(False)
     hidden = torch.randn(3, 16)
@@ -96,7 +96,7 @@ def test_weights_are_checked_before_a_model_is_changed():
         parts.check_weights(module, torch.float32)
 
 
-def test_a_norm_may_have_the_forward_of_a_kernel():
+def test_a_norms_forward_may_be_a_kernel():
     layer = layer_like(stock("v3"))
     expected = norm_weight(layer, "kv_a_layernorm")
     replaced(layer, "kv_a_layernorm")

@@ -61,7 +61,7 @@ def compile_ahead(tmp_path):
 
 
 @pytest.mark.full
-def test_kernels_are_listed_each_once(compile_ahead):
+def test_each_kernel_is_listed_once(compile_ahead):
     found = compile_ahead("--target", "sm_80", "--max-batch", "3", "--list")
     assert found["target"] == "sm_80"
     assert found["missing"] == found["kernels"]
@@ -119,7 +119,7 @@ def test_kernels_of_formats_of_the_same_width(compile_ahead, config, cache_forma
 
 
 @pytest.mark.full
-def test_kernels_of_an_indexer_are_those_of_short_and_of_long_prefills(compile_ahead):
+def test_kernels_of_an_indexer_cover_short_and_long_prefills(compile_ahead):
     indexer = {"model_type": "deepseek_v32", "index_n_heads": 32, "index_head_dim": 128, "index_topk": 1024}
     options = ("--target", "sm_90", "--sms", "114", "--max-batch", "1", "--list")
     counts = Counter(compile_ahead(*options, config=CONFIG | indexer)["kernels"])
@@ -178,7 +178,7 @@ def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
     assert "--tensor-parallel must divide the model's 4 groups of heads, got 8" in capsys.readouterr().err
 
 
-def test_decode_in_e4m3_is_not_of_deepseek_v4(tmp_path, capsys, monkeypatch):
+def test_deepseek_v4_refuses_decode_in_e4m3(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
     (tmp_path / "config.json").write_text(json.dumps(V4_CONFIG))
     arguments = ["compile", "--model", str(tmp_path), "--target", "sm_90", "--decode-precision", "fp8"]
@@ -200,7 +200,7 @@ def test_decode_in_e4m3_is_not_of_deepseek_v4(tmp_path, capsys, monkeypatch):
         (["--target", "sm_90", "--decode-precision", "fp8"], "decode_precision='fp8' needs a cache of format fp8, got"),
     ],
 )
-def test_mistakes_are_named(arguments, message, tmp_path, capsys, monkeypatch):
+def test_invalid_arguments_are_errors(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert cli.main(["compile", "--model", str(tmp_path), *arguments]) == cli.USER_ERROR

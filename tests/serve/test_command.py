@@ -43,7 +43,7 @@ def checkpoint(serving, tmp_path):
         (["--host", "256.0.0.1"], "--host and --port must be free to listen at, got 256.0.0.1 and 8000"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(checkpoint, capsys, options, message):
+def test_user_errors_print_one_line_and_exit_with_2(checkpoint, capsys, options, message):
     assert cli.main(["serve", str(checkpoint), *options]) == cli.USER_ERROR
     lines = capsys.readouterr().err.splitlines()
     # Options that no model accepts are refused before the weights are loaded.

@@ -62,7 +62,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(server, stream):
+def test_a_client_that_disconnects_ends_its_request(server, stream):
     before = server.shared.statistics()["generated_tokens"]
     with sent(server, LONG | {"stream": stream, "n": 2, "temperature": 1}) as connection:
         if stream:
@@ -82,7 +82,7 @@ def test_a_connection_is_kept_longer_than_clients_keep_it(server):
     connection.close()
 
 
-def test_a_client_that_leaves_within_its_body(server):
+def test_a_client_that_disconnects_while_it_sends_its_body(server):
     with sent(server, b'{"model":', length=100):
         pass
     assert server.request("GET", "/health")[0] == 200
@@ -109,7 +109,7 @@ def test_a_slow_reader_delays_no_others_and_gets_everything(server):
 
 
 @pytest.mark.usefixtures("server")
-def test_a_client_that_leaves_when_a_write_ends_is_noticed():
+def test_a_disconnect_at_the_end_of_a_write_is_detected():
     """``asyncio.wait_for`` would lose the cancellation."""
     from flashlatte.serve.context import ServerLimits
     from flashlatte.serve.responses import EventStream
@@ -310,7 +310,7 @@ def test_a_second_interrupt_ends_requests_with_an_error(serving):
         assert events(read_to(connection, b'"error"'))[-1]["error"]["code"] == "stopping"
 
 
-def test_figures_add_up(serving):
+def test_metrics_are_consistent(serving):
     from prometheus_client.parser import text_string_to_metric_families
 
     def figures(server: Any) -> dict[tuple[str, ...], float]:

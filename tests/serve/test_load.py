@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.full
 @pytest.mark.usefixtures("serving", "openai")
-def test_the_server_under_load_loses_nothing():
+def test_a_server_under_load_has_no_faults():
     from serve import load
 
     seconds = float(os.environ.get("FLASHLATTE_LOAD_SECONDS", "20"))

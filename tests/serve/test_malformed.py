@@ -252,7 +252,7 @@ def test_any_values_are_answered_or_refused(server, path, change):
         (b'{"model": "tiny", "prompt": "a", "n": ' + b"9" * 5000 + b"}", "limit"),
     ],
 )
-def test_bodies_that_are_no_json_object(server, body, reason):
+def test_bodies_that_are_not_a_json_object(server, body, reason):
     for path in (COMPLETIONS, CHAT):
         error = refused(server, path, body)
         assert (error["code"], error["param"]) == ("invalid_json", None)

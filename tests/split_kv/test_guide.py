@@ -49,7 +49,7 @@ def splits_of_the_kernel(lengths: list[int], num_ranges: int) -> list[list[tuple
 
 @given(st.lists(st.integers(1, 10_000), min_size=3, max_size=20), st.integers(2, 6))
 @example([4096, 1024, 512, 8192, 256], 6)
-def test_the_guide_cuts_as_the_kernel(lengths, num_ranges):
+def test_the_guides_splits_equal_the_kernels(lengths, num_ranges):
     steps = [-(-length // STEP) for length in lengths]
     # Kernels assume equal lengths if the first length is the average, and then split at request boundaries.
     assume(steps[0] * len(steps) != sum(steps))

@@ -185,8 +185,17 @@ V4_LARGE = V4_SIZES | {
 }
 
 
+def model(family: str = "DeepseekV3", /, **changes: Any) -> Any:
+    """The ``new_model`` of these arguments, the same one in each call."""
+    return _model(family, tuple(changes.items()))
+
+
 @functools.cache
-def model(family: str = "DeepseekV3", **changes: Any) -> Any:
+def _model(family: str, changes: tuple[tuple[str, Any], ...]) -> Any:
+    return new_model(family, **dict(changes))
+
+
+def new_model(family: str, /, **changes: Any) -> Any:
     """A float32 model whose greedy tokens vary and have a margin in probability; ``changes`` of config fields."""
     import transformers
 
@@ -194,7 +203,7 @@ def model(family: str = "DeepseekV3", **changes: Any) -> Any:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     sizes = (V4_SIZES if family == "DeepseekV4" else SIZES | OPTIONS.get(family, {})) | changes
     absent = ABSENT.get(family, ())
-    # Arguments are tuples, which can be cached.
+    # Arguments of ``model`` are tuples, which can be cached.
     sizes = {name: [*size] if isinstance(size, tuple) else size for name, size in sizes.items() if name not in absent}
     config = getattr(transformers, f"{family}TextConfig", getattr(transformers, f"{family}Config"))(**sizes)
     # Some parameters of linear attention keep the values with which transformers initializes them.

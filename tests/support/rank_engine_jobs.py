@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_num_batched_token
 POISON = 41
 
 
-def made(source: Any, options: dict[str, Any]) -> Engine:
+def create_engine(source: Any, options: dict[str, Any]) -> Engine:
     """An engine for a model family or a checkpoint."""
     settings: dict[str, Any] = SIZES | {"tensor_parallel": dist.get_world_size()} | options
     return Engine(source if isinstance(source, Path) else model(source), **settings)
@@ -39,7 +39,7 @@ def generate(source: Any, prompts: list[list[int]], sampling: SamplingParams, **
     """Rank 0: tokens, log-probabilities and cached tokens of every request, and the statistics. Others: the number of
     elements that they have of each weight matrix of a layer, and of a page.
     """
-    engine = made(source, options)
+    engine = create_engine(source, options)
     if not engine.leads:
         engine.follow()
         served: Any = engine.model
@@ -64,10 +64,10 @@ def generate_in_float8(path: Path, prompts: list[list[int]], sampling: SamplingP
 
 def poisoned(family: str) -> Any:
     """The family's model, whose logits are NaN from the token ``POISON`` on."""
-    made = copy.deepcopy(model(family))
+    poisoned_model = copy.deepcopy(model(family))
     with torch.no_grad():
-        made.get_input_embeddings().weight[POISON] = math.nan
-    return made
+        poisoned_model.get_input_embeddings().weight[POISON] = math.nan
+    return poisoned_model
 
 
 def generate_poisoned(prompts: list[list[int]], sampling: SamplingParams) -> Any:
@@ -87,12 +87,12 @@ def options_by_rank(options: list[dict[str, Any]], late: int | None = None) -> N
     mine = {"source": "DeepseekV3"} | options[dist.get_rank()]
     if dist.get_rank() == late:
         time.sleep(1.5)
-    engine = made(mine.pop("source"), mine)
+    engine = create_engine(mine.pop("source"), mine)
     if dist.get_world_size() == engine.ranks.size:
         engine.ranks.leave()
 
 
-def another_alike() -> list[int]:
+def separate_engines_then_a_common_one() -> list[int]:
     """Create an engine in each process separately, and then one over all processes."""
     alone = Engine(model("DeepseekV3"), **SIZES)
     (output,) = alone.generate([[1, 2, 3]], greedy(3))
@@ -101,7 +101,7 @@ def another_alike() -> list[int]:
     return output.outputs[0].token_ids
 
 
-def of_a_model_alone() -> None:
+def separate_engine_of_a_model_then_a_common_one() -> None:
     """Create an engine on rank 0 only, from a Model, which other ranks cannot share."""
     if dist.get_rank() == 0:
         Engine(Model(model("DeepseekV3")), **SIZES)
@@ -110,24 +110,24 @@ def of_a_model_alone() -> None:
 
 def misuse() -> str:
     """Call methods on a rank that only another rank supports."""
-    engine = made("DeepseekV3", {})
+    engine = create_engine("DeepseekV3", {})
     wrong = engine.follow if engine.leads else lambda: engine.add([1, 2])
     try:
         wrong()
     except ValueError as error:
-        told = str(error)
+        message = str(error)
     else:
-        told = "nothing"
+        message = "nothing"
     if engine.leads:
         engine.close()
     else:
         engine.follow()
-    return told
+    return message
 
 
 def fail(rank: int, at_step: int, how: str = "error", **options: Any) -> None:
     """Make one rank fail within a step; it then stays alive, like a hanging process, or is killed."""
-    engine = made("DeepseekV3", options)
+    engine = create_engine("DeepseekV3", options)
     steps = 0
     compute = Model.__call__
 
@@ -157,12 +157,12 @@ def end_before_the_engine_agrees() -> None:
     """Rank 1 is killed while it creates its caches; rank 0 waits for it in the store."""
     if dist.get_rank() == 1:
         Runner.__init__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
-    made("DeepseekV3", {})
+    create_engine("DeepseekV3", {})
 
 
 def leave() -> None:
     """Rank 0 finishes without closing the engine."""
-    engine = made("DeepseekV3", {})
+    engine = create_engine("DeepseekV3", {})
     if engine.leads:
         engine.ranks.leave()
     else:
@@ -171,7 +171,7 @@ def leave() -> None:
 
 def fail_when_done() -> str | None:
     """Rank 1 fails after the last step, and rank 0, which has all tokens, closes the engine; returns the error."""
-    engine = made("DeepseekV3", {})
+    engine = create_engine("DeepseekV3", {})
     assert isinstance(engine.ranks, Ranks)
     if not engine.leads:
         receive, steps = engine.ranks.receive, iter(range(3))
@@ -195,7 +195,7 @@ def fail_when_done() -> str | None:
     return None
 
 
-def least(numbers: list[int | None]) -> int:
+def minimum(numbers: list[int | None]) -> int:
     """``all_reduce_min`` of the ranks' numbers; a rank with None makes another call."""
     ranks, number = Ranks(dist.get_world_size()), numbers[dist.get_rank()]
     if number is not None:
@@ -204,7 +204,7 @@ def least(numbers: list[int | None]) -> int:
     return 0
 
 
-def fail_when_made(kind: type) -> None:
+def fail_when_created(kind: type) -> None:
     """Creation of ``kind``, the model or the caches, fails on rank 1."""
     make = kind.__init__
 
@@ -215,7 +215,7 @@ def fail_when_made(kind: type) -> None:
 
     kind.__init__ = failing  # type: ignore[misc]
     try:
-        made("DeepseekV3", {"num_pages": None})
+        create_engine("DeepseekV3", {"num_pages": None})
     finally:
         kind.__init__ = make  # type: ignore[misc]
 
@@ -228,7 +228,7 @@ def more_processes_than_gpus() -> None:
             patched.enter_context(mock.patch.dict("os.environ", {"LOCAL_RANK": "1"}))
             for name, answer in gpus.items():
                 patched.enter_context(mock.patch.object(torch.cuda, name, answer))
-        made("DeepseekV3", {})
+        create_engine("DeepseekV3", {})
 
 
 class NeverDone:
@@ -240,7 +240,7 @@ class NeverDone:
 
 def fail_while_a_gpu_waits() -> None:
     """Rank 1 fails while rank 0 waits for its GPU."""
-    engine = made("DeepseekV3", {})
+    engine = create_engine("DeepseekV3", {})
     if engine.leads:
         engine.ranks.wait(NeverDone())  # type: ignore[arg-type]
     with engine.ranks.failing_together():

@@ -13,7 +13,7 @@ def test_close_values_pass():
     assert_close(100 * x * 1.005, 100 * x, LOOSE)
 
 
-def test_a_wrong_element_is_reported_with_its_place():
+def test_a_wrong_element_is_reported_with_its_index():
     expected = torch.full((4, 5), 1.0)
     actual = expected.clone()
     actual[2, 3] = 1.5
@@ -22,7 +22,7 @@ def test_a_wrong_element_is_reported_with_its_place():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nonfinite_values_must_be_in_the_same_places(value):
+def test_nonfinite_values_must_have_the_same_indices(value):
     expected = torch.tensor([1.0, value, 2.0])
     assert_close(expected.clone(), expected, LOOSE)
     for other in (torch.tensor([1.0, 0.0, 2.0]), torch.tensor([value, value, 2.0])):

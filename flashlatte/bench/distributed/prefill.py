@@ -24,8 +24,8 @@ ROUNDS = 7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=131_072, help="of the prompt (default 131072)")
-    parser.add_argument("--heads", type=int, default=128, help="(default 128)")
+    parser.add_argument("--tokens", type=int, default=131_072, help="tokens of the prompt (default 131072)")
+    parser.add_argument("--heads", type=int, default=128, help="query heads (default 128)")
     add_json_option(parser)
 
 

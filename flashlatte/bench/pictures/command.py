@@ -24,8 +24,10 @@ PICTURES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(PICTURES)}; default: all")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="results, if not those in benchmarks/results/")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="the picture, if not that in docs/")
+    parser.add_argument(
+        "--data", type=Path, metavar="FILE", help="file of results; default: those in benchmarks/results/"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="file to write; default: the picture in docs/")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,11 +10,13 @@ from flashlatte.bench.problems.base import Problem, named
 
 @dataclass(frozen=True)
 class DenseDecode(Problem, operation="dense_decode", pattern="b{batch}-sq{s_q}-h{h_q}-k{keys}"):
-    """Attributes:
-    keys: keys of each request; their mean if ``varlen``; those of the first request if ``uneven``.
-    uneven: keys of the other requests; empty: all requests have ``keys``.
-    dtype: "bf16" or "fp16", dtype of q, and of the cache unless ``cache_format`` is "fp8".
-    precision: as in ``dense_decode``.
+    """Queries of ``batch`` requests over a paged latent cache.
+
+    Attributes:
+        keys: keys of each request; their mean if ``varlen``; those of the first request if ``uneven``.
+        uneven: keys of the other requests; empty: all requests have ``keys``.
+        dtype: "bf16" or "fp16", dtype of q, and of the cache unless ``cache_format`` is "fp8".
+        precision: as in ``dense_decode``.
     """
 
     batch: int
@@ -37,11 +39,13 @@ class DenseDecode(Problem, operation="dense_decode", pattern="b{batch}-sq{s_q}-h
 
 @dataclass(frozen=True)
 class SparseDecode(Problem, operation="sparse_decode", pattern="{cache_format}-b{batch}-sq{s_q}-h{h_q}-top{topk}"):
-    """Attributes:
-    tokens: tokens of each request in the cache.
-    topk: number of these tokens that each query selects.
-    extra_tokens, extra_topk: the same for the second cache; none if ``extra_topk`` is 0.
-    extra_varlen: pass a length for each selection of the second cache.
+    """Queries of ``batch`` requests over selected tokens of a paged cache, and of a second one.
+
+    Attributes:
+        tokens: tokens of each request in the cache.
+        topk: number of these tokens that each query selects.
+        extra_tokens, extra_topk: the same for the second cache; none if ``extra_topk`` is 0.
+        extra_varlen: pass a length for each selection of the second cache.
     """
 
     cache_format: str
@@ -63,9 +67,11 @@ class SparseDecode(Problem, operation="sparse_decode", pattern="{cache_format}-b
 
 @dataclass(frozen=True)
 class SparsePrefill(Problem, operation="sparse_prefill"):
-    """Attributes:
-    overlap: fraction of a query's tokens that the previous query selects too, if above 0.
-    precision: as in ``sparse_prefill``.
+    """``s_q`` queries over selected tokens of one contiguous latent.
+
+    Attributes:
+        overlap: fraction of a query's tokens that the previous query selects too, if above 0.
+        precision: as in ``sparse_prefill``.
     """
 
     head_dim: int
@@ -94,9 +100,11 @@ class SparseAttentionBackward(SparsePrefill, operation="sparse_attention_backwar
 
 @dataclass(frozen=True)
 class DensePrefill(Problem, operation="dense_prefill"):
-    """Attributes:
-    head_dim: head dim of q and k.
-    tokens: queries, and keys, of each request; their mean if ``varlen``.
+    """Multi-head attention of ``batch`` packed sequences.
+
+    Attributes:
+        head_dim: head dim of q and k.
+        tokens: queries, and keys, of each request; their mean if ``varlen``.
     """
 
     head_dim: int

@@ -66,7 +66,8 @@ class Compress(Problem, operation="compress"):
     """The compressor over a prefill of ``tokens`` tokens of one request, or over one token of each of ``requests``
     requests if there are some, with states and rows in pages.
 
-    Attributes: ``dtype``, "float32" or "bfloat16", of the input.
+    Attributes:
+        dtype: dtype of the input, "float32" or "bfloat16".
     """
 
     cache_format: str

@@ -32,8 +32,8 @@ Result = dict[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all")
-    add("--layers", type=int, default=27, help="of the model (default 27)")
-    add("--requests", type=int, default=256, help="for the engine (default 256)")
+    add("--layers", type=int, default=27, help="layers of the model (default 27)")
+    add("--requests", type=int, default=256, help="requests for the engine (default 256)")
     add("--transformers-batch", type=int, default=64, help="requests for transformers (default 64)")
     add_json_option(parser)
 

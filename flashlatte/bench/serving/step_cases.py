@@ -31,7 +31,7 @@ class StepCase:
 def add_case_arguments(parser: argparse.ArgumentParser, cases: str, prefill: str) -> None:
     """Add the options that ``cases_of``, ``step_times.compare`` and the engines read; two have their defaults here."""
     add = parser.add_argument
-    add("--layers", type=int, default=3, help="of a model that is named by its sizes (default 3)")
+    add("--layers", type=int, default=3, help="layers of a model that is given by name (default 3)")
     add("--cases", default=cases, help=f"requests x tokens of context, separated by commas (default {cases})")
     add("--prefill", default=prefill, help=f"tokens of prompts whose prefill is timed (default {prefill or 'none'})")
     add("--steps", type=int, default=16, help="decode steps of a measurement (default 16)")

@@ -38,11 +38,17 @@ FP8 = "+fp8"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="a directory with a config.json, v3 or v32")
-    add("--backends", default="CUSTOM,FLASHMLA,FLASH_ATTN_MLA", help="vLLM's names, separated by commas")
+    add(
+        "--backends", default="CUSTOM,FLASHMLA,FLASH_ATTN_MLA", help="vLLM's names of the backends, separated by commas"
+    )
     add("--random-contexts", action="store_true", help="do not prefill contexts: caches have random keys")
     add("--dtype", default="bfloat16")
     add("--kv-cache-dtype", default="auto")
-    add("--load-format", default="random", help="of the weights (default random: numbers that keep activations' scale)")
+    add(
+        "--load-format",
+        default="random",
+        help="vLLM's --load-format (default random: weights that keep activations in scale)",
+    )
     add("--options", default="{}", help="further arguments of vllm.LLM, as JSON")
     add("--memory", type=float, default=0.9, help="share of the GPU for all engines (default 0.9)")
     add_case_arguments(parser, cases="1x4096,32x4096,128x4096", prefill="")

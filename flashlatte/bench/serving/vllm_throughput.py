@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="vLLM's --model")
     add("--lengths", default="4096", help="tokens of a prompt, separated by commas (default 4096)")
-    add("--output", type=int, default=256, help="tokens to generate for each (default 256)")
-    add("--prompts", type=int, default=64, help="prompts (default 64)")
-    add("--rounds", type=int, default=1, help="of A B B A (default 1)")
-    add("--vllm", default="vllm", help="the command (default vllm)")
+    add("--output", type=int, default=256, help="tokens to generate for each prompt (default 256)")
+    add("--prompts", type=int, default=64, help="number of prompts (default 64)")
+    add("--rounds", type=int, default=1, help="repetitions of A B B A (default 1)")
+    add("--vllm", default="vllm", help="command that starts vLLM (default vllm)")
 
 
 def run(arguments: argparse.Namespace) -> int:

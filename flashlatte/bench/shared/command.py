@@ -30,19 +30,28 @@ FAULTS_SHOWN = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known, add = SharedGpuOptions(), parser.add_argument
-    add("--processes", type=int, default=known.processes, help=f"that call kernels (default {known.processes})")
-    add("--seconds", type=float, default=known.seconds, help=f"for each process (default {known.seconds:g})")
-    add("--each", type=float, help=f"for one case (default {known.each:g}, random {SECONDS_OF_A_RANDOM_CASE:g})")
+    add(
+        "--processes",
+        type=int,
+        default=known.processes,
+        help=f"processes that call kernels (default {known.processes})",
+    )
+    add("--seconds", type=float, default=known.seconds, help=f"run time of each process (default {known.seconds:g})")
+    add(
+        "--each",
+        type=float,
+        help=f"seconds of a case (default {known.each:g}; with --random {SECONDS_OF_A_RANDOM_CASE:g})",
+    )
     add("--random", action="store_true", help="draw problems of random sizes instead of the cases of the bench list")
-    add("--seed", type=int, default=known.seed, help="of random problems (default 0)")
+    add("--seed", type=int, default=known.seed, help="seed of the random problems (default 0)")
     add("--operation", dest="operations", metavar="NAME", action="append", help="only this operation; may be repeated")
     add("--case", dest="cases", metavar="NAME", action="append", help="only this case of the list; may be repeated")
-    printed = "only this, as a fault prints it: 'TopK(rows=1, width=32768)'; may be repeated"
-    add("--problem", dest="problem_reprs", metavar="PROBLEM", action="append", help=printed)
-    add("--backend", help="default: the best that serves a case; cases that it refuses are skipped")
-    add("--streams", type=int, default=known.streams, help="for concurrent calls (default 2)")
-    following = "how calls follow each other (default: all, alternately)"
-    add("--way", dest="ways", action="append", choices=WAYS, help=following)
+    problem = "only this problem, written as in the message of a fault: 'TopK(rows=1, width=32768)'; may be repeated"
+    add("--problem", dest="problem_reprs", metavar="PROBLEM", action="append", help=problem)
+    add("--backend", help="cases that it refuses are skipped; default: the best one for each case")
+    add("--streams", type=int, default=known.streams, help="CUDA streams for concurrent calls (default 2)")
+    way = "way of issuing repeated calls; may be repeated (default: all, alternately)"
+    add("--way", dest="ways", action="append", choices=WAYS, help=way)
     add("--load", type=int, default=0, metavar="N", help="further processes that multiply matrices (default 0)")
     add("--record", type=Path, metavar="FILE", help="append a JSON line for each line of the result")
 
@@ -112,7 +121,7 @@ def summaries(lines: Sequence[Line], options: SharedGpuOptions) -> list[Line]:
 def text_of(line: Line) -> str:
     what = f"{line['op']} {line['case']} ({', '.join(line['backends'])})"
     memory = f", {line['without_memory']} without memory" if line["without_memory"] else ""
-    state = f"{len(line['faults'])} FAILED" if line["faults"] else "right and the same"
+    state = f"{len(line['faults'])} FAILED" if line["faults"] else "correct and identical"
     return f"process {line['process']}: {what}, {line['problems']} times{memory}, {line['calls']} calls: {state}"
 
 

@@ -20,17 +20,19 @@ COMPILED_DRAWS = 3
 
 @dataclass(frozen=True)
 class SharedGpuOptions:
-    """Attributes:
-    processes, seconds: number of processes that call kernels, and their run time.
-    each: seconds of one case.
-    random: draw random problems instead of using the bench cases.
-    seed: seed of the random problems; each process draws different ones.
-    operations, cases: only these, by name; all if None.
-    problem_reprs: the ``repr`` of problems to use instead of the bench cases.
-    backend: the backend to call; None: the best one that supports a case.
-    streams: number of streams for concurrent calls.
-    ways: names in ``WAYS``, used alternately.
-    load: number of further processes, which multiply matrices.
+    """Options of a run of several processes on one GPU.
+
+    Attributes:
+        processes, seconds: number of processes that call kernels, and their run time.
+        each: seconds of one case.
+        random: draw random problems instead of using the bench cases.
+        seed: seed of the random problems; each process draws different ones.
+        operations, cases: only these, by name; all if None.
+        problem_reprs: the ``repr`` of problems to use instead of the bench cases.
+        backend: the backend to call; None: the best one that supports a case.
+        streams: number of streams for concurrent calls.
+        ways: names in ``WAYS``, used alternately.
+        load: number of further processes, which multiply matrices.
     """
 
     processes: int = 6

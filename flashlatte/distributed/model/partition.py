@@ -57,14 +57,11 @@ def inner_size(experts: Any) -> int:
     return experts.down_proj.shape[INPUTS] * _elements_per_byte(experts.down_proj, INPUTS)
 
 
-def check_no_custom_call(module: Any, hooks: bool = False) -> None:
-    """Raise TypeError for a module with hooks or a replaced forward, which would see only a rank's part of the data.
-
-    Args:
-        hooks: whether hooks are allowed.
-    """
-    got = "hooks" if not hooks and has_hooks(module) else "another forward" if has_custom_forward(module) else None
-    if got is not None:
+def check_no_custom_call(module: Any, *, allow_hooks: bool = False) -> None:
+    """Raise TypeError for a module with hooks or a replaced forward, which would see only a rank's part of the data."""
+    hooked = has_hooks(module) and not allow_hooks
+    if hooked or has_custom_forward(module):
+        got = "hooks" if hooked else "another forward"
         raise TypeError(
             f"tensor_parallel above 1 needs modules without hooks and replaced forwards, got {got} on a "
             f"{type(module).__name__}"
@@ -100,7 +97,7 @@ def keep_outputs(linear: Any, first: int, end: int) -> None:
     keep(linear, "weight", OUTPUTS, first, end)
     linear.out_features = end - first
     if linear.bias is not None:
-        linear.bias = share(linear.bias.data, 0, first, end)
+        linear.bias = copy_slice(linear.bias.data, 0, first, end)
 
 
 def keep_inputs(linear: Any, first: int, end: int, ranks: Ranks) -> None:
@@ -127,11 +124,11 @@ def keep(module: Any, name: str, axis: int, first: int, end: int, halves: int = 
                 f"to {end} of {size} in a {type(module).__name__}"
             )
         scales = getattr(module, scales_name(name)).data
-        setattr(module, scales_name(name), share(scales, axis, first // block, end // block, halves))
-    setattr(module, name, share(weight, axis, first // packed, end // packed, halves))
+        setattr(module, scales_name(name), copy_slice(scales, axis, first // block, end // block, halves))
+    setattr(module, name, copy_slice(weight, axis, first // packed, end // packed, halves))
 
 
-def share(whole: torch.Tensor, axis: int, first: int, end: int, halves: int = 1) -> nn.Parameter:
+def copy_slice(whole: torch.Tensor, axis: int, first: int, end: int, halves: int = 1) -> nn.Parameter:
     """A copied slice, so that the whole tensor can be freed."""
     parts = [half.narrow(axis, first, end - first) for half in whole.chunk(halves, axis)]
     return nn.Parameter(torch.cat(parts, axis), requires_grad=False)

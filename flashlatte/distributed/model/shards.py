@@ -17,18 +17,18 @@ from flashlatte.layers.v4 import V4Config
 from flashlatte.layers.weights import remove_accelerate_hooks
 
 
-def copied(model: Any) -> Any:
-    """A copy of a transformers model that shares the weights' memory until ``take``.
+def copy_sharing_weights(model: Any) -> Any:
+    """A copy of a transformers model that shares the weights' memory until ``move_weights``.
 
     Copying the whole model first could exceed the device's memory.
     """
     tensors = (*model.parameters(), *model.buffers())
-    copied_model = copy.deepcopy(model, {id(tensor): _over_same_memory(tensor) for tensor in tensors})
-    remove_accelerate_hooks(copied_model)
-    return copied_model
+    copied = copy.deepcopy(model, {id(tensor): _over_same_memory(tensor) for tensor in tensors})
+    remove_accelerate_hooks(copied)
+    return copied
 
 
-def take(model: nn.Module, device: torch.device | str, *, copies: bool) -> None:
+def move_weights(model: nn.Module, device: torch.device | str, *, copies: bool) -> None:
     """Move a model's weights to a device one by one; with ``copies``, also copy those that are on it already."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(device, copy=copies)
@@ -60,7 +60,7 @@ def keep_heads(config: MLAConfig, module: Any, ranks: Ranks) -> tuple[int, int]:
         if (linear := getattr(module, name, None)) is not None:
             partition.keep_outputs(linear, first * width, end * width)
     if config.attn_sink:
-        module.sinks = partition.share(module.sinks.data, 0, first, end)
+        module.sinks = partition.copy_slice(module.sinks.data, 0, first, end)
     partition.keep_inputs(module.o_proj, first * config.v_head_dim, end * config.v_head_dim, ranks)
     return first, end
 
@@ -73,7 +73,7 @@ def keep_groups(config: V4Config, module: Any, ranks: Ranks) -> V4Config:
     first, end = ranks.share(groups)
     heads = config.num_attention_heads // groups
     partition.keep_outputs(module.q_b_proj, first * heads * config.head_dim, end * heads * config.head_dim)
-    module.sinks = partition.share(module.sinks.data, 0, first * heads, end * heads)
+    module.sinks = partition.copy_slice(module.sinks.data, 0, first * heads, end * heads)
     partition.keep_outputs(module.o_a_proj, first * config.o_lora_rank, end * config.o_lora_rank)
     module.o_a_proj.n_groups = end - first
     partition.keep_inputs(module.o_b_proj, first * config.o_lora_rank, end * config.o_lora_rank, ranks)
@@ -97,12 +97,12 @@ def divide_mlp(mlp: nn.Module, ranks: Ranks) -> None:
     def sum_output(module: nn.Module, arguments: Any, output: Any) -> torch.Tensor:
         return ranks.sum(output)
 
-    partition.check_no_custom_call(mlp, hooks=True)
+    partition.check_no_custom_call(mlp, allow_hooks=True)
     # Look at registered modules only: a wrapper may expose the projections of the module that it wraps.
     parts = [module for module in mlp.modules() if "down_proj" in {**module._modules, **module._parameters}]
     _check_known(mlp, parts)
     for module in parts:
-        partition.check_no_custom_call(module, hooks=module is mlp)
+        partition.check_no_custom_call(module, allow_hooks=module is mlp)
         _keep_slice(module, ranks)
     # A norm needs the complete sum of its input (A.X K1). Otherwise one sum covers experts and shared experts.
     is_linear = not any("norm" in name for name, _ in mlp.named_modules())

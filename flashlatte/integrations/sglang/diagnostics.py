@@ -66,7 +66,7 @@ def _unregistered_reason() -> str | None:
 def _served_operations(layers: Sequence[MLAConfig], *, v4: bool) -> str:
     if precision := decode_precision.requested():
         if v4 or any(layer.indexer is not None for layer in layers):
-            return decode_precision.needs(
+            return decode_precision.needs_message(
                 "a model without an indexer, which SGLang runs with --attention-backend flashmla"
             )
         return (

@@ -25,7 +25,9 @@ def init_attention_backends(original: Callable[[Any], Any], self: Any) -> Any:
         return result
     if self.decode_attention_backend_str != "flashmla":
         raise ValueError(
-            decode_precision.needs(f"--attention-backend flashmla, got {self.decode_attention_backend_str} for decode")
+            decode_precision.needs_message(
+                f"--attention-backend flashmla, got {self.decode_attention_backend_str} for decode"
+            )
         )
     head_dim = self.model_config.kv_lora_rank + self.model_config.qk_rope_head_dim
     if reason := decode_precision.refusal(self.device, head_dim, self.dtype, self.kv_cache_dtype, _PAGE_SIZE):

@@ -50,6 +50,7 @@ def enable(
     absorbed form (``dense_decode``, or ``sparse_decode`` over all tokens for the formats ``v32`` and ``model1``). If an
     indexer selects tokens, prefill and decode attend to the selected tokens in absorbed form. Tokens hidden by the
     attention mask are not stored.
+
     ``generate`` works as before: greedy, sampling, beams, assisted, prompt lookup, chunked prefill, and continuing
     with the cache of an earlier call. ``generate_batch`` raises a ValueError, since the cache of transformers'
     continuous batching cannot hold latents; use ``flashlatte.engine`` instead.
@@ -65,12 +66,11 @@ def enable(
     transformers' too. Layers with a window (Dots3Note) attend to the window's slots in absorbed form; the pages keep
     all tokens.
 
-    In training mode (``model.train()``) with gradients, all families except Glm5Next attend with
-    ``dense_prefill``, or with ``sparse_attention`` over the tokens that the indexer selects, without a cache. Without a
-    mask,
-    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences. The output then has
-    ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the attention, if the indexers'
-    parameters require gradients; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
+    In training mode (``model.train()``) with gradients, all families except Glm5Next attend with ``dense_prefill``, or
+    with ``sparse_attention`` over the tokens that the indexer selects, without a cache. Without a mask,
+    ``cu_seq_lens_q`` or jumps of ``position_ids`` separate packed sequences. If the indexers' parameters require
+    gradients, the output has ``indexer_loss``, the sum over layers of the mean divergence of an indexer from the
+    attention; with ``labels``, ``loss`` includes it times ``indexer_loss_coef``.
 
     Stock attention computes other passes in training mode, passes that record gradients, passes with
     ``output_attentions=True``, without a cache, under autocast to another dtype than the model's, and passes that

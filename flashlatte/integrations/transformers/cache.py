@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from flashlatte.integrations.transformers.families import split_pairs
 from flashlatte.integrations.transformers.indexer import stock_history
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.integrations.transformers.paged_cache import PagedCache, PagedLayer
@@ -95,6 +96,6 @@ def _dynamic_layer(latents: PagedLatents, index: int, splits_pairs: bool) -> Dyn
         rows = latents.read_history(index).unsqueeze(1)
         latent, rope = rows.split(latents.widths(index), dim=-1)
         if splits_pairs:
-            rope = rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            rope = split_pairs(rope)
         layer.update(latent, rope)
     return layer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +119,7 @@ def find_decoder(model: nn.Module) -> tuple[Any, Family]:
     """The decoder of a language model, or of a multimodal model's language model, and its family.
 
     Raises:
-        TypeError: no decoder, several, or one of an unsupported family, with the reason.
+        TypeError: no decoder, several, or one of an unsupported family.
     """
     found = [(module, family) for module in model.modules() if (family := _family(module)) is not None]
     if len(found) == 1:
@@ -128,10 +127,6 @@ def find_decoder(model: nn.Module) -> tuple[Any, Family]:
     name = type(model).__name__
     if found:
         raise TypeError(f"model must have one decoder, got {name} with {len(found)}: enable each of them")
-    for model_type in _model_types(model):
-        reason = models.refusal(model_type)
-        if reason is not None:
-            raise TypeError(f"model must be of a supported family, got {name} ({model_type}): {reason}")
     # DeepSeek-V4 is handled separately (``v4``).
     served = ", ".join((*(family.prefix for family in FAMILIES), "DeepseekV4"))
     raise TypeError(f"model must be a transformers model of one of the families {served}, got {name}")
@@ -142,13 +137,6 @@ def _family(module: nn.Module) -> Family | None:
         if family.module in sys.modules and isinstance(module, family.decoder_class):
             return family
     return None
-
-
-def _model_types(model: nn.Module) -> Iterator[str]:
-    config = getattr(model, "config", None)
-    for part in (config, getattr(config, "text_config", None)):
-        if isinstance(name := getattr(part, "model_type", None), str):
-            yield name
 
 
 def attentions(decoder: Any, family: Family) -> list[tuple[int, Any]]:
@@ -177,6 +165,16 @@ def check_selections(modules: list[Any], family: Family) -> None:
     }
     if len(kinds) > 1 and not family.returns_selection:
         raise ValueError("layer_types must not have both indexed_attention and full_attention, got both")
+
+
+def split_pairs(rope: torch.Tensor) -> torch.Tensor:
+    """Reorder rope dims [..., d] of pairs (2i, 2i + 1): the first dims of all pairs, then the second ones."""
+    return rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def join_pairs(rope: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``split_pairs``."""
+    return rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def cosines_and_sines(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:

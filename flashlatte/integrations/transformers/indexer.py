@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashlatte.integrations.transformers.calls import CACHE
+from flashlatte.integrations.transformers.families import join_pairs, split_pairs
 from flashlatte.integrations.transformers.padded import PagedLatents
 from flashlatte.kv_cache import CacheFormat, get_format
 from flashlatte.kv_cache.index_formats import INDEX_FORMATS, IndexFormat, index_format_beside
@@ -70,8 +71,7 @@ def stock_history(latents: PagedLatents, layer: int, dtype: torch.dtype, splits_
     indexer, rope_dim = _layout(latents, layer)
     keys = latents.read_index_history(layer).to(dtype)
     if splits_pairs and indexer.rope_layout == models.INTERLEAVED:
-        rope = keys[..., :rope_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        keys = torch.cat((rope, keys[..., rope_dim:]), dim=-1)
+        keys = torch.cat((split_pairs(keys[..., :rope_dim]), keys[..., rope_dim:]), dim=-1)
     return keys.roll(-rope_dim, dims=-1) if indexer.rope_last else keys
 
 
@@ -81,8 +81,7 @@ def _paired(keys: torch.Tensor, latents: PagedLatents, layer: int, splits_pairs:
     keys = keys.roll(rope_dim, dims=-1) if indexer.rope_last else keys
     if not splits_pairs or indexer.rope_layout != models.INTERLEAVED:
         return keys
-    rope = keys[..., :rope_dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    return torch.cat((rope, keys[..., rope_dim:]), dim=-1)
+    return torch.cat((join_pairs(keys[..., :rope_dim]), keys[..., rope_dim:]), dim=-1)
 
 
 def _layout(latents: PagedLatents, layer: int) -> tuple[IndexerConfig, int]:

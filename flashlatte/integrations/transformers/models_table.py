@@ -61,8 +61,6 @@ def rows() -> Iterator[FamilyRow]:
     reason = model_types.REFUSED[V41_MODEL_TYPE]
     no_model = "transformers has no such model"
     yield FamilyRow("DeepSeek-V4.1-Flash", V41_MODEL_TYPE, attention, "`V41Attention`", no_model, no_model, reason)
-    for name, reason in models.REFUSED.items():
-        yield FamilyRow(name, name, "", reason, reason, reason, reason)
 
 
 def _attention(traits: models.Traits, *, linear: bool) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashlatte.engine.pooled_indexer import LayersOfLength
 from flashlatte.integrations.transformers.calls import CACHE
 from flashlatte.integrations.transformers.padded import PagedLatents
 
@@ -21,26 +22,13 @@ class PoolStates:
         self._latents = latents
 
     @property
-    def layers(self) -> _EveryLayer:
-        """Layers of a cache, whose ``get_seq_length`` is the number of columns, new ones included."""
-        return _EveryLayer(self._latents.columns + self._latents.step.queries)
+    def layers(self) -> LayersOfLength:
+        """Layers of all columns, new ones included."""
+        return LayersOfLength(self._latents.columns + self._latents.step.queries)
 
     def update_indexer(self, states: torch.Tensor, layer: int) -> torch.Tensor:
         """Append the states of new columns [b, queries, width]; returns those of all columns."""
         return self._latents.append_column_states(layer, states)
-
-
-class _EveryLayer:
-    """List of cache layers of equal length."""
-
-    def __init__(self, columns: int) -> None:
-        self.keys = torch.empty(1, 1, columns, 0, device="meta")
-
-    def __getitem__(self, layer: int) -> _EveryLayer:
-        return self
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[2]
 
 
 def select_columns(

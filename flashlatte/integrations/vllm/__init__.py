@@ -120,11 +120,13 @@ def check_decode_precision(vllm_config: Any, architecture: str) -> None:
     if vllm_config.model_config.runner_type == "draft":
         return
     if not support.selects_flashlatte(vllm_config):
-        raise ValueError(decode_precision.needs("--attention-backend CUSTOM"))
+        raise ValueError(decode_precision.needs_message("--attention-backend CUSTOM"))
     if architecture in support.V4_MODELS:
-        raise ValueError(decode_precision.needs(support.PRECISION_NEEDS))
+        raise ValueError(decode_precision.needs_message(support.PRECISION_NEEDS))
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        raise ValueError(decode_precision.needs("decode without context parallelism, which merges results by lse"))
+        raise ValueError(
+            decode_precision.needs_message("decode without context parallelism, which merges results by lse")
+        )
 
 
 def configure_v4_model(vllm_config: Any, architecture: str) -> None:

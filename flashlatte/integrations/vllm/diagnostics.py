@@ -49,9 +49,9 @@ def diagnose(dtype: torch.dtype, *layers: MLAConfig, v4: bool = False, model_typ
 
 
 def report(facts: dict[str, Any]) -> list[str]:
-    """The facts as lines for a terminal."""
+    """The facts as lines for a terminal; no lines if vLLM is not installed."""
     if facts["version"] is None:
-        return ["vLLM is not installed"]
+        return []
     state = "registered" if facts["registered"] else f"not registered: {facts['reason']}"
     lines = [f"vLLM {facts['version']}: FlashLatte's plugin is {state}"]
     if "chosen" not in facts:
@@ -96,7 +96,7 @@ def _refusal(device_type: str, dtype: torch.dtype, model: MLAConfig) -> str | No
     if model.indexer is None:
         precision = decode_precision.requested()
         if precision is not None and model.attn_sink:
-            return decode_precision.needs(support.PRECISION_NEEDS_NO_SINKS)
+            return decode_precision.needs_message(support.PRECISION_NEEDS_NO_SINKS)
         return support.dense_refusal(device_type, model.head_dim, dtype, "fp8" if precision else "auto", None)
     return compat.indexer_refusal() or support.sparse_refusal(device_type, model.head_dim, dtype, "auto", None)
 
@@ -105,7 +105,7 @@ def _v4_refusal(model_type: str | None) -> str | None:
     if model_type == "deepseek_v41":
         return support.V41_UNSUPPORTED
     if decode_precision.requested() is not None:
-        return decode_precision.needs(support.PRECISION_NEEDS)
+        return decode_precision.needs_message(support.PRECISION_NEEDS)
     if (reason := compat.v4_refusal()) or not torch.cuda.is_available():
         return reason or support.V4_NEEDS_CUDA
     return None if torch.cuda.get_device_capability() >= compat.E4M3_CAPABILITY else support.V4_NEEDS_E4M3

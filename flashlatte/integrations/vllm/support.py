@@ -130,7 +130,7 @@ def sparse_refusal(
 ) -> str | None:
     """Why no implementation supports sparse decode with these sizes, or None. CPUs use the reference."""
     if decode_precision.requested() is not None:
-        return decode_precision.needs(PRECISION_NEEDS)
+        return decode_precision.needs_message(PRECISION_NEEDS)
     if kv_cache_dtype == "fp8_ds_mla":
         return _operation_refusal("sparse_decode", device_type, head_size, dtype, V32Format.name, block_size)
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)

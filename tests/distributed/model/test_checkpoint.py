@@ -73,7 +73,7 @@ def test_dtypes(family, dtype, tmp_path):
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("GlmMoeDsa", marks=pytest.mark.full)])
-def test_float8_weights_are_cut_between_blocks(family, kept, scale_fmt, tmp_path, monkeypatch):
+def test_float8_weights_are_split_between_blocks(family, kept, scale_fmt, tmp_path, monkeypatch):
     """With their scales if the device supports fp8 products, else dequantized."""
     made = copy.deepcopy(model(family, **fp8_linears.SIZES)).bfloat16()
     fp8_linears.save(made, tmp_path, scale_fmt=scale_fmt)
@@ -91,7 +91,7 @@ def test_float8_weights_are_cut_between_blocks(family, kept, scale_fmt, tmp_path
             assert got[name].float().equal(weight.float()), name
 
 
-def test_blocks_are_not_cut(tmp_path, monkeypatch):
+def test_blocks_are_not_split(tmp_path, monkeypatch):
     """16 of a head's 24 query elements form a block."""
     fp8_linears.save(model(**fp8_linears.SIZES | {"qk_rope_head_dim": 8}), tmp_path)
     fp8_linears.keep_quantized(monkeypatch)
@@ -102,7 +102,7 @@ def test_blocks_are_not_cut(tmp_path, monkeypatch):
     assert weights(Model(tmp_path, ranks=ranks(0, 4)))["model.layers.0.self_attn.q_b_proj.weight"].shape == (24, 32)
 
 
-def test_experts_that_are_too_small_are_not_cut(tmp_path):
+def test_experts_that_are_too_small_are_not_split(tmp_path):
     """transformers' grouped product requires rows of a multiple of 16 bytes; its loop over experts supports any."""
     small = copy.deepcopy(model(moe_intermediate_size=12))
     small.save_pretrained(tmp_path)
@@ -113,7 +113,7 @@ def test_experts_that_are_too_small_are_not_cut(tmp_path):
     assert weights(Model(small, ranks=ranks(0, 2)))["model.layers.1.mlp.experts.down_proj"].shape == (4, 64, 6)
 
 
-def test_blocks_of_experts_are_not_cut(tmp_path, monkeypatch):
+def test_blocks_of_experts_are_not_split(tmp_path, monkeypatch):
     """6 heads can be divided over 3 ranks, but not the two blocks of an expert's inner dims."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6}
     fp8_linears.save(model(**fp8_linears.SIZES | sizes), tmp_path)
@@ -124,7 +124,7 @@ def test_blocks_of_experts_are_not_cut(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.up_proj"])
-def test_adapters_are_not_cut(part):
+def test_adapters_are_not_split(part):
     class Adapted(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + x.sum()
@@ -216,7 +216,7 @@ def tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
-def test_a_model_that_is_cut_is_not_copied_whole(family, monkeypatch):
+def test_a_split_model_is_not_copied_whole(family, monkeypatch):
     """The model does not change, and the copy shares no memory with it."""
     whole = copy.deepcopy(model(family))
     before = [(id(tensor), tensor.data_ptr(), tensor.shape, tensor.requires_grad) for tensor in tensors(whole)]
@@ -228,7 +228,7 @@ def test_a_model_that_is_cut_is_not_copied_whole(family, monkeypatch):
         assert tensor.untyped_storage().data_ptr() not in theirs
 
 
-def test_a_model_that_device_map_spread_stays_where_it_is(monkeypatch):
+def test_a_model_with_a_device_map_is_not_moved(monkeypatch):
     """accelerate's ``to`` is an attribute of the model, and would move the model itself even if called on a copy."""
     accelerate = pytest.importorskip("accelerate")
     spread = copy.deepcopy(model())

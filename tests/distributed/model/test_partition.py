@@ -55,7 +55,7 @@ def test_experts_of_four_bits(size):
     assert first == INNER
 
 
-def test_blocks_of_four_bits_are_not_cut():
+def test_blocks_of_four_bits_are_not_split():
     message = r"at multiples of their block size 32, got 0 to 16 of 128 in a Experts$"
     with pytest.raises(ValueError, match=message):
         divide_mlp(nn.ModuleDict({"experts": Experts()}), ranks(0, 8))

@@ -47,7 +47,7 @@ def reasons(**changes):
         {"use_dcp": True},
     ],
 )
-def test_what_is_served(changes):
+def test_supported_configurations(changes):
     assert reasons(**changes) == []
 
 
@@ -64,7 +64,7 @@ def test_what_is_served(changes):
         ({"dtype": torch.float64}, "dtype not supported"),
     ],
 )
-def test_what_is_refused(changes, reason):
+def test_unsupported_configurations(changes, reason):
     assert reason in reasons(**changes)
 
 
@@ -76,7 +76,7 @@ def test_sinks_are_supported():
     assert reasons(has_sink=True) == []
 
 
-def test_kernels_refuse_in_their_own_words(monkeypatch):
+def test_refusals_have_the_kernels_reason(monkeypatch):
     from flashlatte.integrations.vllm.backends import dense
 
     monkeypatch.setattr(dense.current_platform, "device_type", "cuda")

@@ -20,10 +20,10 @@ def test_doctor_without_vllm(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: None)
     facts = diagnostics.diagnose(torch.bfloat16, V3)
     assert (facts["registered"], facts["reason"]) == (False, "vLLM is not installed")
-    assert diagnostics.report(facts) == ["vLLM is not installed"]
+    assert diagnostics.report(facts) == []
 
 
-def test_doctor_when_the_plugin_is_left_out(monkeypatch):
+def test_doctor_with_the_plugin_disabled(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda: "0.26.0")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: SimpleNamespace(names={"flashlatte"}))
     monkeypatch.setenv("VLLM_PLUGINS", "another")

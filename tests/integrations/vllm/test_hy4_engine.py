@@ -28,7 +28,7 @@ def test_generates_the_tokens_of_transformers(hy4, stock, exact_indexer, chunk):
     assert largest_difference(ours, stock) < CLOSE
 
 
-def test_sinks_count(hy4, stock, exact_indexer, monkeypatch):
+def test_sinks_affect_the_tokens(hy4, stock, exact_indexer, monkeypatch):
     """Without sinks the logprobs differ: the comparison above covers them."""
     from flashlatte.integrations.vllm.backends.sparse import FlashLatteSparseMLAImpl
 

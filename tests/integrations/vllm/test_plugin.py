@@ -110,7 +110,7 @@ def refuse_v41(config, _):
     support.refuse(config, support.V41_UNSUPPORTED)
 
 
-def test_models_that_take_no_backend_are_refused_with_ours(configurations):
+def test_models_without_a_backend_option_are_refused(configurations):
     table, done = configurations
     compat.configure_models(support.V41_MODELS, before=refuse_v41)
     for architecture in support.V41_MODELS:
@@ -119,7 +119,7 @@ def test_models_that_take_no_backend_are_refused_with_ours(configurations):
     assert done == []
 
 
-def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
+def test_v4_uses_flashlatte_if_it_is_selected(configurations, monkeypatch):
     table, done = configurations
     monkeypatch.setattr(compat, "v4_refusal", lambda: None)
     monkeypatch.setattr(compat, "on_cuda", lambda: True)
@@ -148,7 +148,7 @@ def test_v4_is_made_with_ours_where_ours_is_named(configurations, monkeypatch):
         table["DeepseekV4ForCausalLM"].verify_and_update_config(_with_backend("CUSTOM"))
 
 
-def test_dots3_is_refused_with_ours(configurations):
+def test_dots3_is_refused_if_flashlatte_is_selected(configurations):
     """Its layers name their attention classes: CUSTOM would be ignored."""
     table, done = configurations
     compat.configure_models(support.DOTS3_MODELS, before=lambda c, _: support.refuse(c, support.DOTS3_UNSUPPORTED))
@@ -258,7 +258,7 @@ def test_pages(block_size, sizes):
     assert support.page_sizes(block_size, lambda base: "any" if base == 1 else base) == sizes
 
 
-def test_what_kernels_refuse():
+def test_configurations_without_a_kernel():
     assert support.dense_refusal("cpu", 576, torch.float32, "auto", 64) is None
     assert support.dense_refusal("cuda", 576, torch.bfloat16, "fp8", 16) is None
     mixed = support.dense_refusal("cuda", 576, torch.float16, "bfloat16", None)
@@ -268,7 +268,7 @@ def test_what_kernels_refuse():
     assert "it takes bfloat16, float16, not float32" in reason
 
 
-def test_what_kernels_refuse_of_sparse_attention():
+def test_sparse_configurations_without_a_kernel():
     assert support.sparse_refusal("cpu", 576, torch.float32, "auto", 64) is None
     assert support.sparse_refusal("cuda", 576, torch.bfloat16, "fp8_ds_mla", 64) is None
     assert support.sparse_refusal("cuda", 576, torch.float16, "auto", None) is None
@@ -288,7 +288,7 @@ def _indexer_config(backend, cache_dtype="auto", **overrides):
 
 
 @pytest.mark.parametrize(("given", "taken"), [("auto", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_e5m2", "fp8_e5m2")])
-def test_models_with_an_indexer_are_ours_where_named(given, taken):
+def test_models_with_an_indexer_use_flashlatte_if_it_is_selected(given, taken):
     for other in (None, "FLASHMLA_SPARSE"):
         config = _indexer_config(other, given)
         vllm.configure_indexer_model(config, "DeepseekV32ForCausalLM")
@@ -320,14 +320,14 @@ def test_fp8_is_ds_mla_with_vllms_own_indexer_too(configurations, backend, taken
         (None, {"sliding_window": "CUSTOM"}, False),
     ],
 )
-def test_a_backend_for_the_kind_goes_before_that_for_all(backend, kinds, ours):
+def test_a_backend_for_one_kind_takes_precedence(backend, kinds, ours):
     config = _indexer_config(backend)
     config.attention_config.backend_per_kind = {kind: SimpleNamespace(name=name) for kind, name in kinds.items()}
     vllm.configure_indexer_model(config, "DeepseekV32ForCausalLM")
     assert bool(config.model_config.model_class_overrides) == ours
 
 
-def test_a_class_that_the_user_names_stays():
+def test_a_model_class_of_the_user_is_kept():
     config = _indexer_config("CUSTOM", GlmMoeDsaForCausalLM="mine:Model")
     vllm.configure_indexer_model(config, "GlmMoeDsaForCausalLM")
     assert config.model_config.model_class_overrides == {"GlmMoeDsaForCausalLM": "mine:Model"}

@@ -57,7 +57,7 @@ def whole(checkpoint):
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
-def test_pieces_change_nothing(checkpoint, whole, cache):
+def test_chunks_prefixes_and_page_sizes_do_not_change_tokens(checkpoint, whole, cache):
     """Prompts in chunks, prefixes from the cache, other pages: the cache holds the same bytes."""
     model = checkpoint("v32", index_topk=512)
     with engine(model, kv_cache_dtype=cache, max_num_batched_tokens=96, block_size=16) as vllm:
@@ -121,7 +121,7 @@ def cuda(monkeypatch):
     return choose
 
 
-def test_custom_is_by_the_model(cuda):
+def test_custom_selects_the_backend_of_the_model(cuda):
     assert cuda("DeepseekV3ForCausalLM", use_sparse=False) == plugin.DENSE
     # Layers of one model differ (Hy4). FlashLatte also attends to what vLLM's own indexer has selected (GLM-5.3-Flash).
     assert cuda("HYV4ForCausalLM", use_sparse=False, has_sink=True) == plugin.DENSE

@@ -118,7 +118,7 @@ def test_profiling_has_no_caches():
 @pytest.mark.parametrize(
     ("converts", "packs", "replaced"), [(False, False, "always"), (True, False, "never"), (True, True, "of ours")]
 )
-def test_vllms_kernels_stay_where_they_serve(monkeypatch, converts, packs, replaced):
+def test_vllms_kernels_run_where_they_are_supported(monkeypatch, converts, packs, replaced):
     monkeypatch.setattr(compat, "converts_e4m3", lambda: converts)
     monkeypatch.setattr(compat, "packs_index_scales", lambda: packs)
     monkeypatch.setattr(fused_rows, "fused_q", lambda *_: "FlashLatte's")

@@ -193,7 +193,7 @@ def test_a_batch_of_decode_and_prefill(layer, ratio):
     assert torch.allclose(out[:, :HEADS].double(), case.expected(), atol=2e-2)
 
 
-def test_the_layer_is_flashlattes_where_flashlatte_is_named(monkeypatch, layer):
+def test_the_layer_is_flashlattes_if_it_is_selected(monkeypatch, layer):
     def config(name):
         backend = None if name is None else SimpleNamespace(name=name)
         return SimpleNamespace(attention_config=SimpleNamespace(backend=backend, backend_per_kind={}))

@@ -70,7 +70,7 @@ def test_a_padded_step_without_requests():
     assert all(groups.num_visible.tolist() == [0, 0] for groups in step.groups.values())
 
 
-def test_states_that_moved_are_other_buffers():
+def test_reallocated_states_are_other_buffers():
     made, table = builder(requests=2), torch.zeros(1, 1, dtype=torch.int32)
     first = made.build([(0, 1)], table, [1], pad_requests_to=1)
     kept = first.states[0][0]
@@ -93,6 +93,6 @@ def test_states_that_moved_are_other_buffers():
         ([(0, 1)], 1, 6, "^block_table must have at most 5 pages, got 6$"),
     ],
 )
-def test_what_is_not_padded(spans, size, pages, message):
+def test_steps_that_cannot_be_padded(spans, size, pages, message):
     with pytest.raises(ValueError, match=message):
         builder().build(spans, torch.zeros(1, pages, dtype=torch.int32), [0], pad_requests_to=size)

@@ -73,7 +73,7 @@ def call(
         ),
     ],
 )
-def test_what_does_not_fit(change, message):
+def test_inconsistent_arguments(change, message):
     with pytest.raises(ValueError, match=message):
         call(**change)
 
@@ -124,7 +124,7 @@ def test_positions_beyond_the_rotary_embedding(known):
         (4, 1, 12, r"^group_tables\[4\]\[0\] must have room for 3 groups of a request, got 1 pages of 2$"),
     ],
 )
-def test_tokens_that_the_tables_have_no_room_for(known, window, groups, end, message):
+def test_more_tokens_than_the_tables_hold(known, window, groups, end, message):
     tables = TABLE[:, :window], {4: (TABLE[:, :groups], TABLE)}
     sizes = {"window": 4, "page_size": 4, "group_page_sizes": {4: 2}}
 

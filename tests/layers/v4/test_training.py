@@ -84,7 +84,7 @@ def weighted(out: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("lengths", [LENGTHS, SHORT_LENGTHS, (10, 9)], ids=["selected", "short", "all selected"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_stock_s_and_the_indexer_s_are_of_its_loss(kind, lengths):
+def test_gradients_equal_stock_and_the_indexer_is_trained_by_its_loss(kind, lengths):
     config, stock, layer = layers_of(kind)
     hidden = hidden_of(lengths)
     result = layer.forward_training(hidden, boundaries(lengths), max(lengths))
@@ -228,7 +228,7 @@ def test_errors_name_the_argument(change, error, message):
         layer.forward_training(**(call | change))
 
 
-def test_what_has_no_gradient_is_refused():
+def test_parts_without_a_gradient_are_refused():
     _, _, layer = layers_of(COMPRESSING)
     layer.compressor.gate = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"^module must have only parts that training supports, got gate"):

@@ -22,7 +22,7 @@ def layer_and_weights(layer):
     return V41Attention(V41Config.layers(FIELDS)[layer]), v41_reference.random_weights(FIELDS, 0)[layer]
 
 
-def test_every_weight_of_a_checkpoint_has_a_place():
+def test_every_weight_of_a_checkpoint_is_loaded():
     """Each layer takes exactly the weights that vLLM's layer of the same number has."""
     used = set()
     for layer in range(FIELDS["num_hidden_layers"]):

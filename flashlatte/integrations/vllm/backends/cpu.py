@@ -46,10 +46,8 @@ class FlashLatteCpuPlatform(CpuPlatform):
         )
         super().check_and_update_config(vllm_config)
         model = vllm_config.model_config
-        if model is None or model.architecture in (
-            *support.V4_MODELS,
-            *support.V41_MODELS,
-        ):  # vLLM counts these as MLA too
+        # vLLM counts DeepSeek-V4's models as MLA too.
+        if model is None or model.architecture in (*support.V4_MODELS, *support.V41_MODELS):
             return
         if model.use_mla and _selects_flashlatte(vllm_config.attention_config.backend):
             (

@@ -236,7 +236,7 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
         self.precision = decode_precision.requested()
         self.decode_backend = decode_precision.backend(current_platform.device_type)
         if sinks is not None and self.precision is not None:
-            raise NotImplementedError(decode_precision.needs(support.PRECISION_NEEDS_NO_SINKS))
+            raise NotImplementedError(decode_precision.needs_message(support.PRECISION_NEEDS_NO_SINKS))
         self.expansion = Expansion(
             kv_b=lambda latent: self.kv_b_proj(latent)[0],
             latent_dim=self.kv_lora_rank,

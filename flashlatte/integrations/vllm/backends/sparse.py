@@ -155,7 +155,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         self.host = sparse_host.register(
             self.topk_indices_buffer, index_group_builder, indexer is not None, head_size, kv_cache_dtype
         )
-        # vLLM's layer looks these up, to write new rows where the group says and to tell it about each batch.
+        # vLLM's layer reads these attributes to write new rows to the group's slots and to prepare each batch.
         self.index_group, self.index_group_index = self.host or (None, 0)
         # Only with a prefill backend does vLLM plan the copies of a prompt's context. Attention does not run there.
         self.supports_dense_mha_prefill = self.host is not None

@@ -50,7 +50,7 @@ def test_a_model_without_a_head_is_refused(family):
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
-def test_hooks_that_collect_hidden_states_are_none_of_the_engines(family):
+def test_hooks_that_collect_hidden_states_are_accepted(family):
     """transformers leaves these hooks on the layers after the first call with output_hidden_states."""
     hooked = copy.deepcopy(model(family))
     hooked(torch.tensor([prompt(5)]), output_hidden_states=True)
@@ -68,7 +68,7 @@ def test_a_softmax_scale_that_is_not_that_of_the_config_is_refused():
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
-def test_hooks_that_the_engine_would_pass_over_are_refused(family):
+def test_hooks_that_the_engine_would_skip_are_refused(family):
     hooked = copy.deepcopy(model(family))
     layer = hooked.model.layers[1]
     for name in ("", "self_attn", "self_attn.q_b_proj", "input_layernorm"):
@@ -116,7 +116,7 @@ def test_hooks_around_the_layers_are_refused(family, name, told):
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4", "Glm5Next", "HYV4VL", "MistralLarge4"])
-def test_a_model_that_is_enabled_is_served(family):
+def test_an_enabled_model_is_supported(family):
     """The hooks of ``enable`` do not affect the engine."""
     enabled = enable(copy.deepcopy(model(family)))
     (output,) = Engine(enabled, num_pages=24, page_size=16).generate([prompt(5)], greedy(3))
@@ -132,7 +132,7 @@ def test_a_checkpoint_with_other_layers_or_another_model_around(family, tmp_path
     assert output.outputs[0].token_ids == generated_by_transformers(family, prompt(5), 3)
 
 
-def test_dots3_note_with_vision_and_audio_is_served_for_tokens(tmp_path):
+def test_dots3_note_with_vision_and_audio_accepts_tokens(tmp_path):
     inner = model("Dots3Note")
     vision = VISION | {"adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]}
     audio = VISION | {"adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 8, "feature_size": 16}
@@ -205,7 +205,7 @@ def test_unsupported_configs_of_mistral_large_4():
         Model(changed)
 
 
-def test_an_indexer_of_pools_rules_out_formats_and_batch_invariance():
+def test_an_indexer_of_pools_excludes_formats_and_batch_invariance():
     with pytest.raises(
         ValueError, match=r"^cache_format must be bf16, fp16 or fp32 for rows of 32 \+ 0 and an indexer"
     ):
