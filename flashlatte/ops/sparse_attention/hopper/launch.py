@@ -41,7 +41,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     topk = indices.shape[2]
     if dout.data_ptr() % 16:
         dout = dout.clone()
-    checks.begins_aligned("hopper", q=q, kv=kv)
+    checks.begins_aligned(q=q, kv=kv)
     sums = row_sums(params, gradients.d_sink)
 
     head_blocks, key_tiles = -(-h_q // HEADS.value), -(-topk // KEYS.value)
