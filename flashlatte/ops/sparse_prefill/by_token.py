@@ -28,25 +28,15 @@ from flashlatte.kernels.triton.online_softmax import (
     load_tile,
     no_prefetch,
     normalize,
-    selected_count,
     sink_weight,
     within,
 )
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_rows, token_rows
+from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count, selections_of
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
-from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, Pointer
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64, Pointer
 from flashlatte.runtime.strides import row_align
 from flashlatte.runtime.triton_kernel import kernel
-
-
-class TokenSelections(NamedTuple):
-    """The indices [s_q, 1, topk] of query tokens, and the number of them that are used; ``lengths`` None: all."""
-
-    indices: ElementPointer
-    indices_stride: Int64
-    topk: Int32
-    lengths: ElementPointer
-    lengths_stride: Int64
 
 
 class TokenOutputs(NamedTuple):
@@ -60,11 +50,6 @@ class TokenOutputs(NamedTuple):
     empty_lse: Float32
     attn_sink: ElementPointer
     sink_stride: Int64
-
-
-def selections_of(indices: torch.Tensor, topk_length: torch.Tensor | None) -> TokenSelections:
-    stride = 0 if topk_length is None else topk_length.stride(0)
-    return TokenSelections(indices, indices.stride(0), indices.shape[2], topk_length, stride)
 
 
 class TokenKeys(NamedTuple):
@@ -88,10 +73,9 @@ def _load_rows(keys, ahead, start, stop, dtype: tl.constexpr, config: tl.constex
 def sparse_prefill_kernel(
     q: HeadRows,
     kv: TokenRows,
-    selection: TokenSelections,
+    selections: TokenSelections,
     outputs: TokenOutputs,
     h_q: tl.int32,
-    s_kv: tl.int32,
     softmax_scale: tl.float32,
     damaged,
     STEP: tl.constexpr,
@@ -112,10 +96,10 @@ def sparse_prefill_kernel(
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
     in_heads = head < h_q
     q_tile = load_tile(q.start, (token * q.token_stride + head * q.head_stride) * q.align, in_heads, STEP)
-    length = selected_count(selection.lengths, selection.lengths_stride, token, selection.topk)
+    length = selected_count(selections, token, selections.topk)
     scale = softmax_scale * LOG2_E
 
-    keys = TokenKeys(kv, s_kv, selection.indices + token * selection.indices_stride)
+    keys = TokenKeys(kv, selections.s_kv, first_index(selections, token))
     state = attend(empty_state(STEP), q_tile, keys, 0, length, scale, no_prefetch, _load_rows, None, STEP)
     values, lse2 = normalize(state, scale, STEP)
 
@@ -144,7 +128,7 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
     sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
         head_rows(q),
         token_rows(kv[:, 0]),
-        selections_of(params.indices, params.topk_length),
+        selections_of(params.indices, params.topk_length, kv.shape[0]),
         TokenOutputs(
             out,
             out.stride(0) // out_align,
@@ -156,7 +140,6 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
             0 if attn_sink is None else attn_sink.stride(0),
         ),
         h_q=h_q,
-        s_kv=kv.shape[0],
         softmax_scale=params.softmax_scale,
         damaged=damaged,
         STEP=step,

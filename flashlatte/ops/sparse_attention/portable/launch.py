@@ -10,10 +10,11 @@ from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
 from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows
+from flashlatte.kernels.triton.selections import selections_of
 from flashlatte.ops.sparse_attention.portable.config import KEYS, QUERIES
 from flashlatte.ops.sparse_attention.portable.kernels import SparseBackwardQueries, keys_kernel, queries_kernel
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
-from flashlatte.ops.sparse_attention.row_sums import row_sums, selection_of
+from flashlatte.ops.sparse_attention.row_sums import row_sums
 from flashlatte.runtime.strides import row_align
 
 # Maximum bytes of contributions to dkv in scratch, if their sum is deterministic.
@@ -34,11 +35,10 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
         HeadRows(q, q.stride(0) // align, q.stride(1) // align, align),
         SparseBackwardQueries(params.dout, sums, s_q * h_q, h_q),
         TokenRows(kv, kv.stride(0) // align, align),
-        selection_of(params),
+        selections_of(indices, params.topk_length, kv.shape[0]),
     )
     queries_kernel[(s_q * -(-h_q // queries.block_h),)](
         *records,
-        topk=topk,
         softmax_scale=params.softmax_scale,
         dq=gradients.dq,
         STEP=queries_step,

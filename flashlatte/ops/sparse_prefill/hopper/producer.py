@@ -162,8 +162,8 @@ def produce(queries, kv, kv_stride, work, tiles, shared, HEAD_DIM: gl.constexpr,
     first = gl.program_id(0)
     row = indices_of(work, first)
     count = num_selected(work, first)
-    indices0 = _valid_or_none(_load_indices(row, 0, count), work.s_kv, GROUP)
-    indices1 = _valid_or_none(_load_indices(row, 64, count), work.s_kv, GROUP)
+    indices0 = _valid_or_none(_load_indices(row, 0, count), work.selections.s_kv, GROUP)
+    indices1 = _valid_or_none(_load_indices(row, 64, count), work.selections.s_kv, GROUP)
     for tile in range(first, work.tiles, gl.num_programs(0)):
         next_tile = tile + gl.num_programs(0)
         next_row = indices_of(work, next_tile)
@@ -192,8 +192,8 @@ def produce(queries, kv, kv_stride, work, tiles, shared, HEAD_DIM: gl.constexpr,
             _publish_mask(rows1, shared.mask1, full1)
             wait(K1_RIGHT_EMPTY, PAIR_THREADS)
             _copy_right(rows1, k1, full1, HEAD_DIM)
-            indices0 = _valid_or_none(next_indices0, work.s_kv, GROUP)
-            indices1 = _valid_or_none(next_indices1, work.s_kv, GROUP)
+            indices0 = _valid_or_none(next_indices0, work.selections.s_kv, GROUP)
+            indices1 = _valid_or_none(next_indices1, work.selections.s_kv, GROUP)
         row = next_row
         count = next_count
 

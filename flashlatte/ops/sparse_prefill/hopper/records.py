@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels.triton.selections import selections_of
 from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
 from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
@@ -35,12 +36,7 @@ def work_of(
     """The work record of ``tiles`` tiles. ``lists``: indices, or entries of unions, [s_q, 1, topk]; ``lengths``:
     [s_q]."""
     return SparsePrefillWork(
-        indices=lists,
-        index_stride=lists.stride(0),
-        lengths=lengths,
-        length_stride=0 if lengths is None else lengths.stride(0),
-        s_kv=params.kv.shape[0],
-        topk=lists.shape[-1],
+        selections=selections_of(lists, lengths, params.kv.shape[0]),
         head_blocks=head_blocks,
         tiles=tiles,
         tokens=params.q.shape[0],

@@ -42,7 +42,8 @@ def _indices_of_block(args, first, count, parity, NUMBER: gl.constexpr):
     """Indices [64] of block NUMBER of a step, -1 for invalid ones."""
     indices = args.shared.indices.index(parity).slice(NUMBER * KEYS, KEYS).load(_ROWS)
     position = first + NUMBER * KEYS + gl.arange(0, KEYS, _ROWS)
-    return gl.where((indices >= 0) & (indices < args.work.s_kv) & (position < count), indices, -1).to(gl.int32)
+    s_kv = args.work.selections.s_kv
+    return gl.where((indices >= 0) & (indices < s_kv) & (position < count), indices, -1).to(gl.int32)
 
 
 @gluon.jit
