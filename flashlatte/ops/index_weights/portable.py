@@ -22,17 +22,16 @@ from flashlatte.runtime.triton_kernel import kernel
 
 
 class WeightsBlock(NamedTuple):
-    """The tile of a program: rows, heads, and elements of each per step; and its warps."""
+    """The tile of a program: rows, heads, and elements of each per step."""
 
     rows: int
     heads: int
     width: int
-    warps: int
 
 
 # With few rows most SMs would be idle, so a program processes few heads. (maximum rows, block); the first that fits.
-BLOCKS = ((4, WeightsBlock(4, 1, 1024, 8)), (16, WeightsBlock(8, 2, 1024, 8)), (None, WeightsBlock(8, 4, 512, 8)))
-STAGES = 3
+BLOCKS = ((4, WeightsBlock(4, 1, 1024)), (16, WeightsBlock(8, 2, 1024)), (None, WeightsBlock(8, 4, 512)))
+WARPS, STAGES = 8, 3
 
 
 def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -53,7 +52,7 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
         BLOCK_K=block.width,
         ALIGN=align,
         STAGES=STAGES,
-        num_warps=block.warps,
+        num_warps=WARPS,
     )
 
 

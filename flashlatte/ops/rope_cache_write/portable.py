@@ -14,8 +14,8 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, slots_of
 from flashlatte.kernels.triton.cache_layout import as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import CacheScale, encode_elements, load_scale
+from flashlatte.kernels.triton.config import padded
 from flashlatte.kernels.triton.fp8 import converts_e4m3
-from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.kernels.triton.rotate import (
     TokenRotation,
     load_rotation,

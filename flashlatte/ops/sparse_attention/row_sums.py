@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from flashlatte.kernels.triton.config import padded
 from flashlatte.kernels.triton.fp8 import to_float32
-from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.kernels.triton.online_softmax import LOG2_E, sink_weight
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams
 from flashlatte.runtime.triton_kernel import kernel

@@ -15,14 +15,7 @@ from flashlatte.kernels.hopper.e4m3 import tiles as e4m3_tiles
 from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
 from flashlatte.kernels.triton.cache_row import CacheScale, load_scale
 from flashlatte.kernels.triton.rows import BlockTable
-from flashlatte.ops.dense_decode.hopper import (
-    consumers,
-    epilogue,
-    one_byte_producer,
-    producer,
-    schedule,
-    tiles,
-)
+from flashlatte.ops.dense_decode.hopper import consumers, epilogue, one_byte_producer, producer, schedule, tiles
 from flashlatte.ops.dense_decode.hopper.few_rows import tiles as few_rows_tiles
 from flashlatte.ops.dense_decode.hopper.few_rows.caster import cast
 from flashlatte.ops.dense_decode.hopper.few_rows.consumer import consume

@@ -33,13 +33,7 @@ from flashlatte.kernels.hopper.ptx.registers import wait_loads
 from flashlatte.kernels.hopper.ptx.threads import shuffle_from_lanes
 from flashlatte.kernels.hopper.word_layouts import THREADS, flat, load_words, words_layout, words_of
 from flashlatte.ops.dense_decode.hopper import schedule
-from flashlatte.ops.dense_decode.hopper.producer import (
-    find_box,
-    finish,
-    load_queries,
-    load_query_ropes,
-    signal_queries,
-)
+from flashlatte.ops.dense_decode.hopper.producer import find_box, finish, load_queries, load_query_ropes, signal_queries
 from flashlatte.ops.dense_decode.hopper.tiles import Q_EMPTY
 from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.split_kv import device

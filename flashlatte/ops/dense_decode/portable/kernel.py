@@ -16,14 +16,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.cache_row import CacheScale, load_scale
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
-from flashlatte.kernels.triton.online_softmax import (
-    LOG2_E,
-    RowTile,
-    attend,
-    empty_state,
-    load_tile,
-    normalize,
-)
+from flashlatte.kernels.triton.online_softmax import LOG2_E, RowTile, attend, empty_state, load_tile, normalize
 from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import INTERPRETED, kernel

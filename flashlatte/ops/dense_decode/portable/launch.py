@@ -13,11 +13,7 @@ from flashlatte.kernels.triton.config import INTERPRETER_CONFIGS, AttentionConfi
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
-from flashlatte.ops.dense_decode.portable.kernel import (
-    DenseCache,
-    PortableDenseDecodeConfig,
-    dense_decode_kernel,
-)
+from flashlatte.ops.dense_decode.portable.kernel import DenseCache, PortableDenseDecodeConfig, dense_decode_kernel
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use

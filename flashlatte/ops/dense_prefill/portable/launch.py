@@ -7,7 +7,7 @@ import functools
 import torch
 import triton
 
-from flashlatte.kernels.triton.head_dims import padded, tile_widths
+from flashlatte.kernels.triton.config import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.kernels.triton.rows import Window, head_rows

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
-from flashlatte.kernels.triton.head_dims import tile_widths
+from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose, tile_widths
 from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.indexer_loss.portable.config import ATTENTION, INDEX_KEYS, INDEX_QUERIES

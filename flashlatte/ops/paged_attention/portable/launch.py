@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashlatte.kernels.triton.config import padded, tile_widths
 from flashlatte.kernels.triton.fp8 import converts_e4m3
-from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.kernels.triton.rows import BlockTable, Window, head_rows

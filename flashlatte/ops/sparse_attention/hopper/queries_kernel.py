@@ -12,12 +12,7 @@ from flashlatte.kernels.hopper.row_loads import LatentKeys
 from flashlatte.kernels.triton.selections import TokenSelections, selected_count
 from flashlatte.ops.sparse_attention.hopper.consumers import QueryGradientArgs, consume_scores, consume_values
 from flashlatte.ops.sparse_attention.hopper.producer import produce
-from flashlatte.ops.sparse_attention.hopper.state import (
-    HEADS,
-    KEYS,
-    SparseBackwardPiece,
-    SparseBackwardRows,
-)
+from flashlatte.ops.sparse_attention.hopper.state import HEADS, KEYS, SparseBackwardPiece, SparseBackwardRows
 from flashlatte.ops.sparse_attention.hopper.tiles import allocate
 from flashlatte.runtime.triton_kernel import gluon_kernel
 

@@ -53,11 +53,7 @@ from flashlatte.ops.sparse_prefill.hopper.scores import (
     start_left_scores,
     start_scores,
 )
-from flashlatte.ops.sparse_prefill.hopper.state import (
-    Q_EMPTY,
-    num_selected,
-    num_steps,
-)
+from flashlatte.ops.sparse_prefill.hopper.state import Q_EMPTY, num_selected, num_steps
 
 _P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
 # Threads of the producer.

@@ -16,22 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from flashlatte.kernels.hopper.barriers import ALL_THREADS, PAIR_THREADS, wait
-from flashlatte.kernels.hopper.mla_tiles import (
-    COPY,
-    K0_LEFT_EMPTY,
-    K0_RIGHT_EMPTY,
-    K1_LEFT_EMPTY,
-    K1_RIGHT_EMPTY,
-)
+from flashlatte.kernels.hopper.mla_tiles import COPY, K0_LEFT_EMPTY, K0_RIGHT_EMPTY, K1_LEFT_EMPTY, K1_RIGHT_EMPTY
 from flashlatte.kernels.hopper.ptx.copies import PIECE_ROWS, load_evict_first
-from flashlatte.ops.sparse_prefill.hopper.state import (
-    Q_EMPTY,
-    indices_of,
-    num_selected,
-    num_steps,
-    row_exists,
-    rows_of,
-)
+from flashlatte.ops.sparse_prefill.hopper.state import Q_EMPTY, indices_of, num_selected, num_steps, row_exists, rows_of
 from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS
 from flashlatte.runtime.gluon_compat import cp_async
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer

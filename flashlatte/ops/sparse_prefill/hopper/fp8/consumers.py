@@ -13,9 +13,8 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import steps
 from flashlatte.kernels.hopper.e4m3.tiles import ROW_MAX1_FULL, SCORE_COLS, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, ROWS
-from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.e4m3_values import thread_address
-from flashlatte.kernels.hopper.ptx.registers import opaque
+from flashlatte.kernels.hopper.ptx.registers import exp2, opaque
 from flashlatte.ops.sparse_prefill.hopper.fp8.epilogue import start_store_out, store_statistics
 from flashlatte.ops.sparse_prefill.hopper.state import num_selected, num_steps
 
