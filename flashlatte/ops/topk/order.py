@@ -109,3 +109,23 @@ def store_chosen(entries, index_row, value_row, chosen, position, columns):
     if value_row is not None:
         value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0))
         tl.store(value_row + position, value, mask=chosen)
+
+
+@triton.jit
+def store_reaching(entries, index_row, value_row, length, kth_key, ties, BLOCK: tl.constexpr):
+    """Store the entries of a row whose keys are above ``kth_key``, and the first ``ties`` of those that equal it."""
+    above_before = tl.zeros([], tl.int32)
+    ties_before = tl.zeros([], tl.int32)
+    for block in range(0, length, BLOCK):
+        column = block + tl.arange(0, BLOCK)
+        valid = column < length
+        keys = ordered(load_values(entries + column, valid), valid)
+        above = (valid & (keys > kth_key)).to(tl.int32)
+        tied = (valid & (keys == kth_key)).to(tl.int32)
+        above_inclusive = above_before + tl.cumsum(above, axis=0)
+        ties_inclusive = ties_before + tl.cumsum(tied, axis=0)
+        selected = (above == 1) | ((tied == 1) & (ties_inclusive <= ties))
+        position = above_inclusive - above + tl.minimum(ties_inclusive - tied, ties)
+        store_chosen(entries, index_row, value_row, selected, position, column)
+        above_before = tl.max(above_inclusive, axis=0)
+        ties_before = tl.max(ties_inclusive, axis=0)
