@@ -31,20 +31,16 @@ from flashlatte.kernels.triton.online_softmax import (
     sink_weight,
     within,
 )
-from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_rows, token_rows
+from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_row, head_rows, token_rows
 from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count, selections_of
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
-from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64, Pointer
-from flashlatte.runtime.strides import row_align
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64
 from flashlatte.runtime.triton_kernel import kernel
 
 
-class TokenOutputs(NamedTuple):
-    """out [s_q, h_q, d_v], strides in units of OUT_ALIGN elements; max_logits and lse [s_q, h_q], contiguous."""
+class TokenStatistics(NamedTuple):
+    """max_logits and lse [s_q, h_q], contiguous, and the sinks that scale the output; None: no sinks."""
 
-    out: Pointer
-    stride_token: Int64
-    stride_head: Int64
     max_logits: ElementPointer
     lse: ElementPointer
     empty_lse: Float32
@@ -74,12 +70,12 @@ def sparse_prefill_kernel(
     q: HeadRows,
     kv: TokenRows,
     selections: TokenSelections,
-    outputs: TokenOutputs,
+    out: HeadRows,
+    statistics: TokenStatistics,
     h_q: tl.int32,
     softmax_scale: tl.float32,
     damaged,
     STEP: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """A program processes a query token and a block of its heads; if ``damaged`` is given, only tokens i with damaged[i
@@ -103,20 +99,19 @@ def sparse_prefill_kernel(
     state = attend(empty_state(STEP), q_tile, keys, 0, length, scale, no_prefetch, _load_rows, None, STEP)
     values, lse2 = normalize(state, scale, STEP)
 
-    if outputs.attn_sink is not None:
-        values *= sink_weight(outputs.attn_sink, outputs.sink_stride, head, in_heads, lse2, lse2 == float("-inf"))[
-            :, None
-        ]
+    sink = statistics.attn_sink
+    if sink is not None:
+        weight = sink_weight(sink, statistics.sink_stride, head, in_heads, lse2, lse2 == float("-inf"))
+        values *= weight[:, None]
     cols = tl.arange(0, STEP.latent)
-    out_offset = (token * outputs.stride_token + head * outputs.stride_head) * OUT_ALIGN
     tl.store(
-        outputs.out + out_offset[:, None] + cols[None, :],
-        from_float32(values, outputs.out.dtype.element_ty),
+        head_row(out, token, head)[:, None] + cols[None, :],
+        from_float32(values, out.start.dtype.element_ty),
         mask=in_heads[:, None] & (cols < STEP.latent_dim)[None, :],
     )
     row = token * h_q + head
-    tl.store(outputs.max_logits + row, state.row_max * softmax_scale, mask=in_heads)
-    tl.store(outputs.lse + row, tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2), mask=in_heads)
+    tl.store(statistics.max_logits + row, state.row_max * softmax_scale, mask=in_heads)
+    tl.store(statistics.lse + row, tl.where(lse2 == float("-inf"), statistics.empty_lse, lse2 * LN_2), mask=in_heads)
 
 
 def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = None, group: int = 1) -> None:
@@ -124,15 +119,12 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
     q, kv, out, attn_sink = params.q, params.kv, params.out, params.attn_sink
     s_q, h_q, head_dim = q.shape
     config, step = _config(gpu_class(q.device), h_q, head_dim, out.shape[2])
-    out_align = row_align(out)
     sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
         head_rows(q),
         token_rows(kv[:, 0]),
         selections_of(params.indices, params.topk_length, kv.shape[0]),
-        TokenOutputs(
-            out,
-            out.stride(0) // out_align,
-            out.stride(1) // out_align,
+        head_rows(out),
+        TokenStatistics(
             params.max_logits,
             params.lse,
             params.empty_lse,
@@ -143,7 +135,6 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
         softmax_scale=params.softmax_scale,
         damaged=damaged,
         STEP=step,
-        OUT_ALIGN=out_align,
         GROUP=group,
         num_warps=config.num_warps,
     )
