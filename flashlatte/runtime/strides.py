@@ -19,8 +19,8 @@ def strides_in_use(tensor: torch.Tensor) -> tuple[int, ...]:
 def row_align(tensor: torch.Tensor, elements: int = 8) -> int:
     """``elements`` if every row begins at a multiple of that many elements, else 1. The default: 16 bytes of bf16.
 
-    Kernels take strides divided by this number, which is a constant of theirs. The compiler can then use 16-byte loads
-    and stores without a variant for each stride.
+    Kernels take strides divided by this number, as a compile-time constant. The compiler can then use 16-byte loads and
+    stores without a variant for each stride.
     """
     begins = tensor.data_ptr() % (elements * tensor.element_size()) == 0
     return elements if begins and all(stride % elements == 0 for stride in strides_in_use(tensor)) else 1

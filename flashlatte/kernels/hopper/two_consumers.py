@@ -166,7 +166,7 @@ def write_scalars(smem, values):
 
 @gluon.jit
 def read_scalar(smem, index):
-    """Read a scalar. It is opaque, because the compiler would move the load behind the barrier that allows overwriting
+    """Read a scalar. It is opaque, because the compiler would move the load after the barrier that allows overwriting
     it."""
     return opaque(gl.max(smem.index(index).load(_REPLICATED_IN_CONSUMER), 0))
 

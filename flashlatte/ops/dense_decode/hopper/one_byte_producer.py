@@ -128,10 +128,10 @@ def _wait_loaded(half, HAS_ROPE: gl.constexpr):
 def _prefetch(args, page, block, CONFIG: gl.constexpr):
     """Prefetch a block into L2 by TMA: prefetches by threads would compete with shared-memory accesses, a cycle per
     line."""
-    NUMBERS: gl.constexpr = (LATENT + (ROPE if CONFIG.has_rope else 0)) // 2
+    COLUMNS: gl.constexpr = (LATENT + (ROPE if CONFIG.has_rope else 0)) // 2
     for box in gl.static_range(KEYS // CONFIG.box):
         box_page, token = find_box(page, block, box, CONFIG)
-        copies.prefetch_boxes_l2(_DESCRIPTOR, box_page, token, args.work.group.kv_head, NUMBERS)
+        copies.prefetch_boxes_l2(_DESCRIPTOR, box_page, token, args.work.group.kv_head, COLUMNS)
 
 
 @gluon.jit

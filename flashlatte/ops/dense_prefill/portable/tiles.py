@@ -95,9 +95,9 @@ def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOC
 
     A slot after the last tile is empty; a tile of rows outside every request has no others.
     """
-    stretch, tile, tiles, begin, rows = find_segment(slot, cu_rows, requests, total_rows, BLOCK)
-    others_begin, others = find_rows(stretch, cu_others, requests, total_others)
-    others = tl.where((stretch > 0) & (stretch <= requests), others, 0)
+    segment, tile, tiles, begin, rows = find_segment(slot, cu_rows, requests, total_rows, BLOCK)
+    others_begin, others = find_rows(segment, cu_others, requests, total_others)
+    others = tl.where((segment > 0) & (segment <= requests), others, 0)
     return tile, tiles, begin, rows, others_begin, others
 
 

@@ -28,9 +28,9 @@ def _begin_step(args, steps_taken, NUMBER: gl.constexpr, HAS_ROPE: gl.constexpr)
     tiles, shared = args.tiles, args.shared
     slot = steps.slot_of(steps_taken, NUMBER)
     mbarrier.wait(tiles.full.index(slot), (steps_taken >> 1) & 1)
-    least = gl.min(shared.least.index(slot).load(_FOUR), 0)
+    lowest = gl.min(shared.min_indices.index(slot).load(_FOUR), 0)
     scores = steps.compute_scores(tiles, slot, steps_taken >> 30, HAS_ROPE)
-    if least < 0:
+    if lowest < 0:
         selected = shared.selected.index(slot).load(SCORE_COLS) != 0
         scores = gl.where(selected[None, :], scores, float("-inf"))
     return scores
