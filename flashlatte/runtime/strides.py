@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def first_stride(tensor: torch.Tensor | None) -> int:
+    """The stride of the first axis; 0 for None."""
+    return 0 if tensor is None else tensor.stride(0)
+
+
 def stride_in_use(tensor: torch.Tensor, axis: int) -> int:
     """The stride of an axis, or 0 if its size is 1."""
     return tensor.stride(axis) if tensor.shape[axis] > 1 else 0

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
+from flashlatte.runtime.strides import first_stride
 
 
 class TokenSelections(NamedTuple):
@@ -28,8 +29,7 @@ class TokenSelections(NamedTuple):
 
 
 def selections_of(indices: torch.Tensor, lengths: torch.Tensor | None, s_kv: int) -> TokenSelections:
-    length_stride = 0 if lengths is None else lengths.stride(0)
-    return TokenSelections(indices, indices.stride(0), lengths, length_stride, s_kv, indices.shape[-1])
+    return TokenSelections(indices, indices.stride(0), lengths, first_stride(lengths), s_kv, indices.shape[-1])
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from flashlatte.kernels.triton.config import padded
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E, sink_weight
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams
+from flashlatte.runtime.strides import first_stride
 from flashlatte.runtime.triton_kernel import kernel
 
 _BLOCK = 16
@@ -29,7 +30,7 @@ def row_sums(params: SparseAttentionBackwardParams, d_sink: torch.Tensor) -> tor
         lse=params.lse,
         dlse=params.dlse,
         attn_sink=attn_sink,
-        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
+        sink_stride=first_stride(attn_sink),
         rows=rows,
         h_q=h_q,
         sums=sums,

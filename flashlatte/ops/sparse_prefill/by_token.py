@@ -35,6 +35,7 @@ from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_row, head_r
 from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count, selections_of
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64
+from flashlatte.runtime.strides import first_stride
 from flashlatte.runtime.triton_kernel import kernel
 
 
@@ -124,13 +125,7 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
         token_rows(kv[:, 0]),
         selections_of(params.indices, params.topk_length, kv.shape[0]),
         head_rows(out),
-        TokenStatistics(
-            params.max_logits,
-            params.lse,
-            params.empty_lse,
-            attn_sink,
-            0 if attn_sink is None else attn_sink.stride(0),
-        ),
+        TokenStatistics(params.max_logits, params.lse, params.empty_lse, attn_sink, first_stride(attn_sink)),
         h_q=h_q,
         softmax_scale=params.softmax_scale,
         damaged=damaged,

@@ -10,7 +10,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
-from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.strides import first_stride, stride_in_use
 
 # Below every entry's key.
 OUTSIDE = tl.constexpr(-(2**31))
@@ -45,16 +45,8 @@ class TopkOutputs(NamedTuple):
 def records_of(params: TopkParams) -> tuple[TopkRows, TopkOutputs]:
     """The arguments of all kernels."""
     logits, start, end, indices, values = params.logits, params.start, params.end, params.indices, params.values
-    rows = TopkRows(
-        logits,
-        stride_in_use(logits, 0),
-        logits.shape[1],
-        start,
-        0 if start is None else start.stride(0),
-        end,
-        0 if end is None else end.stride(0),
-        params.next_n,
-    )
+    columns = start, first_stride(start), end, first_stride(end)
+    rows = TopkRows(logits, stride_in_use(logits, 0), logits.shape[1], *columns, params.next_n)
     value_stride = 0 if values is None else stride_in_use(values, 0)
     return rows, TopkOutputs(indices, stride_in_use(indices, 0), values, value_stride, indices.shape[1])
 

@@ -8,7 +8,7 @@ from flashlatte.kernels.triton.selections import selections_of
 from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
 from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
-from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.strides import first_stride, strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
 
 
@@ -22,7 +22,7 @@ def output_of(
         max_logits=params.max_logits,
         lse=params.lse,
         sinks=attn_sink,
-        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
+        sink_stride=first_stride(attn_sink),
         heads=params.q.shape[1],
         softmax_scale=params.softmax_scale,
         empty_lse=params.empty_lse,
