@@ -3,9 +3,6 @@
 A kernel reads the slots of a token in blocks, and keeps sums for each lane of a block. A masked slot has logit -inf.
 """
 
-# Triton's annotations and calls are not Python's.
-# pyright: reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton
@@ -42,5 +39,6 @@ def divergence_terms(logit, t, lse, has_target):
     """
     log_p = tl.where(logit == float("-inf"), 0.0, logit - lse)
     terms = t * (tl.log2(tl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
-    p = tl.where((logit != float("-inf")) & has_target, tl.exp2(log_p * LOG2_E), 0.0)
-    return terms, p - t
+    p = tl.where(logit == float("-inf"), 0.0, tl.exp2(log_p * LOG2_E))
+    # Not in one condition: Triton's interpreter fails if a scalar comparison is combined with a block.
+    return terms, tl.where(has_target, p, 0.0) - t

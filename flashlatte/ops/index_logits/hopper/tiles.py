@@ -1,7 +1,7 @@
 """Tiles in shared memory, register layouts and barriers that both kernels share."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The first two passes of the index kernel: index logits, and the divergence of their softmax from the target."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
