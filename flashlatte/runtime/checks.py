@@ -209,11 +209,13 @@ def begins_at_multiple(x: torch.Tensor, alignment: int) -> bool:
     return (_address(x) or x.storage_offset() * x.element_size()) % alignment == 0
 
 
-def begins_aligned(backend: str, **tensors: torch.Tensor) -> None:
-    """Check at a launch the alignment that ``rows_aligned`` cannot check under torch.compile."""
+def begins_aligned(**tensors: torch.Tensor) -> None:
+    """Check at a launch on Hopper the alignment that ``rows_aligned`` cannot check under torch.compile."""
     for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:
-            raise ValueError(f"{name} must begin at a multiple of 16 bytes for {backend=}, got {tensor.data_ptr():#x}")
+            raise ValueError(
+                f"{name} must begin at a multiple of 16 bytes for backend='hopper', got {tensor.data_ptr():#x}"
+            )
 
 
 def is_integer(value: object) -> TypeGuard[int]:

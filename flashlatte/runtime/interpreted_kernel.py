@@ -25,11 +25,9 @@ class InterpretedKernel:
         records, same: the record class of each of the first parameters that is a record; as in ``kernel``.
     """
 
-    def __init__(
-        self, jitted: Any, records: Mapping[str, type[Any]] | None = None, same: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, jitted: Any, records: Mapping[str, type[Any]], same: Mapping[str, str]) -> None:
         self.jitted = jitted
-        self.records, self.same = records or {}, same or {}
+        self.records, self.same = records, same
         parameters = inspect.signature(jitted.fn).parameters
         self._positions = list(parameters)
         self._wide = {name for name, item in parameters.items() if str(item.annotation).rpartition(".")[2] == "int64"}

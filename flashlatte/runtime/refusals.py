@@ -41,17 +41,17 @@ def triton_attention(call: CallSpec, max_head_dim: int) -> str | None:
     return dtype(call, torch.bfloat16, torch.float16) or triton(call) or head_dim_above(call, max_head_dim)
 
 
-def capability(call: CallSpec, major: int, minor: int) -> str | None:
-    """The device is not a GPU of this compute capability, or Triton does not compile for it."""
-    wanted = f"needs compute capability {major}.{minor}"
+def hopper(call: CallSpec) -> str | None:
+    """The device is not a GPU of compute capability 9.0, or Triton does not compile for it."""
+    wanted = "needs compute capability 9.0"
     if not _TRITON_INSTALLED:
         return "needs Triton, which is not installed"
     if machine.interpreting():
         return f"{wanted} and does not run in Triton's interpreter (TRITON_INTERPRET=1)"
     if machine.device_type(call.device) != "cuda" or torch.version.hip is not None:
         return f"{wanted} (an NVIDIA GPU), and the tensors are on {call.device}"
-    found = machine.compute_capability(call.device)
-    return None if found == (major, minor) else f"{wanted}, and {call.device} has {found[0]}.{found[1]}"
+    major, minor = machine.compute_capability(call.device)
+    return None if (major, minor) == (9, 0) else f"{wanted}, and {call.device} has {major}.{minor}"
 
 
 def head_dims(call: CallSpec, *accepted: tuple[int, int]) -> str | None:

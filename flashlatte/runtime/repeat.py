@@ -104,7 +104,8 @@ def repeats_launches(function: _Function) -> _Function:
 
 
 def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) -> list[int]:
-    """Append arguments to ``key``, of tensors only what tells most calls apart, and tensors to ``tensors``.
+    """Append arguments to ``key`` (for a tensor, only the properties that distinguish most calls), and tensors to
+    ``tensors``.
 
     Returns the tensors' addresses.
     """
@@ -136,8 +137,8 @@ def _append(key: list[Any], tensors: list[torch.Tensor], values: Iterable[Any]) 
 def _matcher(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that compares tensors of the same shapes with these, in all that a key does not contain.
 
-    It compares types, dtypes, devices, strides, ``requires_grad``, and dispatch keys, which tell negated, sparse and
-    wrapped tensors apart. These are torch.compile's guards; they refuse a tensor that is passed twice.
+    It compares types, dtypes, devices, strides, ``requires_grad``, and dispatch keys, which distinguish negated, sparse
+    and wrapped tensors. These are torch.compile's guards; they refuse a tensor that is passed twice.
     """
     firsts = [next(n for n, other in enumerate(tensors) if other is tensor) for tensor in tensors]
     numbers = list(dict.fromkeys(firsts))

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def first_stride(tensor: torch.Tensor | None) -> int:
+    """The stride of the first axis; 0 for None."""
+    return 0 if tensor is None else tensor.stride(0)
+
+
 def stride_in_use(tensor: torch.Tensor, axis: int) -> int:
     """The stride of an axis, or 0 if its size is 1."""
     return tensor.stride(axis) if tensor.shape[axis] > 1 else 0
@@ -19,8 +24,8 @@ def strides_in_use(tensor: torch.Tensor) -> tuple[int, ...]:
 def row_align(tensor: torch.Tensor, elements: int = 8) -> int:
     """``elements`` if every row begins at a multiple of that many elements, else 1. The default: 16 bytes of bf16.
 
-    Kernels take strides divided by this number, which is a constant of theirs. The compiler can then use 16-byte loads
-    and stores without a variant for each stride.
+    Kernels take strides divided by this number, as a compile-time constant. The compiler can then use 16-byte loads and
+    stores without a variant for each stride.
     """
     begins = tensor.data_ptr() % (elements * tensor.element_size()) == 0
     return elements if begins and all(stride % elements == 0 for stride in strides_in_use(tensor)) else 1

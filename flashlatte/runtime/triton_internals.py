@@ -146,7 +146,7 @@ def counting_launches(count: Callable[[object], None]) -> Iterator[None]:
 
 
 def _innermost(run: Any) -> Any:
-    """The driver module's launch function behind NVIDIA's launcher ``run``; None if ``run`` is another launcher, or
+    """The driver module's launch function that NVIDIA's launcher ``run`` calls; None if ``run`` is another launcher, or
     does more than launch.
 
     Assumes that the launcher's attribute ``launch`` is the driver module's function, or, for a kernel with TMA

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,58 +25,53 @@ _RUN_TIME_SCALARS = ("int32", "int64", "float32", "Int32", "Int64", "Float32", "
 def kernel(
     function: Callable[..., None] | None = None,
     *,
-    by_element: Sequence[str] = (),
     cluster: ClusterLaunch | None = None,
     same: Mapping[str, str] | None = None,
 ) -> Any:
     """``triton.jit`` for a kernel whose scalar arguments are run-time values of the annotated type.
 
     By default Triton compiles separate variants for scalars that are 1, divisible by 16, or beyond 32 bits, so a new
-    batch size or stride could cost seconds. Compile-time values are ``tl.constexpr`` parameters, passed by name.
+    batch size or stride could cost seconds. It also specializes on the alignment of pointers, unless they are annotated
+    with ``kernel_records.ElementPointer``. Compile-time values are ``tl.constexpr`` parameters, passed by name.
 
     A parameter annotated with a named tuple is a record, whose fields ``kernel_records`` annotates. The launch passes
     an instance: ``kernel[grid](query, outputs, scale=0.1, CONFIG=config)``.
 
     Args:
-        by_element: pointers of any alignment (such as lengths in the middle of a buffer) that are accessed element by
-            element; specializing on their alignment would only add variants. In a record: ``ElementPointer``.
         cluster: the cluster that CTAs are launched in, if any.
         same: fields of records, "outputs_tokens", that are the same value as another field, "key_lengths_tokens". The
             kernel then has one parameter for both, and divides by it once.
     """
-    return _compiled_by(triton.jit, function, by_element, cluster, same or {})
+    return _compiled_by(triton.jit, function, cluster, same or {})
 
 
 def gluon_kernel(
     function: Callable[..., None] | None = None,
     *,
-    by_element: Sequence[str] = (),
     cluster: ClusterLaunch | None = None,
     same: Mapping[str, str] | None = None,
 ) -> Any:
     """``kernel`` for Gluon."""
     from triton.experimental import gluon
 
-    return _compiled_by(gluon.jit, function, by_element, cluster, same or {})
+    return _compiled_by(gluon.jit, function, cluster, same or {})
 
 
 def _compiled_by(
     jit: Callable[..., Any],
     function: Callable[..., None] | None,
-    by_element: Sequence[str],
     cluster: ClusterLaunch | None,
     same: Mapping[str, str],
 ) -> Any:
     """A ``Kernel``, or an ``InterpretedKernel`` in Triton's interpreter; without ``function`` a decorator."""
     if function is None:
-        return lambda decorated: _compiled_by(jit, decorated, by_element, cluster, same)
+        return lambda decorated: _compiled_by(jit, decorated, cluster, same)
     records = records_of(function)
     parameters = parameters_of(function, records, same)
-    of_any_alignment = [item.name for item in parameters if item.kind == "ElementPointer"]
     jitted = jit(
         entry_of(function, records, same, jit(function)) if records else function,
         do_not_specialize=[item.name for item in parameters if item.kind in _RUN_TIME_SCALARS],
-        do_not_specialize_on_alignment=[*by_element, *of_any_alignment],
+        do_not_specialize_on_alignment=[item.name for item in parameters if item.kind == "ElementPointer"],
     )
     if isinstance(jitted, triton.JITFunction):
         return Kernel(jitted, cluster, records, same)

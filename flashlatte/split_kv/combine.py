@@ -16,12 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.dependent_launch import (
-    gdc_launch_dependents,
-    gdc_wait,
-    launch_options,
-    launches_overlap,
-)
+from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, launches_overlap
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.runtime.triton_kernel import kernel
 from flashlatte.split_kv import device

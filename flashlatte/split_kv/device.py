@@ -11,7 +11,7 @@ group. The intersection of a work item with a range is a *split*.
 Fixed splits. The splits of a work item depend only on its own length, so that results do not depend on the batch.
 
 Partial outputs. A CTA that processes all of a work item writes its result. Otherwise it writes a partial output and its
-lse to the scratch. The *split metadata* behind them state what to combine: for each range, the work item that it
+lse to the scratch. The *split metadata* after them state what to combine: for each range, the work item that it
 continues, or -1; with fixed splits, the number of splits of each work item. Metadata are float32 like the scratch; a
 balanced schedule has fewer than 2^24 work items (``plan.num_ranges``), so their indices are exact.
 """
@@ -180,7 +180,7 @@ def partial_of_split(local_item, split, group, num_groups, max_splits):
 
 @triton.jit
 def range_metadata(scratch, num_ranges, num_groups, PARTIAL: tl.constexpr):
-    """Pointer to the split metadata of balanced ranges, behind all partial outputs of PARTIAL elements."""
+    """Pointer to the split metadata of balanced ranges, after all partial outputs of PARTIAL elements."""
     return scratch + partial_of_range(num_ranges, 0, num_groups, True) * PARTIAL
 
 

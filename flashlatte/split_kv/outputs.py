@@ -14,6 +14,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import float_to_e4m3, from_float32
 from flashlatte.kernels.triton.online_softmax import LN_2, sink_weight
 from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, OptionalInt32, Pointer
+from flashlatte.runtime.strides import first_stride
 from flashlatte.split_kv.device import request_and_token
 
 
@@ -86,7 +87,7 @@ def outputs_of(
         lse_token,
         lse_head,
         sink,
-        0 if sink is None else sink.stride(0),
+        first_stride(sink),
         tokens=s_q if h_kv is None else None,
         heads=heads,
         rows=heads if h_kv is None else s_q * heads,

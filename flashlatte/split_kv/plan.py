@@ -174,7 +174,7 @@ def num_ranges(
     # items + 1: a range may advance past the last work item.
     if (items + 1) * (item_blocks + _MAX_OVERHEAD) > MAX_COST:
         return None
-    if uniform and _use(items * groups, resident) >= 1 - _IDLE_FOR_WHOLE_ITEMS:
+    if uniform and _utilization(items * groups, resident) >= 1 - _IDLE_FOR_WHOLE_ITEMS:
         return None
     ranges = resident // groups
     if keep_items_whole:
@@ -184,7 +184,7 @@ def num_ranges(
     return min(ranges, items * item_blocks, max_ranges) or None
 
 
-def _use(ctas: int, resident: int) -> float:
+def _utilization(ctas: int, resident: int) -> float:
     """Average fraction of the device in use, for CTAs of equal duration."""
     return ctas / (-(-ctas // resident) * resident)
 

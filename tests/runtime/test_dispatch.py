@@ -33,7 +33,7 @@ def takes(*dtypes):
 
 
 def needs_hopper(call):
-    return refusals.capability(call, 9, 0)
+    return refusals.hopper(call)
 
 
 def refuse_large_heads(call):

@@ -13,7 +13,7 @@ consumers). Copies that fill a buffer complete on an mbarrier.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ __all__ = [
     "FIRST_FREE",
     "PAIR_THREADS",
     "allocate_mbarrier",
+    "allocate_mbarriers",
     "arrive",
     "arrive_at",
     "sync_before_warp_specialize",
@@ -68,3 +69,12 @@ def allocate_mbarrier(COUNT: gl.constexpr = 1):
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=COUNT)
     return barrier
+
+
+@gluon.jit
+def allocate_mbarriers(SLOTS: gl.constexpr, COUNT: gl.constexpr = 1):
+    """The mbarriers [SLOTS, 1] of a ring's slots, each of which completes after COUNT arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=COUNT)
+    return barriers

@@ -5,7 +5,7 @@ rows 32 to 63 the tokens that its peer dequantized. A warp of the producer store
 copies them to the peer through DSMEM (cp.async.bulk), where an mbarrier counts the bytes. A half is empty when the
 consumers of both CTAs have read it.
 
-Mbarriers replace the named barriers of empty and full halves. They are in the tail of shared memory, behind Triton's
+Mbarriers replace the named barriers of empty and full halves. They are in the tail of shared memory, after Triton's
 allocations (``ptx.clusters``). The halves of both blocks are contiguous, in one allocation at the start of shared
 memory.
 """
@@ -25,7 +25,7 @@ from flashlatte.kernels.hopper.ptx import clusters as ptx
 from flashlatte.kernels.hopper.ptx.threads import trap_unless
 from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
 
-# Bytes of shared memory behind Triton's allocations: eight mbarriers.
+# Bytes of shared memory after Triton's allocations: eight mbarriers.
 TAIL_BYTES = gl.constexpr(64)
 # Tokens of a block that a CTA dequantizes.
 OWN_TOKENS = gl.constexpr(32)

@@ -12,7 +12,7 @@ odd consumer        scores 1           | P0·V0 right | softmax 1 | P1·V1 right
 producer        halves of the next step's blocks, each as soon as its last reader releases it
 ```
 
-The odd consumer issues P0·V0 behind its scores and computes its softmax during that product. A consumer publishes P
+The odd consumer issues P0·V0 after its scores and computes its softmax during that product. A consumer publishes P
 before its own product with P, because a warp that issues a product stalls until the tensor cores accept it. A consumer
 releases a half right after the last product that reads it.
 
@@ -151,7 +151,7 @@ def attend_even(
 
 @gluon.jit
 def begin_odd(state, args, zero):
-    """Issue P of block 0 times the right half of its values, behind the scores of block 1.
+    """Issue P of block 0 times the right half of its values, after the scores of block 1.
 
     Returns the pending output [64, 256] and row_max [64] of block 0.
     """

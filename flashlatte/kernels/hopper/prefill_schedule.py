@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -30,11 +31,6 @@ class QueryItem(NamedTuple):
     first: Any
     end: Any
     before: Any
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -83,7 +79,7 @@ def find_item(requests, block, min_queries, TOKENS: gl.constexpr, SCAN: gl.const
     for start in range(0, requests.count + 2, SCAN):
         items = _items(start, SCAN)
         blocks = _blocks_of(requests, items, min_queries, TOKENS)
-        ends = scanned + gl.associative_scan(blocks, 0, _add)
+        ends = scanned + tl.cumsum(blocks, 0)
         is_before = (items <= requests.count + 1) & (ends <= block)
         item += gl.sum(is_before.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(is_before, ends, 0), 0))

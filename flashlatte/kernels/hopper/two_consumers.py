@@ -108,15 +108,6 @@ def phase_of(step):
 
 
 @gluon.jit
-def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """COUNT mbarriers [COUNT, 1] of ARRIVALS arrivals each."""
-    allocated = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(allocated.index(index), count=ARRIVALS)
-    return allocated
-
-
-@gluon.jit
 def wait_k(shared, step):
     mbarrier.wait(shared.k_full.index(stage_of(step)), phase_of(step))
 
@@ -175,7 +166,7 @@ def write_scalars(smem, values):
 
 @gluon.jit
 def read_scalar(smem, index):
-    """Read a scalar. It is opaque, because the compiler would move the load behind the barrier that allows overwriting
+    """Read a scalar. It is opaque, because the compiler would move the load after the barrier that allows overwriting
     it."""
     return opaque(gl.max(smem.index(index).load(_REPLICATED_IN_CONSUMER), 0))
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.runtime.kernel_records import ElementPointer, Int64
-from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.strides import first_stride, stride_in_use
 
 
 class Slots(NamedTuple):
@@ -67,9 +67,9 @@ def requests_of(
         cu_seqlens.shape[0],
         num_requests,
         seq_starts,
-        0 if seq_starts is None else seq_starts.stride(0),
+        first_stride(seq_starts),
         seq_ends,
-        0 if seq_ends is None else seq_ends.stride(0),
+        first_stride(seq_ends),
     )
 
 

@@ -17,7 +17,7 @@ from flashlatte.kernels.triton.row_scales import quantize_tiles, scale_rows
 from flashlatte.kernels.triton.rows import page_pointers
 from flashlatte.kv_cache.formats import BlockScaling, CacheFormat, Tiling
 from flashlatte.kv_cache.index_formats import SMALLEST_AMAX, IndexFormat
-from flashlatte.runtime.kernel_records import Float32, Pointer
+from flashlatte.runtime.kernel_records import ElementPointer, Float32
 
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 
@@ -43,7 +43,7 @@ class RowBytes(NamedTuple):
 class CacheScale(NamedTuple):
     """The scale of a one-byte cache: one float32, or ``value`` if ``tensor`` is None."""
 
-    tensor: Pointer
+    tensor: ElementPointer
     value: Float32
 
 

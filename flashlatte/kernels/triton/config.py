@@ -1,13 +1,15 @@
-"""Tile configurations of the portable decode and sparse kernels, by GPU class."""
+"""Tile configurations of the portable decode and sparse kernels, by GPU class; and widths of tiles, which are powers of
+two."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flashlatte.kernels.triton.head_dims import MIN_WIDTH, padded
 from flashlatte.kernels.triton.online_softmax import NVIDIA
 
+# The minimum side of a matrix product in Triton.
+MIN_WIDTH = 16
 # The largest row width for which the tables' configurations are used unchanged.
 _TABLE_WIDTH = 576
 # (latent, rope) columns of the tiles that support Hopper's warp groups.
@@ -127,3 +129,15 @@ def choose(
         ptx=gpu in NVIDIA,
     )
     return config, step
+
+
+def tile_widths(head_dim: int) -> tuple[int, int]:
+    """Widths (powers of two) of two tiles that together hold a row of q or k; the second is 0 if one tile is enough."""
+    whole = padded(head_dim)
+    rest = padded(head_dim - whole // 2)
+    return (whole, 0) if whole // 2 < MIN_WIDTH or whole // 2 + rest >= whole else (whole // 2, rest)
+
+
+def padded(width: int) -> int:
+    """The width of a tile for ``width`` columns: a power of two, at least MIN_WIDTH."""
+    return max(1 << max(width - 1, 0).bit_length(), MIN_WIDTH)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.head_dims import padded
+from flashlatte.kernels.triton.config import padded
 from flashlatte.runtime.triton_kernel import kernel
 
 _MAX_GRID = _MAX_INT32 = 2**31 - 1

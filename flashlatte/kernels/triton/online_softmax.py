@@ -99,16 +99,6 @@ def load_tile(base, offsets, in_use, step: tl.constexpr):
 
 
 @triton.jit
-def selected_count(lengths, stride, token, topk):
-    """How many of a token's ``topk`` indices count: ``lengths`` at [token · stride], clamped; None: all."""
-    count = topk
-    if lengths is not None:
-        given = tl.load(lengths + token * stride).to(tl.int64)
-        count = tl.minimum(tl.maximum(given, 0), topk).to(tl.int32)
-    return count
-
-
-@triton.jit
 def load_keys(kv, index, valid, step: tl.constexpr):
     """The rows of kv, a ``rows.TokenRows``, at ``index`` [block_n]; 0 where not ``valid``."""
     return load_tile(kv.start, tl.where(valid, index, 0) * kv.stride * kv.align, valid, step)

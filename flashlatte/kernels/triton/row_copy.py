@@ -76,6 +76,6 @@ def tile_of_words(COPY: tl.constexpr):
 
 @triton.jit
 def words_at(memory, offset, UNIT: tl.constexpr):
-    """Pointers to the words ``offset`` units of UNIT bytes behind ``memory``."""
+    """Pointers to the words ``offset`` units of UNIT bytes after ``memory``."""
     WORD: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint8
     return memory.to(tl.pointer_type(WORD)) + offset * (UNIT // 4 if UNIT >= 4 else UNIT)

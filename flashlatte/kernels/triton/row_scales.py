@@ -1,9 +1,22 @@
-"""Scales of rows that are quantized to e4m3, with one scale per row or per tile of a row."""
+"""Scales of rows that are quantized to e4m3, with one scale per row, per tile of a row, or for all rows."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from flashlatte.kernels.fp8_attention import SMALLEST_AMAX
+from flashlatte.kv_cache.fp8 import E4M3_MAX
+
+_LARGEST = tl.constexpr(E4M3_MAX)
+_SMALLEST = tl.constexpr(SMALLEST_AMAX)
+
+
+@triton.jit
+def power_of_two_scale(amax):
+    """The scale of ``fp8_attention``: the smallest power of two for which ``amax`` / scale is at most 448."""
+    bits = (tl.maximum(amax, _SMALLEST) * (1.0 / _LARGEST)).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -80,7 +80,7 @@ def _gather(params: CompressParams, tokens: torch.Tensor) -> tuple[torch.Tensor,
     scores = params.score[token].float() + params.ape[position % ratio]
     visible = is_new & (position >= 0)
     if params.state_cache is not None and params.state_table is not None:
-        page, offset, found = _state_places(params.state_cache, params.state_table, request, position)
+        page, offset, found = _locate_states(params.state_cache, params.state_table, request, position)
         old_values, old_scores = params.state_cache[page, offset].chunk(2, dim=-1)
         values = torch.where(is_new[..., None], values, old_values)
         scores = torch.where(is_new[..., None], scores, old_scores)
@@ -96,7 +96,7 @@ def _gather(params: CompressParams, tokens: torch.Tensor) -> tuple[torch.Tensor,
     )
 
 
-def _state_places(
+def _locate_states(
     cache: torch.Tensor, table: torch.Tensor, request: torch.Tensor, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Page and offset of positions in the state cache (0 and 0 if a position is not in it), and whether it is."""
@@ -113,7 +113,7 @@ def _save_state(params: CompressParams) -> None:
         return
     request, position = params.request_ids.long(), params.positions.long()
     room = params.state_table.shape[1] * params.state_cache.shape[1]
-    page, offset, found = _state_places(params.state_cache, params.state_table, request, position)
+    page, offset, found = _locate_states(params.state_cache, params.state_table, request, position)
     later = torch.full_like(request, -1)
     later[: max(len(request) - room, 0)] = request[room:]
     saved = found & _known(params) & (later != request)

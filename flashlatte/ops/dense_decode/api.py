@@ -26,7 +26,7 @@ _PRECISIONS = (None, "fp8")
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
-    if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.capability(call, 9, 0):
+    if reason := refusals.dtype(call, torch.bfloat16, torch.float16) or refusals.hopper(call):
         return reason
     if call.cache_format is not None and not _hopper_reads(format_class(call.cache_format)):
         return f"takes caches in {names_of(_hopper_reads)}, not {call.cache_format}"

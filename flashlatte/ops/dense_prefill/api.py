@@ -26,7 +26,7 @@ _HOPPER_HEAD_DIMS = range(64, 256 + 1, 8)
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.capability(call, 9, 0)
+        or refusals.hopper(call)
         or refusals.head_dim_in(call, _HOPPER_HEAD_DIMS)
         or refusals.unaligned(call)
     )

@@ -12,7 +12,7 @@ from flashlatte.kernels.triton.dependent_launch import gdc_wait, launch_options,
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.ops.index_convert.reference import IndexConvertParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
-from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.strides import first_stride, stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK, WARPS = 2048, 8
@@ -84,7 +84,7 @@ def index_convert(params: IndexConvertParams) -> None:
             indices,
             0 if indices is None else stride_in_use(indices, 0),
             query_positions,
-            _stride(query_positions),
+            first_stride(query_positions),
             params.sinks,
             params.window,
             slots.shape[1],
@@ -96,11 +96,11 @@ def index_convert(params: IndexConvertParams) -> None:
             max_pages,
             params.page_size,
             request_ids,
-            _stride(request_ids),
+            first_stride(request_ids),
             params.next_n,
         ),
         ContextRank(*sharding),
-        RowWorkspaces(ids, _stride(ids), starts, _stride(starts), 0 if starts is None else starts.shape[0]),
+        RowWorkspaces(ids, first_stride(ids), starts, first_stride(starts), 0 if starts is None else starts.shape[0]),
         ConvertedSlots(slots, stride_in_use(slots, 0), params.counts),
         SHARDED=sharding.size > 1,
         COMPACT=params.compact,
@@ -111,10 +111,6 @@ def index_convert(params: IndexConvertParams) -> None:
         num_warps=WARPS,
         **launch_options(overlapped),
     )
-
-
-def _stride(values: torch.Tensor | None) -> int:
-    return 0 if values is None else values.stride(0)
 
 
 @kernel

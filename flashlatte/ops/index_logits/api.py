@@ -28,7 +28,7 @@ _HOPPER_ALIGNMENT, _HOPPER_PAGES = 16, 32
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
-    if reason := refusals.dtype(call, torch.float8_e4m3fn) or refusals.capability(call, 9, 0):
+    if reason := refusals.dtype(call, torch.float8_e4m3fn) or refusals.hopper(call):
         return reason
     if call.cache_format is not None and INDEX_FORMATS[call.cache_format].encoding != "e4m3":
         return f"takes keys in e4m3, not {call.cache_format}"

@@ -22,17 +22,16 @@ from flashlatte.runtime.triton_kernel import kernel
 
 
 class WeightsBlock(NamedTuple):
-    """The tile of a program: rows, heads, and elements of each per step; and its warps."""
+    """The tile of a program: rows, heads, and elements of each per step."""
 
     rows: int
     heads: int
     width: int
-    warps: int
 
 
 # With few rows most SMs would be idle, so a program processes few heads. (maximum rows, block); the first that fits.
-BLOCKS = ((4, WeightsBlock(4, 1, 1024, 8)), (16, WeightsBlock(8, 2, 1024, 8)), (None, WeightsBlock(8, 4, 512, 8)))
-STAGES = 3
+BLOCKS = ((4, WeightsBlock(4, 1, 1024)), (16, WeightsBlock(8, 2, 1024)), (None, WeightsBlock(8, 4, 512)))
+WARPS, STAGES = 8, 3
 
 
 def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -53,7 +52,7 @@ def index_weights(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor)
         BLOCK_K=block.width,
         ALIGN=align,
         STAGES=STAGES,
-        num_warps=block.warps,
+        num_warps=WARPS,
     )
 
 
@@ -80,13 +79,13 @@ def index_weights_kernel(
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     rows, of_heads = token_row(hidden, token)[:, None], token_row(weight, head)[:, None]
-    there, of_layer = (token < tokens)[:, None], (head < heads)[:, None]
+    in_tokens, in_heads = (token < tokens)[:, None], (head < heads)[:, None]
     sums = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_K], tl.float32)
     for begin in tl.range(0, units * ALIGN, BLOCK_K, num_stages=STAGES):
         column = begin + tl.arange(0, BLOCK_K)[None, :]
         inside = column < units * ALIGN
-        x = to_float32(tl.load(rows + column, mask=there & inside, other=0.0))
-        w = tl.load(of_heads + column, mask=of_layer & inside, other=0.0)
+        x = to_float32(tl.load(rows + column, mask=in_tokens & inside, other=0.0))
+        w = tl.load(of_heads + column, mask=in_heads & inside, other=0.0)
         sums += x[:, None, :] * w[None, :, :]
     target = out + token.to(tl.int64)[:, None] * heads + head[None, :]
-    tl.store(target, tl.sum(sums, axis=2), mask=there & (head < heads)[None, :])
+    tl.store(target, tl.sum(sums, axis=2), mask=in_tokens & (head < heads)[None, :])

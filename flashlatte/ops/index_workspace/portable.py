@@ -13,6 +13,7 @@ from flashlatte.kernels.triton.cache_address import Requests, request_of_row, re
 from flashlatte.kernels.triton.rows import TokenRows, token_row, token_rows
 from flashlatte.ops.index_workspace.reference import IndexWorkspaceParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int64
+from flashlatte.runtime.strides import first_stride
 from flashlatte.runtime.triton_kernel import kernel
 
 BLOCK, WARPS = 512, 4
@@ -40,10 +41,9 @@ class WorkspaceLayout(NamedTuple):
 
 def index_workspace(params: IndexWorkspaceParams) -> None:
     rows, seq_lens, gather_lens = params.rows, params.seq_lens, params.gather_lens
-    gather_stride = 0 if gather_lens is None else gather_lens.stride(0)
     index_workspace_kernel[(rows.shape[0],)](
         requests_of(params.cu_seqlens_q, seq_lens.shape[0], None),
-        GatheredLengths(seq_lens, seq_lens.stride(0), gather_lens, gather_stride),
+        GatheredLengths(seq_lens, seq_lens.stride(0), gather_lens, first_stride(gather_lens)),
         WorkspaceLayout(params.topk, params.window, params.ratio, params.workspace_rows, params.window_row),
         token_rows(params.indices, align=1),
         rows=rows,

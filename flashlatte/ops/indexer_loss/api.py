@@ -40,7 +40,7 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.capability(call, 9, 0)
+        or refusals.hopper(call)
         or (None if call.head_dim in _HOPPER_HEAD_DIMS else f"takes head dims 576 and 512, not {call.head_dim}")
         or refusals.unaligned(call)
         or (None if (call.h_q or 0) <= _HOPPER_MAX_HEADS else f"takes up to {_HOPPER_MAX_HEADS} heads, not {call.h_q}")

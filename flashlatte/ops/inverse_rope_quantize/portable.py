@@ -69,8 +69,8 @@ def inverse_rope_quantize_kernel(
     tile, block = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     token = (block // head_blocks).to(tl.int64)
     head = (block % head_blocks) * _BLOCK_H + tl.arange(0, _BLOCK_H)
-    there = head < heads
-    real = there & (token < num_tokens)
+    in_heads = head < heads
+    real = in_heads & (token < num_tokens)
     column = tile * _TILE + tl.arange(0, _TILE)[None, :]
     o_row = head_row(o, token, head)
     x = to_float32(tl.load(o_row[:, None] + column, mask=real[:, None], other=0.0))
@@ -94,6 +94,6 @@ def inverse_rope_quantize_kernel(
     if scales.dtype.element_ty == tl.uint8:
         # One byte of the word that packs four tiles' scales.
         at = ((head * (TILES // 4) + tile // 4) * padded + token) * 4 + tile % 4
-        tl.store(scales + at, (factors.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=there)
+        tl.store(scales + at, (factors.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=in_heads)
     else:
-        tl.store(scales + (head * TILES + tile) * padded + token, factors, mask=there)
+        tl.store(scales + (head * TILES + tile) * padded + token, factors, mask=in_heads)

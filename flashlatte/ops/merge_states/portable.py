@@ -20,7 +20,7 @@ from flashlatte.runtime.kernel_records import Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
 MAX_PARTS = 8  # of one launch
-MAX_AXES = 3  # leading axes that a kernel tells apart
+MAX_AXES = 3  # leading axes that a launch supports
 SCRATCH_BYTES = 64 * 2**20
 VECTOR_BYTES = 16
 TILE = 2048
@@ -118,13 +118,13 @@ def _fused_axes(states: Sequence[MergeState]) -> Axes:
     for size, of_outs, of_lses in zip(states[0].lse.shape, out_strides, lse_strides, strict=True):
         if size == 1:
             continue
-        here = [*of_outs, *of_lses]
-        if sizes and all(outer == size * inner for outer, inner in zip(strides[-1], here, strict=True)):
+        of_axis = [*of_outs, *of_lses]
+        if sizes and all(outer == size * inner for outer, inner in zip(strides[-1], of_axis, strict=True)):
             sizes[-1] *= size
-            strides[-1] = here
+            strides[-1] = of_axis
         else:
             sizes.append(size)
-            strides.append(here)
+            strides.append(of_axis)
     return Axes(sizes, strides) if sizes else Axes([1], [[0] * (2 * len(states))])
 
 

@@ -94,37 +94,37 @@ def mhc_pre_kernel(
     BLOCK_N: tl.constexpr = triton.next_power_of_2(N)
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, BLOCK_N)
-    there = stream < N
+    in_streams = stream < N
     rows = streams + ((token * N + stream) * units)[:, None] * ALIGN  # [BLOCK_N, 1]
     squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)[None, :]
-        x = to_float32(tl.load(rows + column, mask=there[:, None] & (column < units * ALIGN), other=0.0))
+        x = to_float32(tl.load(rows + column, mask=in_streams[:, None] & (column < units * ALIGN), other=0.0))
         squares += x * x
     inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * units * ALIGN) + rms_eps)
 
     projected, base, scale = projection.projected + token * ((2 + N) * N), projection.base, projection.scale
-    weight = tl.sigmoid(_scaled(projected, base, tl.load(scale) * inverse, stream, there)) + eps  # [BLOCK_N]
-    share = 2 * tl.sigmoid(_scaled(projected, base, tl.load(scale + 1) * inverse, N + stream, there))
-    tl.store(shares + token * N + stream, share, mask=there)
+    weight = tl.sigmoid(_scaled(projected, base, tl.load(scale) * inverse, stream, in_streams)) + eps  # [BLOCK_N]
+    share = 2 * tl.sigmoid(_scaled(projected, base, tl.load(scale + 1) * inverse, N + stream, in_streams))
+    tl.store(shares + token * N + stream, share, mask=in_streams)
     offset = stream[:, None] * N + stream[None, :]
-    inside = there[:, None] & there[None, :]
+    inside = in_streams[:, None] & in_streams[None, :]
     mixed = _scaled(projected, base, tl.load(scale + 2) * inverse, 2 * N + offset, inside)  # [BLOCK_N, BLOCK_N]
     mixed = tl.where(inside, mixed, float("-inf"))
-    row_max = tl.where(there, tl.max(mixed, axis=1), 0.0)
+    row_max = tl.where(in_streams, tl.max(mixed, axis=1), 0.0)
     mixed = tl.exp(mixed - row_max[:, None])
-    mixed = tl.where(inside, mixed / _divisor(tl.sum(mixed, axis=1), 0.0, there)[:, None] + eps, 0.0)
-    mixed /= _divisor(tl.sum(mixed, axis=0), eps, there)[None, :]
+    mixed = tl.where(inside, mixed / _divisor(tl.sum(mixed, axis=1), 0.0, in_streams)[:, None] + eps, 0.0)
+    mixed /= _divisor(tl.sum(mixed, axis=0), eps, in_streams)[None, :]
     for _ in range(iterations - 1):
-        mixed /= _divisor(tl.sum(mixed, axis=1), eps, there)[:, None]
-        mixed /= _divisor(tl.sum(mixed, axis=0), eps, there)[None, :]
+        mixed /= _divisor(tl.sum(mixed, axis=1), eps, in_streams)[:, None]
+        mixed /= _divisor(tl.sum(mixed, axis=0), eps, in_streams)[None, :]
     tl.store(mixture + token * (N * N) + offset, mixed, mask=inside)
 
     for begin in range(0, units * ALIGN, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
         in_row = column < units * ALIGN
-        x = to_float32(tl.load(rows + column[None, :], mask=there[:, None] & in_row[None, :], other=0.0))
-        collapsed = tl.sum(tl.where(there, weight, 0.0)[:, None] * x, axis=0)
+        x = to_float32(tl.load(rows + column[None, :], mask=in_streams[:, None] & in_row[None, :], other=0.0))
+        collapsed = tl.sum(tl.where(in_streams, weight, 0.0)[:, None] * x, axis=0)
         row = layer_input + token * units * ALIGN
         tl.store(row + column, from_float32(collapsed, layer_input.dtype.element_ty), mask=in_row)
 
@@ -136,9 +136,9 @@ def _scaled(projected, base, factor, offset, inside):
 
 
 @triton.jit
-def _divisor(sums, eps, there):
+def _divisor(sums, eps, in_streams):
     """The divisors of rows or columns; 1 beyond the last stream."""
-    return tl.where(there, sums + eps, 1.0)
+    return tl.where(in_streams, sums + eps, 1.0)
 
 
 @kernel

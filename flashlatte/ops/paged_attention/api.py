@@ -32,7 +32,7 @@ _MAX_KEYS = 2**30
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, *_HALVES)
-        or refusals.capability(call, 9, 0)
+        or refusals.hopper(call)
         or refusals.page_size(call, _HOPPER_PAGE_SIZE)
         or _refuses_head_dims(call)
         or refusals.unaligned(call)

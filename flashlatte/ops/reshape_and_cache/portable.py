@@ -22,7 +22,7 @@ from flashlatte.runtime.kernel_records import Constant, Float32, Int64, Pointer
 from flashlatte.runtime.strides import stride_in_use
 from flashlatte.runtime.triton_kernel import kernel
 
-NUMBERS = 4096  # of a key tile
+ELEMENTS = 4096  # of a key tile
 NUM_WARPS = 4
 
 
@@ -72,7 +72,7 @@ def reshape_and_cache(params: ReshapeAndCacheParams) -> None:
     heads = key.shape[1]
     slots = slots_of(params.slot_mapping, params.k_cache)
     num_rows = slots.num_tokens * heads
-    rows = max(NUMBERS // max(triton.next_power_of_2(key.shape[2]), triton.next_power_of_2(value.shape[2])), 1)
+    rows = max(ELEMENTS // max(triton.next_power_of_2(key.shape[2]), triton.next_power_of_2(value.shape[2])), 1)
     reshape_and_cache_kernel[(cdiv(num_rows, rows),)](
         slots,
         _key_value_rows(key, params.k_cache, params.k_scale, params.k_scale_value),

@@ -14,8 +14,8 @@ import triton.language as tl
 from flashlatte.kernels.triton.cache_address import Slots, locate_slots, slots_of
 from flashlatte.kernels.triton.cache_layout import as_bytes, cdiv
 from flashlatte.kernels.triton.cache_row import CacheScale, encode_elements, load_scale
+from flashlatte.kernels.triton.config import padded
 from flashlatte.kernels.triton.fp8 import converts_e4m3
-from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.kernels.triton.rotate import (
     TokenRotation,
     load_rotation,
@@ -109,9 +109,9 @@ def rope_cache_write_kernel(
     PAIRS: tl.constexpr = CONFIG.pairs
     program = tl.program_id(0).to(tl.int64)
     is_key = program < slots.num_tokens
-    behind = tl.maximum(program - slots.num_tokens, 0)
-    of_query = behind // tl.maximum(head_blocks, 1)
-    token = tl.where(is_key, program, of_query)
+    query_program = tl.maximum(program - slots.num_tokens, 0)
+    query_token = query_program // tl.maximum(head_blocks, 1)
+    token = tl.where(is_key, program, query_token)
     pair = tl.arange(0, CONFIG.block_pairs)[None, :]
     cosine, sine = load_rotation(rotation, token, pair, PAIRS)  # [1, block_pairs]
 
@@ -129,7 +129,7 @@ def rope_cache_write_kernel(
         elements = tl.load(token_row(latent, token) + column, mask=inside, other=0.0)
         store_elements(row_in_cache + column, elements, factor, inside, CONFIG)
     elif q_rope.start is not None:
-        head = (behind - of_query * head_blocks) * CONFIG.block_h + tl.arange(0, CONFIG.block_h)[:, None]
+        head = (query_program - query_token * head_blocks) * CONFIG.block_h + tl.arange(0, CONFIG.block_h)[:, None]
         rows = head_row(q_rope, token, head)
         rotate_rows(
             rows, rows, head < heads, cosine, sine, PAIRS, CONFIG.block_h, CONFIG.block_pairs, CONFIG.interleaved
@@ -137,6 +137,6 @@ def rope_cache_write_kernel(
 
 
 @triton.jit
-def store_elements(places, x, scale, mask, CONFIG: tl.constexpr):
-    stored = encode_elements(x, places.dtype.element_ty, scale, CONFIG.native)
-    tl.store(places, stored, mask=mask)
+def store_elements(pointers, x, scale, mask, CONFIG: tl.constexpr):
+    stored = encode_elements(x, pointers.dtype.element_ty, scale, CONFIG.native)
+    tl.store(pointers, stored, mask=mask)

@@ -29,7 +29,7 @@ from flashlatte.ops.rotate_and_cache.reference import RotateAndCacheParams
 from flashlatte.runtime.triton_kernel import kernel
 
 # Query elements and warps of a program.
-NUMBERS, WARPS = 1024, 1
+ELEMENTS, WARPS = 1024, 1
 
 
 class RotateAndCacheConfig(NamedTuple):
@@ -56,7 +56,7 @@ class RotateAndCacheConfig(NamedTuple):
 def rotate_and_cache(params: RotateAndCacheParams) -> None:
     q, cache = params.queries, as_bytes(params.cache)
     tokens, heads, head_dim = q.shape
-    block = min(NUMBERS // head_dim, 32)
+    block = min(ELEMENTS // head_dim, 32)
     head_blocks = cdiv(heads, block)
     slots = slots_of(params.slot_mapping, cache)
     rotate_and_cache_kernel[(tokens * (1 + head_blocks),)](

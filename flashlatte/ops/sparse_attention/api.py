@@ -37,7 +37,7 @@ def _refuses_portable(call: dispatch.CallSpec) -> str | None:
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.capability(call, 9, 0)
+        or refusals.hopper(call)
         or refusals.head_dims(call, (576, 512), (512, 512))
         or refusals.unaligned(call)
         or (None if (call.h_q or 0) <= _HOPPER_MAX_HEADS else f"takes up to {_HOPPER_MAX_HEADS} heads, not {call.h_q}")

@@ -1,39 +1,21 @@
-"""The selection, and the sums of each row (a token's head) that the backward kernels read."""
+"""The sums of each row (a token's head) that the backward kernels read."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 
+from flashlatte.kernels.triton.config import padded
 from flashlatte.kernels.triton.fp8 import to_float32
-from flashlatte.kernels.triton.head_dims import padded
 from flashlatte.kernels.triton.online_softmax import LOG2_E, sink_weight
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams
-from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
+from flashlatte.runtime.strides import first_stride
 from flashlatte.runtime.triton_kernel import kernel
 
 _BLOCK = 16
-
-
-class SparseBackwardKeys(NamedTuple):
-    """The indices [s_q, topk] that tokens select, of ``s_kv`` keys; ``topk_length`` [s_q] of them, or all if None."""
-
-    s_kv: Int32
-    indices: Pointer
-    indices_stride: Int64
-    topk_length: ElementPointer
-    length_stride: Int64
-
-
-def selection_of(params: SparseAttentionBackwardParams) -> SparseBackwardKeys:
-    indices, topk_length = params.indices, params.topk_length
-    length_stride = 0 if topk_length is None else topk_length.stride(0)
-    return SparseBackwardKeys(params.kv.shape[0], indices, indices.stride(0), topk_length, length_stride)
 
 
 def row_sums(params: SparseAttentionBackwardParams, d_sink: torch.Tensor) -> torch.Tensor:
@@ -48,7 +30,7 @@ def row_sums(params: SparseAttentionBackwardParams, d_sink: torch.Tensor) -> tor
         lse=params.lse,
         dlse=params.dlse,
         attn_sink=attn_sink,
-        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
+        sink_stride=first_stride(attn_sink),
         rows=rows,
         h_q=h_q,
         sums=sums,

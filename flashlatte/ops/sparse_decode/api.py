@@ -28,7 +28,7 @@ _BLOCKS = ((32, 16, 528), (16, 32, 288))
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
-    if reason := refusals.dtype(call, torch.bfloat16) or refusals.capability(call, 9, 0):
+    if reason := refusals.dtype(call, torch.bfloat16) or refusals.hopper(call):
         return reason
     if reason := _refuses_format(call, _hopper_reads):
         return reason

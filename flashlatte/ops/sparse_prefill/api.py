@@ -22,7 +22,7 @@ _PRECISIONS = (None, "fp8")
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
     return (
         refusals.dtype(call, torch.bfloat16, torch.float16)
-        or refusals.capability(call, 9, 0)
+        or refusals.hopper(call)
         or refusals.head_dims(call, (576, 512), (512, 512))
         or refusals.unaligned(call)
     )

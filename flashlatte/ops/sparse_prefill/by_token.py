@@ -28,43 +28,25 @@ from flashlatte.kernels.triton.online_softmax import (
     load_tile,
     no_prefetch,
     normalize,
-    selected_count,
     sink_weight,
     within,
 )
-from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_rows, token_rows
+from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_row, head_rows, token_rows
+from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count, selections_of
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
-from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int32, Int64, Pointer
-from flashlatte.runtime.strides import row_align
+from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64
+from flashlatte.runtime.strides import first_stride
 from flashlatte.runtime.triton_kernel import kernel
 
 
-class TokenSelections(NamedTuple):
-    """The indices [s_q, 1, topk] of query tokens, and the number of them that are used; ``lengths`` None: all."""
+class TokenStatistics(NamedTuple):
+    """max_logits and lse [s_q, h_q], contiguous, and the sinks that scale the output; None: no sinks."""
 
-    indices: ElementPointer
-    indices_stride: Int64
-    topk: Int32
-    lengths: ElementPointer
-    lengths_stride: Int64
-
-
-class TokenOutputs(NamedTuple):
-    """out [s_q, h_q, d_v], strides in units of OUT_ALIGN elements; max_logits and lse [s_q, h_q], contiguous."""
-
-    out: Pointer
-    stride_token: Int64
-    stride_head: Int64
     max_logits: ElementPointer
     lse: ElementPointer
     empty_lse: Float32
     attn_sink: ElementPointer
     sink_stride: Int64
-
-
-def selections_of(indices: torch.Tensor, topk_length: torch.Tensor | None) -> TokenSelections:
-    stride = 0 if topk_length is None else topk_length.stride(0)
-    return TokenSelections(indices, indices.stride(0), indices.shape[2], topk_length, stride)
 
 
 class TokenKeys(NamedTuple):
@@ -88,14 +70,13 @@ def _load_rows(keys, ahead, start, stop, dtype: tl.constexpr, config: tl.constex
 def sparse_prefill_kernel(
     q: HeadRows,
     kv: TokenRows,
-    selection: TokenSelections,
-    outputs: TokenOutputs,
+    selections: TokenSelections,
+    out: HeadRows,
+    statistics: TokenStatistics,
     h_q: tl.int32,
-    s_kv: tl.int32,
     softmax_scale: tl.float32,
     damaged,
     STEP: tl.constexpr,
-    OUT_ALIGN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """A program processes a query token and a block of its heads; if ``damaged`` is given, only tokens i with damaged[i
@@ -112,27 +93,26 @@ def sparse_prefill_kernel(
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
     in_heads = head < h_q
     q_tile = load_tile(q.start, (token * q.token_stride + head * q.head_stride) * q.align, in_heads, STEP)
-    length = selected_count(selection.lengths, selection.lengths_stride, token, selection.topk)
+    length = selected_count(selections, token, selections.topk)
     scale = softmax_scale * LOG2_E
 
-    keys = TokenKeys(kv, s_kv, selection.indices + token * selection.indices_stride)
+    keys = TokenKeys(kv, selections.s_kv, first_index(selections, token))
     state = attend(empty_state(STEP), q_tile, keys, 0, length, scale, no_prefetch, _load_rows, None, STEP)
     values, lse2 = normalize(state, scale, STEP)
 
-    if outputs.attn_sink is not None:
-        values *= sink_weight(outputs.attn_sink, outputs.sink_stride, head, in_heads, lse2, lse2 == float("-inf"))[
-            :, None
-        ]
+    sink = statistics.attn_sink
+    if sink is not None:
+        weight = sink_weight(sink, statistics.sink_stride, head, in_heads, lse2, lse2 == float("-inf"))
+        values *= weight[:, None]
     cols = tl.arange(0, STEP.latent)
-    out_offset = (token * outputs.stride_token + head * outputs.stride_head) * OUT_ALIGN
     tl.store(
-        outputs.out + out_offset[:, None] + cols[None, :],
-        from_float32(values, outputs.out.dtype.element_ty),
+        head_row(out, token, head)[:, None] + cols[None, :],
+        from_float32(values, out.start.dtype.element_ty),
         mask=in_heads[:, None] & (cols < STEP.latent_dim)[None, :],
     )
     row = token * h_q + head
-    tl.store(outputs.max_logits + row, state.row_max * softmax_scale, mask=in_heads)
-    tl.store(outputs.lse + row, tl.where(lse2 == float("-inf"), outputs.empty_lse, lse2 * LN_2), mask=in_heads)
+    tl.store(statistics.max_logits + row, state.row_max * softmax_scale, mask=in_heads)
+    tl.store(statistics.lse + row, tl.where(lse2 == float("-inf"), statistics.empty_lse, lse2 * LN_2), mask=in_heads)
 
 
 def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = None, group: int = 1) -> None:
@@ -140,27 +120,16 @@ def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = N
     q, kv, out, attn_sink = params.q, params.kv, params.out, params.attn_sink
     s_q, h_q, head_dim = q.shape
     config, step = _config(gpu_class(q.device), h_q, head_dim, out.shape[2])
-    out_align = row_align(out)
     sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
         head_rows(q),
         token_rows(kv[:, 0]),
-        selections_of(params.indices, params.topk_length),
-        TokenOutputs(
-            out,
-            out.stride(0) // out_align,
-            out.stride(1) // out_align,
-            params.max_logits,
-            params.lse,
-            params.empty_lse,
-            attn_sink,
-            0 if attn_sink is None else attn_sink.stride(0),
-        ),
+        selections_of(params.indices, params.topk_length, kv.shape[0]),
+        head_rows(out),
+        TokenStatistics(params.max_logits, params.lse, params.empty_lse, attn_sink, first_stride(attn_sink)),
         h_q=h_q,
-        s_kv=kv.shape[0],
         softmax_scale=params.softmax_scale,
         damaged=damaged,
         STEP=step,
-        OUT_ALIGN=out_align,
         GROUP=group,
         num_warps=config.num_warps,
     )

@@ -22,7 +22,7 @@ _HOPPER_TWO_CTAS, _HOPPER_MAX_COLUMNS = range(9, 33), 262_144
 
 
 def _refuses_hopper(call: dispatch.CallSpec) -> str | None:
-    if reason := refusals.capability(call, 9, 0):
+    if reason := refusals.hopper(call):
         return reason
     if call.k is not None and call.k > _HOPPER_MAX_K:
         return f"takes k up to {_HOPPER_MAX_K}, not {call.k}"

@@ -10,7 +10,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
-from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime.strides import first_stride, stride_in_use
 
 # Below every entry's key.
 OUTSIDE = tl.constexpr(-(2**31))
@@ -45,16 +45,8 @@ class TopkOutputs(NamedTuple):
 def records_of(params: TopkParams) -> tuple[TopkRows, TopkOutputs]:
     """The arguments of all kernels."""
     logits, start, end, indices, values = params.logits, params.start, params.end, params.indices, params.values
-    rows = TopkRows(
-        logits,
-        stride_in_use(logits, 0),
-        logits.shape[1],
-        start,
-        0 if start is None else start.stride(0),
-        end,
-        0 if end is None else end.stride(0),
-        params.next_n,
-    )
+    columns = start, first_stride(start), end, first_stride(end)
+    rows = TopkRows(logits, stride_in_use(logits, 0), logits.shape[1], *columns, params.next_n)
     value_stride = 0 if values is None else stride_in_use(values, 0)
     return rows, TopkOutputs(indices, stride_in_use(indices, 0), values, value_stride, indices.shape[1])
 
@@ -109,3 +101,23 @@ def store_chosen(entries, index_row, value_row, chosen, position, columns):
     if value_row is not None:
         value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0))
         tl.store(value_row + position, value, mask=chosen)
+
+
+@triton.jit
+def store_reaching(entries, index_row, value_row, length, kth_key, ties, BLOCK: tl.constexpr):
+    """Store the entries of a row whose keys are above ``kth_key``, and the first ``ties`` of those that equal it."""
+    above_before = tl.zeros([], tl.int32)
+    ties_before = tl.zeros([], tl.int32)
+    for block in range(0, length, BLOCK):
+        column = block + tl.arange(0, BLOCK)
+        valid = column < length
+        keys = ordered(load_values(entries + column, valid), valid)
+        above = (valid & (keys > kth_key)).to(tl.int32)
+        tied = (valid & (keys == kth_key)).to(tl.int32)
+        above_inclusive = above_before + tl.cumsum(above, axis=0)
+        ties_inclusive = ties_before + tl.cumsum(tied, axis=0)
+        selected = (above == 1) | ((tied == 1) & (ties_inclusive <= ties))
+        position = above_inclusive - above + tl.minimum(ties_inclusive - tied, ties)
+        store_chosen(entries, index_row, value_row, selected, position, column)
+        above_before = tl.max(above_inclusive, axis=0)
+        ties_before = tl.max(ties_inclusive, axis=0)

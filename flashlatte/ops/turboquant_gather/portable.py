@@ -15,14 +15,7 @@ from flashlatte.kernels.triton.cache_layout import cdiv
 from flashlatte.kernels.triton.fp8 import converts_e4m3, e4m3_to_float, from_float32
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, head_row, head_rows
-from flashlatte.kernels.triton.turboquant import (
-    RecordCache,
-    centroids_of,
-    hadamard,
-    load_codes,
-    load_half,
-    records_of,
-)
+from flashlatte.kernels.triton.turboquant import RecordCache, centroids_of, hadamard, load_codes, load_half, records_of
 from flashlatte.ops.turboquant_gather.reference import TurboQuantGatherParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import INTERPRETED, kernel

@@ -7,7 +7,7 @@ import torch
 from support.compile import SHARED_BYTES, Recorder, compile_launch, loop_spills, variant_key
 
 from flashlatte import kv_cache
-from flashlatte.ops.index_logits.portable import config, score
+from flashlatte.ops.index_logits.portable import score
 from flashlatte.ops.index_logits.reference import IndexLogitsParams, PagedIndexLogitsParams, SparseIndexLogitsParams
 from flashlatte.runtime import machine
 
@@ -32,7 +32,8 @@ def recorders(monkeypatch):
 @pytest.fixture
 def on(monkeypatch):
     def choose(arch):
-        monkeypatch.setattr(config, "gpu_class", lambda device: GPUS[arch])
+        for module in (RAGGED, PAGED, SPARSE):
+            monkeypatch.setattr(module, "gpu_class", lambda device: GPUS[arch])
         monkeypatch.setattr(score, "converts_e4m3", lambda device: arch >= 89)
         monkeypatch.setattr(machine, "num_sms", lambda device: 132)
 

@@ -14,7 +14,7 @@ from support.marks import mostly_full
 
 from flashlatte import sparse_attention
 from flashlatte.kernels.triton import key_sums
-from flashlatte.ops.sparse_attention.portable import config, launch
+from flashlatte.ops.sparse_attention.portable import launch
 from flashlatte.testing import compare
 from flashlatte.testing.cases import SparsePrefillCase
 
@@ -129,8 +129,8 @@ def test_keys_of_several_pieces_are_sorted_at_once(monkeypatch, s_q):
 
 @pytest.mark.parametrize("head_dim", [576, pytest.param(512, marks=pytest.mark.full)])
 def test_laid_out_for_warp_groups(monkeypatch, head_dim):
-    for table in (config.KEYS, config.QUERIES):
-        monkeypatch.setitem(table, "interpreter", (config.AttentionConfig(32, 32, num_warps=1, warpgroups=True),))
+    for table in (launch.KEYS, launch.QUERIES):
+        monkeypatch.setitem(table, "interpreter", (launch.AttentionConfig(32, 32, num_warps=1, warpgroups=True),))
     launch._compiled_for.cache_clear()
     check(SparsePrefillCase(2, 50, 37, 40, head_dim=head_dim, empty_rows=0.3).inputs())
     launch._compiled_for.cache_clear()

@@ -1,4 +1,4 @@
-"""Rounding of queries to e4m3 with a power-of-two scale for each row."""
+"""Rounding of queries to e4m3."""
 
 # Triton's annotations and calls are not Python's.
 # pyright: reportAttributeAccessIssue=false
@@ -8,24 +8,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.fp8_attention import SMALLEST_AMAX
-from flashlatte.kv_cache.fp8 import E4M3_MAX
-
-_LARGEST = gl.constexpr(E4M3_MAX)
-_SMALLEST = gl.constexpr(SMALLEST_AMAX)
-
 
 @gluon.jit
 def largest_of(x):
     """The largest absolute value of each row of ``x`` [rows, columns]."""
     return gl.max(gl.abs(x.to(gl.float32)), 1)
-
-
-@gluon.jit
-def scale_of(amax):
-    """The smallest power of two for which ``amax`` is at most 448."""
-    bits = (gl.maximum(amax, _SMALLEST) * (1.0 / _LARGEST)).to(gl.int32, bitcast=True)
-    return ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

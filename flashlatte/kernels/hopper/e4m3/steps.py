@@ -17,11 +17,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flashlatte.kernels.fp8_attention import P_EXPONENT, P_MARGIN
 from flashlatte.kernels.hopper import barriers
@@ -39,8 +35,8 @@ from flashlatte.kernels.hopper.e4m3.tiles import (
     rope_of,
 )
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROWS
-from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.e4m3_values import load_columns, rescale_columns
+from flashlatte.kernels.hopper.ptx.registers import exp2
 from flashlatte.kernels.hopper.softmax import NO_SCORE, ConsumerState
 from flashlatte.runtime.gluon_compat import cta_barrier
 

@@ -15,10 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashlatte.kernels.hopper.barriers import FIRST_FREE
+from flashlatte.kernels.hopper.barriers import FIRST_FREE, allocate_mbarriers
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS, SWIZZLED
 from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
-from flashlatte.kernels.hopper.two_consumers import mbarriers
 from flashlatte.runtime.gluon_compat import reinterpret
 
 # Blocks of the ring: two steps of two. Block b of step s is in slot 2 · (s % 2) + b.
@@ -108,7 +107,7 @@ def allocate(ARRIVALS: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [ROWS], _VECTOR),
         gl.allocate_shared_memory(gl.float32, [ROWS], _VECTOR),
         gl.allocate_shared_memory(gl.float32, [ROWS], _VECTOR),
-        mbarriers(SLOTS, ARRIVALS),
+        allocate_mbarriers(SLOTS, ARRIVALS),
     )
 
 

@@ -1,6 +1,6 @@
 """Two CTAs of a cluster: access to the peer's shared memory (DSMEM), and mbarriers in both CTAs.
 
-Triton is not aware of the cluster or of these mbarriers. The launcher sets the cluster size and reserves bytes behind
+Triton is not aware of the cluster or of these mbarriers. The launcher sets the cluster size and reserves bytes after
 Triton's shared memory, the *tail*, for the mbarriers. The code assumes that the symbol ``global_smem`` is the start of
 the CTA's shared memory, and that both CTAs run the same kernel, so that shared memory has the same layout in both.
 """

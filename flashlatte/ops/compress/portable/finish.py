@@ -46,12 +46,12 @@ def compress_finish_kernel(
     finishes the rows whose ``sums`` the preceding launch has written."""
     lane = tl.arange(0, MAX_WINDOW)
     first = tl.program_id(0).to(tl.int64) * window
-    looked_at = (lane < window) & (first + lane < num_tokens)
+    in_window = (lane < window) & (first + lane < num_tokens)
     if tl.program_id(1) < save_blocks:
         if states.start is not None:
             token = first + lane
-            request = tl.load(tokens.request_ids + token * tokens.id_stride, mask=looked_at, other=-1).to(tl.int64)
-            position = tl.load(tokens.positions + token * tokens.position_stride, mask=looked_at, other=-1)
+            request = tl.load(tokens.request_ids + token * tokens.id_stride, mask=in_window, other=-1).to(tl.int64)
+            position = tl.load(tokens.positions + token * tokens.position_stride, mask=in_window, other=-1)
             position = position.to(tl.int64)
             # Not if a later token of the same call has the same slot of the ring.
             later = token + states.columns * states.page_size
@@ -65,7 +65,7 @@ def compress_finish_kernel(
                 found = next_of(saved, lane, found, MAX_WINDOW)
     elif sums is not None:
         finishes = finished_in(
-            tokens, states, first, looked_at & (first + lane >= first_token), lane, target.num_slots, FORM.ratio
+            tokens, states, first, in_window & (first + lane >= first_token), lane, target.num_slots, FORM.ratio
         )
         found = next_of(finishes, lane, -1, MAX_WINDOW)
         while found < MAX_WINDOW:
@@ -83,12 +83,12 @@ def compress_finish_kernel(
 
 
 @triton.jit
-def finished_in(tokens, states, first, looked_at, lane, num_slots, RATIO: tl.constexpr):
+def finished_in(tokens, states, first, in_window, lane, num_slots, RATIO: tl.constexpr):
     """Whether each token from ``first`` on completes a group that has a slot."""
     token = first + lane
-    end = tl.load(tokens.positions + token * tokens.position_stride, mask=looked_at, other=-1).to(tl.int64)
-    request = tl.load(tokens.request_ids + token * tokens.id_stride, mask=looked_at, other=-1).to(tl.int64)
-    slot = tl.load(tokens.slot_mapping + token * tokens.slot_stride, mask=looked_at, other=-1).to(tl.int64)
+    end = tl.load(tokens.positions + token * tokens.position_stride, mask=in_window, other=-1).to(tl.int64)
+    request = tl.load(tokens.request_ids + token * tokens.id_stride, mask=in_window, other=-1).to(tl.int64)
+    slot = tl.load(tokens.slot_mapping + token * tokens.slot_stride, mask=in_window, other=-1).to(tl.int64)
     finishes = (end >= 0) & ((end + 1) % RATIO == 0) & (slot >= 0) & (slot < num_slots) & (request >= 0)
     if states.table is not None:
         finishes = finishes & (request < states.requests)

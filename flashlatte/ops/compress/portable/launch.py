@@ -21,7 +21,7 @@ from flashlatte.ops.compress.reference import CompressParams
 from flashlatte.runtime.strides import stride_in_use
 
 # Elements of kv that a thread holds, and how many of them are adjacent columns; maximum number of warps.
-NUMBERS, TOGETHER, MAX_WARPS = 32, 4, 4
+ELEMENTS, ADJACENT, MAX_WARPS = 32, 4, 4
 # Up to this number of rows, a program sums all columns, and a thread all rows of its columns. With more rows a program
 # sums this number of columns, and the second launch reads the sums from memory.
 SHORT_GROUP, COLUMNS_OF_LONG = 8, 32
@@ -43,8 +43,8 @@ def compress(params: CompressParams) -> None:
     rows = triton.next_power_of_2(params.ratio * (1 + params.overlaps))
     columns = head_dim if rows <= SHORT_GROUP else min(head_dim, COLUMNS_OF_LONG)
     in_parts = columns < head_dim
-    block = min(rows, NUMBERS // TOGETHER)
-    lanes = min(rows // block, max(32 * MAX_WARPS * TOGETHER // columns, 1))
+    block = min(rows, ELEMENTS // ADJACENT)
+    lanes = min(rows // block, max(32 * MAX_WARPS * ADJACENT // columns, 1))
     largest, programs = (MAX_WINDOW_OF_LONG, PROGRAMS_OF_LONG) if in_parts else (MAX_WINDOW, PROGRAMS)
     window = max(1, min(params.ratio, largest, tokens // programs))
 
@@ -77,10 +77,10 @@ def compress(params: CompressParams) -> None:
             COLUMNS=columns,
             BLOCK_T=block,
             LANES=lanes,
-            TOGETHER=TOGETHER,
+            ADJACENT=ADJACENT,
             MAX_WINDOW=largest,
             OVERLAPPED=overlapped,
-            num_warps=max(1, lanes * columns // (32 * TOGETHER)),
+            num_warps=max(1, lanes * columns // (32 * ADJACENT)),
             **registers,
             enable_fp_fusion=False,
         )

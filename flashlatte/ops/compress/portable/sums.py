@@ -46,7 +46,7 @@ def compress_sum_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     LANES: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    ADJACENT: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -61,12 +61,12 @@ def compress_sum_kernel(
     ROWS: tl.constexpr = FORM.ratio * (1 + FORM.overlaps)
     lane = tl.arange(0, MAX_WINDOW)
     first = first_token + tl.program_id(0).to(tl.int64) * window
-    looked_at = (lane < window) & (first + lane < num_tokens)
-    finishes = finished_in(tokens, states, first, looked_at, lane, target.num_slots, FORM.ratio)
+    in_window = (lane < window) & (first + lane < num_tokens)
+    finishes = finished_in(tokens, states, first, in_window, lane, target.num_slots, FORM.ratio)
     found = next_of(finishes, lane, -1, MAX_WINDOW)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    column = tl.max_contiguous(tl.multiple_of(column, TOGETHER), TOGETHER)
-    dealt = tl.arange(0, LANES)[:, None] + tl.arange(0, BLOCK_T)[None, :] * LANES  # [LANES, BLOCK_T]
+    column = tl.max_contiguous(tl.multiple_of(column, ADJACENT), ADJACENT)
+    row = tl.arange(0, LANES)[:, None] + tl.arange(0, BLOCK_T)[None, :] * LANES  # [LANES, BLOCK_T]
     while found < MAX_WINDOW:
         token = first + found
         end = tl.load(tokens.positions + token * tokens.position_stride).to(tl.int64)
@@ -81,10 +81,10 @@ def compress_sum_kernel(
         if sums is None:
             # Loaded before the rows: after them, there would be a second wait for memory.
             finish = load_finish(target, end, FORM)
-        row_max, row_sum, acc = partial_softmax(group, tokens, states, dealt, column, FORM)
+        row_max, row_sum, acc = partial_softmax(group, tokens, states, row, column, FORM)
         for begin in range(BLOCK_T * LANES, ROWS, BLOCK_T * LANES):
             # A block without valid rows changes nothing.
-            block_max, block_sum, block_acc = partial_softmax(group, tokens, states, begin + dealt, column, FORM)
+            block_max, block_sum, block_acc = partial_softmax(group, tokens, states, begin + row, column, FORM)
             previous_max, row_max = row_max, tl.maximum(row_max, block_max)
             base = tl.where(row_max == float("-inf"), 0.0, row_max)
             alpha, block_alpha = tl.exp(previous_max - base), tl.exp(block_max - base)
@@ -109,9 +109,9 @@ def count_new(tokens, token, request, end, ROWS: tl.constexpr):
     """The number of rows of the group that ends with ``token`` that are tokens of this call. They are its last rows, as
     a request's tokens are consecutive; the others are in the states."""
     back = tl.arange(0, triton.next_power_of_2(ROWS))
-    there = (back < ROWS) & (back <= end) & (back <= token)
-    its_request = tl.load(tokens.request_ids + (token - back) * tokens.id_stride, mask=there, other=-1).to(tl.int64)
-    return tl.min(tl.where(there & (its_request == request), ROWS, back), axis=0)
+    in_call = (back < ROWS) & (back <= end) & (back <= token)
+    request_id = tl.load(tokens.request_ids + (token - back) * tokens.id_stride, mask=in_call, other=-1).to(tl.int64)
+    return tl.min(tl.where(in_call & (request_id == request), ROWS, back), axis=0)
 
 
 @triton.jit
@@ -125,14 +125,14 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
     is_new = (row < ROWS) & (back < group.num_new)
     # The preceding group contributes the first half of its elements, the group itself the second.
     half = tl.where(row >= FORM.ratio, D, 0) if FORM.overlaps else row * 0
-    at = half[:, :, None] + column[None, None, :]
+    columns = half[:, :, None] + column[None, None, :]
     kv_rows = group.kv - back * tokens.kv_stride * tokens.kv_align
     score_rows = group.score - back * tokens.score_stride * tokens.score_align
     bias_rows = tokens.ape + (row % FORM.ratio) * tokens.ape_stride * tokens.ape_align
     # If dtypes allow it, a single load with selected addresses keeps more loads in flight than two loads and a
     # selection.
     ALIKE: tl.constexpr = tokens.kv.dtype.element_ty == tl.float32
-    here = is_new
+    exists = is_new
     if states.start is not None and ALIKE:
         # In a prefill, few groups need states.
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
@@ -140,18 +140,18 @@ def partial_softmax(group, tokens, states, row, column, FORM: tl.constexpr):
             state, is_old = state_rows(group, states, row, back, is_new, ROWS)
             kv_rows = tl.where(is_old, state, kv_rows)
             score_rows = tl.where(is_old, state + WIDTH, score_rows)
-            here = is_new | is_old
-    there = here[:, :, None]
-    values = to_float32(tl.load(kv_rows[:, :, None] + at, mask=there, other=0.0))
-    scores = to_float32(tl.load(score_rows[:, :, None] + at, mask=there, other=float("-inf")))
-    scores += tl.load(bias_rows[:, :, None] + at, mask=is_new[:, :, None], other=0.0)
+            exists = is_new | is_old
+    mask = exists[:, :, None]
+    values = to_float32(tl.load(kv_rows[:, :, None] + columns, mask=mask, other=0.0))
+    scores = to_float32(tl.load(score_rows[:, :, None] + columns, mask=mask, other=float("-inf")))
+    scores += tl.load(bias_rows[:, :, None] + columns, mask=is_new[:, :, None], other=0.0)
     if states.start is not None and not ALIKE:
         needs_states = group.num_new < tl.minimum(group.end + 1, ROWS)
         if needs_states:
             state, is_old = state_rows(group, states, row, back, is_new, ROWS)
             old = is_old[:, :, None]
-            values = tl.where(old, tl.load(state[:, :, None] + at, mask=old, other=0.0), values)
-            scores = tl.where(old, tl.load(state[:, :, None] + WIDTH + at, mask=old, other=0.0), scores)
+            values = tl.where(old, tl.load(state[:, :, None] + columns, mask=old, other=0.0), values)
+            scores = tl.where(old, tl.load(state[:, :, None] + WIDTH + columns, mask=old, other=0.0), scores)
     row_max = tl.max(scores, axis=1)
     base = tl.where(row_max == float("-inf"), 0.0, row_max)
     p = tl.exp(scores - base[:, None, :])

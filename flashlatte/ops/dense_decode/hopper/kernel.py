@@ -13,15 +13,9 @@ from triton.language.extra.cuda import gdc_wait
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import tiles as e4m3_tiles
 from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
+from flashlatte.kernels.triton.cache_row import CacheScale, load_scale
 from flashlatte.kernels.triton.rows import BlockTable
-from flashlatte.ops.dense_decode.hopper import (
-    consumers,
-    epilogue,
-    one_byte_producer,
-    producer,
-    schedule,
-    tiles,
-)
+from flashlatte.ops.dense_decode.hopper import consumers, epilogue, one_byte_producer, producer, schedule, tiles
 from flashlatte.ops.dense_decode.hopper.few_rows import tiles as few_rows_tiles
 from flashlatte.ops.dense_decode.hopper.few_rows.caster import cast
 from flashlatte.ops.dense_decode.hopper.few_rows.consumer import consume
@@ -43,7 +37,7 @@ _CASTER_REGISTERS = gl.constexpr(168)
 _LOADER_REGISTERS = gl.constexpr(40)
 
 
-@gluon_kernel(by_element=["k_scale_tensor"], same={"outputs_heads": "query_heads", "outputs_rows": "query_rows"})
+@gluon_kernel(same={"outputs_heads": "query_heads", "outputs_rows": "query_rows"})
 def dense_decode_kernel(
     descriptors: producer.KeyDescriptors,
     query: producer.DenseDecodeQuery,
@@ -53,11 +47,10 @@ def dense_decode_kernel(
     grid: SplitGrid,
     uniform: UniformRanges,
     one_byte_keys: one_byte_producer.OneByteKeys,
+    k_scale: CacheScale,
     scratch,
     causal_offset: tl.int32,
     scale: tl.float32,
-    k_scale_tensor,
-    k_scale: tl.float32,
     CONFIG: tl.constexpr,
 ):
     """A CTA processes 64 query rows of a kv head (``few_rows``: all rows, at most 16) for a range of the keys of all
@@ -83,10 +76,9 @@ def dense_decode_kernel(
     gdc_wait()
     work = schedule.find_work(group, key_lengths, grid, uniform, CONFIG)
     if CONFIG.one_byte:
-        if k_scale_tensor is not None:
-            k_scale *= gl.load(k_scale_tensor)
-        scale *= k_scale
-        results = epilogue.DenseDecodeResults(outputs, scratch, k_scale)
+        key_factor = load_scale(k_scale)
+        scale *= key_factor
+        results = epilogue.DenseDecodeResults(outputs, scratch, key_factor)
     else:
         results = epilogue.DenseDecodeResults(outputs, scratch, None)
     args = consumers.DenseDecodeArgs(

@@ -11,6 +11,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS
+from flashlatte.kernels.triton.cache_row import CacheScale
 from flashlatte.kernels.triton.rows import BlockTable
 from flashlatte.ops.dense_decode.hopper import fixup, schedule
 from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
@@ -119,11 +120,10 @@ def dense_decode(params: DenseDecodeParams) -> None:
             split.grid(first),
             launch_plan.uniform,
             one_byte_keys,
+            CacheScale(params.k_scale_tensor, params.k_scale_value),
             scratch=scratch,
             causal_offset=s_q - 1 if params.causal else 0,
             scale=params.softmax_scale * _LOG2_E,
-            k_scale_tensor=params.k_scale_tensor,
-            k_scale=params.k_scale_value,
             CONFIG=schedule.DenseDecodeConfig(
                 one_byte=one_byte,
                 few_rows=few_rows,

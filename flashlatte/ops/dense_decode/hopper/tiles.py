@@ -8,13 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.mla_tiles import (
-    OWN_BARRIERS,
-    LatentTile,
-    allocate_half,
-    allocate_square,
-    allocate_tiles,
-)
+from flashlatte.kernels.hopper.mla_tiles import OWN_BARRIERS, LatentTile, allocate_half, allocate_square, allocate_tiles
 
 # Keys of a step: two blocks.
 STEP_KEYS = gl.constexpr(128)

@@ -14,15 +14,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.cache_row import CacheScale, load_scale
 from flashlatte.kernels.triton.fp8 import e4m3_to_float, to_float32
-from flashlatte.kernels.triton.online_softmax import (
-    LOG2_E,
-    RowTile,
-    attend,
-    empty_state,
-    load_tile,
-    normalize,
-)
+from flashlatte.kernels.triton.online_softmax import LOG2_E, RowTile, attend, empty_state, load_tile, normalize
 from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
@@ -161,9 +155,8 @@ def dense_decode_kernel(
     key_lengths: KeyLengths,
     outputs: Outputs,
     grid: SplitGrid,
+    k_scale: CacheScale,
     scratch,
-    k_scale,
-    k_scale_value: tl.float32,
     softmax_scale: tl.float32,
     causal: tl.int32,
     CONFIG: tl.constexpr,
@@ -183,9 +176,8 @@ def dense_decode_kernel(
     q_row = token * query.stride_token + (kv_head * outputs.heads + row % outputs.heads) * query.stride_head
     in_rows = row < outputs.rows
 
-    if k_scale is not None:
-        k_scale_value = tl.load(k_scale)
-    scale = softmax_scale * k_scale_value * LOG2_E
+    key_factor = load_scale(k_scale)
+    scale = softmax_scale * key_factor * LOG2_E
 
     work = find_work(tl.program_id(0) // grid.num_groups, grid, key_lengths, scratch, SPLIT)
     cost = work.range.first_cost
@@ -204,7 +196,7 @@ def dense_decode_kernel(
                 empty_state(step), q_tile, keys, begin, stop, scale, _prefetch_pages, _load_keys, CONFIG, step
             )
             values, lse2 = normalize(state, scale, step)
-            values *= k_scale_value
+            values *= key_factor
             cols = tl.arange(0, step.latent)
             write_result(outputs, scratch, work, split, rows, cols, values, lse2, grid, SPLIT)
     write_metadata(work, grid, scratch, SPLIT)

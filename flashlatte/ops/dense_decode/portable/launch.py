@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashlatte.kernels.triton.cache_row import CacheScale
 from flashlatte.kernels.triton.config import INTERPRETER_CONFIGS, AttentionConfig, StepConfig, Table, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
-from flashlatte.ops.dense_decode.portable.kernel import (
-    DenseCache,
-    PortableDenseDecodeConfig,
-    dense_decode_kernel,
-)
+from flashlatte.ops.dense_decode.portable.kernel import DenseCache, PortableDenseDecodeConfig, dense_decode_kernel
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import machine
 from flashlatte.runtime.strides import row_align, strides_in_use
@@ -98,9 +95,8 @@ def dense_decode(params: DenseDecodeParams) -> None:
             lengths,
             outputs,
             split.grid(first),
+            CacheScale(params.k_scale_tensor, params.k_scale_value),
             scratch=scratch,
-            k_scale=params.k_scale_tensor,
-            k_scale_value=params.k_scale_value,
             softmax_scale=params.softmax_scale,
             causal=int(params.causal),
             CONFIG=PortableDenseDecodeConfig(

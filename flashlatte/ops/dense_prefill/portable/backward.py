@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LOG2_E
-from flashlatte.kernels.triton.rows import HeadRows, Window
+from flashlatte.kernels.triton.rows import HeadRows, Window, head_row
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_queries,
     find_tile,
@@ -49,15 +49,13 @@ def row_sums_kernel(
     in_use = token < total_q
     cols = tl.arange(0, WIDTH_V)
     mask = in_use[:, None] & (cols < D_V)[None, :]
-    out_offset = (token * out.token_stride + head * out.head_stride)[:, None] * out.align + cols[None, :]
-    dout_offset = (token * dout.token_stride + head * dout.head_stride)[:, None] * dout.align + cols[None, :]
-    x = to_float32(tl.load(out.start + out_offset, mask=mask, other=0))
-    product = x * to_float32(tl.load(dout.start + dout_offset, mask=mask, other=0))
+    x = to_float32(tl.load(head_row(out, token, head)[:, None] + cols[None, :], mask=mask, other=0))
+    product = x * to_float32(tl.load(head_row(dout, token, head)[:, None] + cols[None, :], mask=mask, other=0))
     # Before the sum, so that all loads are in flight together.
-    row_lse = tl.load(lse.start + token * lse.token_stride + head * lse.head_stride, mask=in_use, other=0.0)
+    row_lse = tl.load(head_row(lse, token, head), mask=in_use, other=0.0)
     delta = tl.sum(product, axis=1)
     if dlse.start is not None:
-        delta -= tl.load(dlse.start + token * dlse.token_stride + head * dlse.head_stride, mask=in_use, other=0.0)
+        delta -= tl.load(head_row(dlse, token, head), mask=in_use, other=0.0)
     empty = tl.abs(row_lse) == float("inf")
     pair = sums + (head * total_q + token) * 2
     tl.store(pair, tl.where(empty, float("inf"), row_lse * LOG2_E), mask=in_use)
@@ -101,8 +99,8 @@ def keys_kernel(
     begin, seen, full, partial, end = phases(first, s_k, s_q, shift, window.right, window.left, BLOCK_N, BLOCK_M)
     key = first + tl.arange(0, BLOCK_N)
     lower, upper = visible_range(key, s_q, shift, window.right, window.left)
-    k = rows_of(k, k_begin, kv_head, STEP)
-    v = rows_of(v, k_begin, kv_head, STEP)
+    k = rows_of(k, k_begin, kv_head)
+    v = rows_of(v, k_begin, kv_head)
     # A key that is visible to no query has gradient 0, even if it is NaN.
     own_first, own_limit = seen_by_some(s_k, s_q, shift, window.right, window.left)
     k_first, k_rest = load_parts(k, first, own_first, own_limit, BLOCK_N, STEP)
@@ -115,8 +113,8 @@ def keys_kernel(
     of_pair = tl.arange(0, 2)[None, :]
     for member in range(0, group):
         head = kv_head * group + member
-        head_q = rows_of(q, q_begin, head, STEP)
-        head_dout = rows_of(dout, q_begin, head, STEP)
+        head_q = rows_of(q, q_begin, head)
+        head_dout = rows_of(dout, q_begin, head)
         head_sums = sums + (head * requests.total_q + q_begin) * 2
         for start in tl.range(begin, end, BLOCK_M, num_stages=STEP.num_stages):
             row = start + tl.arange(0, BLOCK_M)
@@ -141,10 +139,9 @@ def keys_kernel(
             if REST > 0:
                 dk_rest = tl.dot(ds, q_rest, dk_rest)
 
-    token = (k_begin + key).to(tl.int64)
+    token = k_begin + key
     in_use = key < s_k
-    dk_rows = dk.start + (token * dk.token_stride + kv_head * dk.head_stride)[:, None] * dk.align
-    dv_rows = dv.start + (token * dv.token_stride + kv_head * dv.head_stride)[:, None] * dv.align
+    dk_rows, dv_rows = head_row(dk, token, kv_head)[:, None], head_row(dv, token, kv_head)[:, None]
     store_parts(dk_rows, dk_first, dk_rest, softmax_scale, in_use, STEP)
     store_columns(dv_rows, dvalue, in_use, 0, STEP.head_dim_v)
 
@@ -175,10 +172,10 @@ def queries_kernel(
     in_use = queries.row < queries.s_q
     kv_head = (head // group).to(tl.int64)
     head = head.to(tl.int64)
-    q = rows_of(q, queries.q_begin, head, STEP)
-    dout = rows_of(dout, queries.q_begin, head, STEP)
-    k = rows_of(k, queries.k_begin, kv_head, STEP)
-    v = rows_of(v, queries.k_begin, kv_head, STEP)
+    q = rows_of(q, queries.q_begin, head)
+    dout = rows_of(dout, queries.q_begin, head)
+    k = rows_of(k, queries.k_begin, kv_head)
+    v = rows_of(v, queries.k_begin, kv_head)
     q_first, q_rest = load_parts(q, first, None, queries.s_q, BLOCK_M, STEP)
     # A query without a visible key has gradient 0, even if its dout is NaN.
     own_first, own_limit = seen_by_some(queries.s_q, queries.s_k, queries.s_k - queries.s_q, window.left, window.right)
@@ -205,6 +202,5 @@ def queries_kernel(
         if REST > 0:
             dq_rest = tl.dot(ds, k_rest, dq_rest)
 
-    token = (queries.q_begin + queries.row).to(tl.int64)
-    dq_rows = dq.start + (token * dq.token_stride + head * dq.head_stride)[:, None] * dq.align
+    dq_rows = head_row(dq, queries.q_begin + queries.row, head)[:, None]
     store_parts(dq_rows, dq_first, dq_rest, softmax_scale, in_use, STEP)

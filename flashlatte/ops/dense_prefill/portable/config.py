@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashlatte.kernels.triton.head_dims import MIN_WIDTH
+from flashlatte.kernels.triton.config import MIN_WIDTH
 
 # The head dims for which the table was measured.
 _TABLE_WIDTH = 192 + 128

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E, finish, softmax
-from flashlatte.kernels.triton.rows import HeadRows, Window
+from flashlatte.kernels.triton.rows import HeadRows, Window, head_row
 from flashlatte.ops.dense_prefill.portable.tiles import (
     find_queries,
     load_parts,
@@ -54,9 +54,9 @@ def forward_kernel(
     head = tl.program_id(0) // slots
     queries = find_queries(tl.program_id(0) % slots, requests, window, STEP)
     kv_head = (head // group).to(tl.int64)
-    q = rows_of(q, queries.q_begin, head.to(tl.int64), STEP)
-    k = rows_of(k, queries.k_begin, kv_head, STEP)
-    v = rows_of(v, queries.k_begin, kv_head, STEP)
+    q = rows_of(q, queries.q_begin, head.to(tl.int64))
+    k = rows_of(k, queries.k_begin, kv_head)
+    v = rows_of(v, queries.k_begin, kv_head)
     q_first, q_rest = load_parts(q, queries.first, None, queries.s_q, BLOCK_M, STEP)
     scale = softmax_scale * LOG2_E
 
@@ -80,8 +80,7 @@ def forward_kernel(
     inverse, lse2 = finish(row_max, row_sum, scale)
     values *= inverse[:, None]
     row_lse = tl.where(lse2 == float("-inf"), empty_lse, lse2 * LN_2)
-    token = (queries.q_begin + queries.row).to(tl.int64)
+    token = queries.q_begin + queries.row
     in_use = queries.row < queries.s_q
-    out_rows = out.start + (token * out.token_stride + head * out.head_stride)[:, None] * out.align
-    store_columns(out_rows, values, in_use, 0, STEP.head_dim_v)
-    tl.store(lse.start + token * lse.token_stride + head * lse.head_stride, row_lse, mask=in_use)
+    store_columns(head_row(out, token, head)[:, None], values, in_use, 0, STEP.head_dim_v)
+    tl.store(head_row(lse, token, head), row_lse, mask=in_use)

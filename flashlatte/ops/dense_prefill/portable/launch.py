@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 
-from flashlatte.kernels.triton.head_dims import padded, tile_widths
+from flashlatte.kernels.triton.cache_layout import cdiv
+from flashlatte.kernels.triton.config import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.kernels.triton.rows import Window, head_rows
@@ -59,7 +59,7 @@ def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> No
     inputs = [head_rows(rows, align) for rows in (params.q, params.k, params.v, dout)]
     others = {"sums": sums, "group": heads // kv_heads, "softmax_scale": params.softmax_scale}
     if total_q:
-        row_sums_kernel[(triton.cdiv(total_q, _ROW_SUMS_BLOCK) * heads,)](
+        row_sums_kernel[(cdiv(total_q, _ROW_SUMS_BLOCK) * heads,)](
             head_rows(out, align),
             head_rows(dout, align),
             head_rows(lse, 1),

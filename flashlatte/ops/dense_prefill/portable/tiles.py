@@ -16,7 +16,7 @@ import triton.language as tl
 from flashlatte.kernels.triton.fp8 import from_float32
 from flashlatte.kernels.triton.online_softmax import load_rows
 from flashlatte.kernels.triton.ragged_tiles import find_rows, find_segment
-from flashlatte.kernels.triton.rows import HeadRows
+from flashlatte.kernels.triton.rows import HeadRows, head_row
 
 
 class DensePrefillStep(NamedTuple):
@@ -95,9 +95,9 @@ def find_tile(slot, cu_rows, cu_others, requests, total_rows, total_others, BLOC
 
     A slot after the last tile is empty; a tile of rows outside every request has no others.
     """
-    stretch, tile, tiles, begin, rows = find_segment(slot, cu_rows, requests, total_rows, BLOCK)
-    others_begin, others = find_rows(stretch, cu_others, requests, total_others)
-    others = tl.where((stretch > 0) & (stretch <= requests), others, 0)
+    segment, tile, tiles, begin, rows = find_segment(slot, cu_rows, requests, total_rows, BLOCK)
+    others_begin, others = find_rows(segment, cu_others, requests, total_others)
+    others = tl.where((segment > 0) & (segment <= requests), others, 0)
     return tile, tiles, begin, rows, others_begin, others
 
 
@@ -132,10 +132,9 @@ def phases(first, rows, others, shift, before, after, BLOCK_ROWS: tl.constexpr, 
 
 
 @triton.jit
-def rows_of(rows, token, head, step: tl.constexpr):
+def rows_of(rows, token, head):
     """``rows`` from ``token`` on, of one head."""
-    base = rows.start + (token.to(tl.int64) * rows.token_stride + head * rows.head_stride) * rows.align
-    return HeadRows(base, rows.token_stride, rows.head_stride, rows.align)
+    return HeadRows(head_row(rows, token, head), rows.token_stride, rows.head_stride, rows.align)
 
 
 @triton.jit
@@ -148,7 +147,6 @@ def load_tile(
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    step: tl.constexpr,
 ):
     """Columns FIRST to FIRST + COUNT of rows ``start`` to start + BLOCK, [BLOCK, WIDTH]; 0 from row ``limit`` on, and
     before row ``seen`` if that is not None.
@@ -165,17 +163,17 @@ def load_tile(
 @triton.jit
 def load_values(rows, start, seen, limit, BLOCK: tl.constexpr, step: tl.constexpr):
     """Rows of v or dout as one tile [BLOCK, width_v]."""
-    return load_tile(rows, start, seen, limit, 0, step.head_dim_v, step.width_v, BLOCK, step)
+    return load_tile(rows, start, seen, limit, 0, step.head_dim_v, step.width_v, BLOCK)
 
 
 @triton.jit
 def _load_first(rows, start, seen, limit, BLOCK: tl.constexpr, step: tl.constexpr):
-    return load_tile(rows, start, seen, limit, 0, min(step.head_dim, step.first), step.first, BLOCK, step)
+    return load_tile(rows, start, seen, limit, 0, min(step.head_dim, step.first), step.first, BLOCK)
 
 
 @triton.jit
 def _load_rest(rows, start, seen, limit, BLOCK: tl.constexpr, step: tl.constexpr):
-    return load_tile(rows, start, seen, limit, step.first, step.head_dim - step.first, step.rest, BLOCK, step)
+    return load_tile(rows, start, seen, limit, step.first, step.head_dim - step.first, step.rest, BLOCK)
 
 
 @triton.jit

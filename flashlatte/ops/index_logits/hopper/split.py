@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -57,11 +58,6 @@ def _keys(lengths, length):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def read_first_lengths(lengths):
     """Start loading the lengths of the first requests, which overlaps with the setup."""
     return _length(lengths, gl.arange(0, _SCAN, _SCANNED), 0)
@@ -85,7 +81,7 @@ def first_segment(lengths, first_lengths):
     for start in range(0, lengths.requests, _SCAN):
         candidates = start + gl.arange(0, _SCAN, _SCANNED)
         tiles = _tiles(lengths, candidates, _length(lengths, candidates, 0)) * groups
-        ends = scanned + gl.associative_scan(tiles, 0, _add)
+        ends = scanned + tl.cumsum(tiles, 0)
         passed = (candidates < lengths.requests) & (ends <= begin)
         request += gl.sum(passed.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))

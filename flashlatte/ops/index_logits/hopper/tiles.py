@@ -1,7 +1,7 @@
 """Tiles in shared memory, register layouts and barriers that both kernels share."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashlatte.kernels.hopper.barriers import allocate_mbarriers
 
 # Keys of a tile: the rows of a WGMMA.
 KEYS = gl.constexpr(64)
@@ -36,15 +38,6 @@ def vectors_layout(head_dim, rank=2):
 def scalars_layout(rank=1):
     """Layout of contiguous float32 scalars, for TMA."""
     return gl.NVMMASharedLayout(0, 32, rank)
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """``COUNT`` mbarriers that complete after ``ARRIVALS`` arrivals."""
-    ring = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(ring.index(index), count=ARRIVALS)
-    return ring
 
 
 class LogitsShared(NamedTuple):
@@ -75,12 +68,12 @@ def allocate_rings(
     return LogitsShared(
         gl.allocate_shared_memory(gl.float8e4nv, [TILES * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
         gl.allocate_shared_memory(gl.float32, [TILES * Q_SLOTS, WEIGHTS], scalars_layout()),
-        barriers(Q_SLOTS, 1),
-        barriers(Q_SLOTS, 2),
+        allocate_mbarriers(Q_SLOTS, 1),
+        allocate_mbarriers(Q_SLOTS, 2),
         gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
         gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
-        barriers(SLOTS, 1),
-        barriers(SLOTS, READERS),
+        allocate_mbarriers(SLOTS, 1),
+        allocate_mbarriers(SLOTS, READERS),
     )
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from flashlatte.kernels.triton.online_softmax import gpu_class
-
-SMALLEST = 16  # of a matrix product's sides
-
 
 @dataclass(frozen=True)
 class IndexLogitsConfig:
-    """Attributes:
-    rows: query rows (queries times heads, heads padded) of a product.
-    block_n: keys of a tile.
-    num_warps, num_stages: Triton's launch options.
-    tiles: key tiles per program, for contiguous keys.
-    programs: programs resident on an SM.
+    """Tile sizes of a program.
+
+    Attributes:
+        rows: query rows (queries times heads, heads padded) of a product.
+        block_n: keys of a tile.
+        num_warps, num_stages: Triton's launch options.
+        tiles: key tiles per program, for contiguous keys.
+        programs: programs resident on an SM.
     """
 
     rows: int
@@ -29,6 +25,7 @@ class IndexLogitsConfig:
     programs: int = 2
 
 
+# By class of GPU (``online_softmax.gpu_class``), for contiguous keys, and for paged caches.
 RAGGED = {
     "hopper": IndexLogitsConfig(128, 64, num_warps=4, num_stages=3),
     "blackwell": IndexLogitsConfig(128, 64, num_warps=4, num_stages=3),
@@ -45,11 +42,3 @@ PAGED = {
     "other": IndexLogitsConfig(128, 64, num_warps=4, num_stages=2),
     "interpreter": IndexLogitsConfig(32, 16, num_warps=1, num_stages=1, programs=1),
 }
-
-
-def choose(table: dict[str, IndexLogitsConfig], device: torch.device) -> IndexLogitsConfig:
-    return table[gpu_class(device)]
-
-
-def padded_heads(heads: int) -> int:
-    return max(1 << (heads - 1).bit_length(), SMALLEST)

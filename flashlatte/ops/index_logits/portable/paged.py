@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
+from flashlatte.kernels.triton.config import padded
+from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
 from flashlatte.ops.index_logits.key_ranges import LogitRows, QueryLengths, query_lengths
-from flashlatte.ops.index_logits.portable.config import PAGED, choose, padded_heads
+from flashlatte.ops.index_logits.portable.config import PAGED
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
     load_queries,
@@ -47,8 +49,8 @@ def paged(params: PagedIndexLogitsParams) -> None:
     if params.clean:
         logits.fill_(-torch.inf)
     next_n, heads = q.shape[1:3]
-    config = choose(PAGED, q.device)
-    block_h = padded_heads(heads)
+    config = PAGED[gpu_class(q.device)]
+    block_h = padded(heads)
     block_q = min(max(config.rows // block_h, 1), 1 << (next_n - 1).bit_length())
     blocks = block_q, block_h, config.block_n
     records, score = score_arguments(q.flatten(0, 1), params.weights, params.cache, None, blocks)

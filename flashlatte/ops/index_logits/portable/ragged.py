@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
+from flashlatte.kernels.triton.config import padded
+from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
 from flashlatte.ops.index_logits.key_ranges import KeyRanges, LogitRows, key_ranges
-from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
+from flashlatte.ops.index_logits.portable.config import RAGGED
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
     load_queries,
@@ -35,8 +37,8 @@ def ragged(params: IndexLogitsParams) -> None:
     q, k, logits = params.q, params.k, params.logits
     if params.clean:
         logits.fill_(-torch.inf)
-    config = choose(RAGGED, q.device)
-    block_h = padded_heads(q.shape[1])
+    config = RAGGED[gpu_class(q.device)]
+    block_h = padded(q.shape[1])
     block_q = max(config.rows // block_h, 1)
     blocks = block_q, block_h, config.block_n
     records, score = score_arguments(q, params.weights, k, params.k_scale, blocks)

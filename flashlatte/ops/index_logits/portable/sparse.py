@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import cdiv
+from flashlatte.kernels.triton.config import padded
+from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows, token_row, token_rows
 from flashlatte.ops.index_logits.key_ranges import LogitRows
-from flashlatte.ops.index_logits.portable.config import RAGGED, choose, padded_heads
+from flashlatte.ops.index_logits.portable.config import RAGGED
 from flashlatte.ops.index_logits.portable.score import (
     IndexKeys,
     load_queries,
@@ -55,10 +57,10 @@ class CandidateKeys(NamedTuple):
 def sparse(params: SparseIndexLogitsParams) -> None:
     q, first, counts, logits = params.q, params.first_key, params.num_keys, params.logits
     num_rows, heads, _ = q.shape
-    config = choose(RAGGED, q.device)
+    config = RAGGED[gpu_class(q.device)]
     width = logits.shape[1]
     tiles = cdiv(width, config.block_n * config.tiles)
-    blocks = 1, padded_heads(heads), config.block_n
+    blocks = 1, padded(heads), config.block_n
     records, score = score_arguments(q, params.weights, params.k, params.k_scale, blocks)
     sparse_kernel[(num_rows * tiles,)](
         *records,

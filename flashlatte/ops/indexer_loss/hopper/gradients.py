@@ -22,13 +22,7 @@ from flashlatte.kernels.hopper.mla_tiles import KEYS, ROWS, SCORE_COLS, SCORE_RO
 from flashlatte.kernels.hopper.ptx.copies import wait_stores_read
 from flashlatte.kernels.hopper.ptx.staged_rows import STAGED_COLUMNS, row_of_thread, send_rows, stage_rows
 from flashlatte.kernels.hopper.ptx.threads import warp_sync
-from flashlatte.ops.indexer_loss.hopper.index_tiles import (
-    INDEX_DIM,
-    is_valid,
-    load_weights,
-    next_keys,
-    scores_of,
-)
+from flashlatte.ops.indexer_loss.hopper.index_tiles import INDEX_DIM, is_valid, load_weights, next_keys, scores_of
 from flashlatte.runtime.gluon_compat import cta_barrier
 from flashlatte.runtime.kernel_records import Pointer
 

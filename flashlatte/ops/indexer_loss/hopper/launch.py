@@ -19,7 +19,7 @@ _SPLIT = 2048
 
 
 def loss_and_gradients(params: IndexerLossParams, results: IndexerLossResults) -> None:
-    checks.begins_aligned("hopper", q=params.q, kv=params.kv)
+    checks.begins_aligned(q=params.q, kv=params.kv)
     _HopperLaunches(params, results).run()
 
 

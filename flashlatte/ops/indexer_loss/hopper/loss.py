@@ -1,10 +1,7 @@
-"""The first two passes of the index kernel: index logits, and the divergence of their softmax from the target.
-
-The arithmetic is that of ``portable/loss_kernels.py``.
-"""
+"""The first two passes of the index kernel: index logits, and the divergence of their softmax from the target."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -12,22 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper.mla_tiles import KEYS, SCORE_ROWS
-from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
+from flashlatte.ops.indexer_loss.divergence import add_logits, divergence_terms, lse_of_lanes
 from flashlatte.ops.indexer_loss.hopper.head_sums import KEY_OF_SUM, add_sums, store_sums
-from flashlatte.ops.indexer_loss.hopper.index_tiles import (
-    is_valid,
-    load_indices,
-    load_weights,
-    next_keys,
-    scores_of,
-)
+from flashlatte.ops.indexer_loss.hopper.index_tiles import is_valid, load_indices, load_weights, next_keys, scores_of
 from flashlatte.runtime.gluon_compat import cta_barrier
 
 # Slots of a step of the softmax.
 _BLOCK = gl.constexpr(512)
 _SLOTS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-# Below it log t is that of this value, so that t = 0 contributes 0.
-_SMALLEST_TARGET = gl.constexpr(1e-10)
 
 
 @gluon.jit
@@ -67,32 +56,23 @@ def write_loss(work, target, losses, sees_keys, WITH_GRADIENT: gl.constexpr):
         logit = _load(work.logits, start, work.count, float("-inf"))
         lane_target += _load(target, start, work.count, 0.0)
         lane_sees |= (logit != float("-inf")).to(gl.int32)
-        new_max = gl.maximum(lane_max, logit)
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-        lane_sum = lane_sum * gl.exp2((lane_max - shift) * LOG2_E) + gl.exp2((logit - shift) * LOG2_E)
-        lane_max = new_max
-    row_max = gl.max(lane_max, axis=0)
+        lane_max, lane_sum = add_logits(lane_max, lane_sum, logit)
     sees = gl.max(lane_sees, axis=0)
-    shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = gl.sum(lane_sum * gl.exp2((lane_max - shift) * LOG2_E), axis=0)
-    lse = shift + gl.log2(gl.where(row_sum == 0, 1.0, row_sum)) * LN_2
+    lse = lse_of_lanes(lane_max, lane_sum)
     total = gl.sum(lane_target, axis=0)
-    # All probabilities of the token underflow: its loss and gradient are 0.
-    no_target = total == 0
-    total = gl.where(no_target, 1.0, total)
+    has_target = total != 0
+    total = gl.where(has_target, total, 1.0)
 
     divergence = gl.zeros([_BLOCK], gl.float32, _SLOTS)
     for start in range(0, work.count, _BLOCK):
         logit = _load(work.logits, start, work.count, float("-inf"))
         # A correctly rounded division, as in PyTorch: if a token has a single key, its target is 1 and its gradient 0.
         t = gl.div_rn(_load(target, start, work.count, 0.0), gl.zeros_like(logit) + total)
-        # Invalid slots have logit -inf.
-        log_p = gl.where(logit == float("-inf"), 0.0, logit - lse)
-        divergence += t * (gl.log2(gl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
+        terms, gradient = divergence_terms(logit, t, lse, has_target)
+        divergence += terms
         if WITH_GRADIENT:
-            p = gl.where((logit == float("-inf")) | no_target, 0.0, gl.exp2(log_p * LOG2_E))
             slot = start + gl.arange(0, _BLOCK, _SLOTS)
-            gl.store(work.logits + slot, p - t, mask=slot < work.count)
+            gl.store(work.logits + slot, gradient, mask=slot < work.count)
     gl.store(losses + work.token, gl.sum(divergence, axis=0))
     gl.store(sees_keys + work.token, sees.to(gl.int8))
     return sees != 0

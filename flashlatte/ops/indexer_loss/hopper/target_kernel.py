@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flashlatte.kernels.hopper.barriers import (
     ALL_THREADS,
@@ -36,13 +31,7 @@ from flashlatte.kernels.hopper.barriers import (
     wait_at,
 )
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, LATENT, ROPE, ROWS, SWIZZLED
-from flashlatte.kernels.hopper.row_loads import (
-    GATHERED_ROWS,
-    LatentKeys,
-    copy_columns,
-    gathered_keys,
-    load_columns,
-)
+from flashlatte.kernels.hopper.row_loads import GATHERED_ROWS, LatentKeys, copy_columns, gathered_keys, load_columns
 from flashlatte.kernels.triton.online_softmax import LOG2_E
 from flashlatte.ops.indexer_loss.hopper.head_sums import KEY_OF_SUM, WARPS, add_sums, allocate_sums, store_sums
 from flashlatte.ops.indexer_loss.seen_keys import SlotRanges

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
-from flashlatte.kernels.triton.head_dims import tile_widths
+from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose, tile_widths
 from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.ops.indexer_loss.portable.config import ATTENTION, INDEX_KEYS, INDEX_QUERIES
@@ -21,7 +20,7 @@ from flashlatte.ops.indexer_loss.portable.loss_kernels import logits_kernel, los
 from flashlatte.ops.indexer_loss.reference import IndexerLossParams, IndexerLossResults
 from flashlatte.ops.indexer_loss.seen_keys import AttentionRows, IndexerRows, SlotRanges
 from flashlatte.runtime.process_groups import sum_over_ranks
-from flashlatte.runtime.strides import row_align
+from flashlatte.runtime.strides import first_stride, row_align
 
 # Maximum bytes of the target, and of the index logits.
 SCRATCH_BYTES = 16 * 2**20
@@ -48,7 +47,7 @@ class IndexerLossLaunches:
         h_i, index_dim = params.index_q.shape[1:]
         s_kv = params.kv.shape[0]
         width = s_kv if indices is None else indices.shape[2]
-        indices_stride = 0 if indices is None else indices.stride(0)
+        indices_stride = first_stride(indices)
         self._tiles = _tiles(gpu_class(device), h_q, head_dim, h_i, index_dim, indices is not None)
         self.slots = SlotRanges(_slot_ranges(params, width), indices, indices_stride, s_q, s_kv, width)
         self._attention, self.indexer = _attention_rows(params), _indexer_rows(params)

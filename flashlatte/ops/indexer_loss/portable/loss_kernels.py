@@ -15,6 +15,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import to_float32
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E, load_tile
+from flashlatte.ops.indexer_loss.divergence import add_logits, divergence_terms, lse_of_lanes
 from flashlatte.ops.indexer_loss.seen_keys import (
     AttentionRows,
     IndexerRows,
@@ -24,9 +25,6 @@ from flashlatte.ops.indexer_loss.seen_keys import (
     slot_range,
 )
 from flashlatte.runtime.triton_kernel import kernel
-
-# Below it log t is that of this value, so that t = 0 contributes 0.
-_SMALLEST_TARGET = tl.constexpr(1e-10)
 
 
 @kernel
@@ -163,8 +161,8 @@ def loss_kernel(
     target += row * slots.width
     logits += row * slots.width
 
-    col_max = tl.full([BLOCK], float("-inf"), tl.float32)
-    col_sum = tl.zeros([BLOCK], tl.float32)
+    lane_max = tl.full([BLOCK], float("-inf"), tl.float32)
+    lane_sum = tl.zeros([BLOCK], tl.float32)
     target_sum = tl.zeros([BLOCK], tl.float32)
     seen = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(first, end, BLOCK):
@@ -172,18 +170,11 @@ def loss_kernel(
         logit = tl.load(logits + start + cols, mask=in_use, other=float("-inf"))
         target_sum += tl.load(target + start + cols, mask=in_use, other=0.0)
         seen |= (logit != float("-inf")).to(tl.int32)
-        new_max = tl.maximum(col_max, logit)
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        col_sum = col_sum * tl.exp2((col_max - shift) * LOG2_E) + tl.exp2((logit - shift) * LOG2_E)
-        col_max = new_max
-    row_max = tl.max(col_max, axis=0)
-    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.sum(col_sum * tl.exp2((col_max - shift) * LOG2_E), axis=0)
-    lse = shift + tl.log2(tl.where(row_sum == 0, 1.0, row_sum)) * LN_2
+        lane_max, lane_sum = add_logits(lane_max, lane_sum, logit)
+    lse = lse_of_lanes(lane_max, lane_sum)
     total = tl.sum(target_sum, axis=0)
-    # All probabilities of the token underflow: its loss and gradient are 0.
-    no_target = total == 0
-    total = tl.where(no_target, 1.0, total)
+    has_target = total != 0
+    total = tl.where(has_target, total, 1.0)
 
     divergence = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(first, end, BLOCK):
@@ -191,13 +182,10 @@ def loss_kernel(
         logit = tl.load(logits + start + cols, mask=in_use, other=float("-inf"))
         # A correctly rounded division, as in PyTorch: if a token has a single key, its target is 1 and its gradient 0.
         t = tl.div_rn(tl.load(target + start + cols, mask=in_use, other=0.0), total)
-        # Invalid slots have logit -inf.
-        log_p = tl.where(logit == float("-inf"), 0.0, logit - lse)
-        divergence += t * (tl.log2(tl.maximum(t, _SMALLEST_TARGET)) * LN_2 - log_p)
+        terms, gradient = divergence_terms(logit, t, lse, has_target)
+        divergence += terms
         if WITH_GRADIENT:
-            p = tl.where(logit == float("-inf"), 0.0, tl.exp2(log_p * LOG2_E))
-            # Not in one condition: Triton's interpreter fails if a scalar comparison is combined with a block.
-            tl.store(logits + start + cols, tl.where(no_target, 0.0, p) - t, mask=in_use)
+            tl.store(logits + start + cols, gradient, mask=in_use)
     tl.store(losses + token, tl.sum(divergence, axis=0))
     tl.store(sees_keys + token, tl.max(seen, axis=0).to(tl.int8))
 

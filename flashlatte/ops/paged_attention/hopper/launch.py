@@ -16,7 +16,7 @@ from flashlatte.ops.paged_attention.hopper.schedule import PagedPrefillWork
 from flashlatte.ops.paged_attention.hopper.tiles import KEYS, PagedPrefillConfig
 from flashlatte.ops.paged_attention.reference import PagedAttentionParams, paged_requests
 from flashlatte.runtime import machine
-from flashlatte.runtime.strides import row_align, strides_in_use
+from flashlatte.runtime.strides import first_stride, row_align, strides_in_use
 from flashlatte.runtime.tma_descriptors import describe_rows
 
 _LOG2_E = math.log2(math.e)
@@ -71,7 +71,7 @@ def attend_long(params: PagedAttentionParams, min_queries: int) -> None:
         lse_stride_token=lse.stride(0),
         lse_stride_head=lse.stride(1),
         sink=sink,
-        sink_stride=0 if sink is None else sink.stride(0),
+        sink_stride=first_stride(sink),
         empty_lse=params.empty_lse,
     )
     paged_prefill_kernel[(min(max_tiles, machine.num_sms(device)),)](

@@ -36,11 +36,7 @@ from flashlatte.kernels.hopper.two_consumers import (
 )
 from flashlatte.kernels.triton.rows import BlockTable
 from flashlatte.ops.paged_attention.hopper import schedule
-from flashlatte.ops.paged_attention.hopper.tiles import (
-    KEYS,
-    SWIZZLED,
-    PagedPrefillTile,
-)
+from flashlatte.ops.paged_attention.hopper.tiles import KEYS, SWIZZLED, PagedPrefillTile
 from flashlatte.runtime.gluon_compat import cta_barrier, reinterpret, tma_load
 from flashlatte.runtime.kernel_records import Int32, Pointer
 

@@ -10,15 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import (
-    CHUNK,
-    ROWS,
-    SCALAR_LAYOUT,
-    STAGES,
-    PrefillConsumer,
-    mbarriers,
-    read_scalars,
-)
+from flashlatte.kernels.hopper.barriers import allocate_mbarriers
+from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, SCALAR_LAYOUT, STAGES, PrefillConsumer, read_scalars
 
 # Keys of a block.
 KEYS = gl.constexpr(128)
@@ -96,7 +89,7 @@ def _consumer(DTYPE: gl.constexpr, CHUNKS: gl.constexpr):
     return PrefillConsumer(
         (gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SWIZZLED),),
         gl.allocate_shared_memory(gl.int32, [8, 1], SCALAR_LAYOUT),
-        mbarriers(1),
+        allocate_mbarriers(1),
     )
 
 
@@ -108,8 +101,8 @@ def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
         (gl.allocate_shared_memory(DTYPE, [STAGES * CONFIG.chunks, KEYS, CHUNK], SWIZZLED),),
         (gl.allocate_shared_memory(DTYPE, [STAGES, CONFIG.v_chunks * KEYS, CHUNK], SWIZZLED),),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], SCALAR_LAYOUT),
-        mbarriers(STAGES),
-        mbarriers(STAGES),
+        allocate_mbarriers(STAGES),
+        allocate_mbarriers(STAGES),
     )
 
 

@@ -23,12 +23,12 @@ _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def _load_words(rows, page, token, behind, in_cache, WORDS: tl.constexpr):
-    """uint32 [heads, keys, WORDS] of rows at ``behind`` [keys] words after a token of a page; 0 where there is no
+def _load_words(rows, page, token, offsets, in_cache, WORDS: tl.constexpr):
+    """uint32 [heads, keys, WORDS] of rows ``offsets`` [keys] words after a token of a page; 0 where there is no
     key."""
     first = rows.start + (page * rows.stride_page + token * rows.stride_token) * 16  # [heads]
     words = first.to(tl.pointer_type(tl.uint32))[:, None, None] + tl.arange(0, WORDS)[None, None, :]
-    return tl.load(words + behind[None, :, None], mask=in_cache[None, :, None], other=0)
+    return tl.load(words + offsets[None, :, None], mask=in_cache[None, :, None], other=0)
 
 
 @triton.jit
@@ -96,20 +96,20 @@ def attend_bytes(
         page = tl.where(valid, pages, 0).to(tl.uint32).to(tl.int64)
         if PAGE_PER_BLOCK:
             token = start % PAGE_SIZE
-            k_behind = k_rows
-            v_behind = v_rows
+            k_offsets = k_rows
+            v_offsets = v_rows
         else:
             token = 0
-            k_behind = page * (key_rows.stride_page * 4)
-            v_behind = page * (value_rows.stride_page * 4)
+            k_offsets = page * (key_rows.stride_page * 4)
+            v_offsets = page * (value_rows.stride_page * 4)
             if BLOCK_N % PAGE_SIZE == 0:
-                k_behind += k_rows
-                v_behind += v_rows
+                k_offsets += k_rows
+                v_offsets += v_rows
             else:
-                k_behind += keys % PAGE_SIZE * (key_rows.stride_token * 4)
-                v_behind += keys % PAGE_SIZE * (value_rows.stride_token * 4)
+                k_offsets += keys % PAGE_SIZE * (key_rows.stride_token * 4)
+                v_offsets += keys % PAGE_SIZE * (value_rows.stride_token * 4)
             page = 0
-        k_words = _load_words(key_rows, page, token, k_behind, in_cache, K_WORDS)
+        k_words = _load_words(key_rows, page, token, k_offsets, in_cache, K_WORDS)
         scores = tl.dot(key_operand(k_words, K_FORM), q_columns)  # [HEADS, BLOCK_N, BLOCK_M]
         key = keys[None, :, None]
         visible = (key >= lower) & (key <= upper) & in_cache[None, :, None]
@@ -121,7 +121,7 @@ def attend_bytes(
         p = tl.exp2(scores * factor[:, None, :] - (shift - P_SHIFT)[:, None, :])
         sums = sums * alpha[:, None, :] + p
         row_max = new_max
-        v_words = _load_words(value_rows, page, token, v_behind, in_cache, V_WORDS)
+        v_words = _load_words(value_rows, page, token, v_offsets, in_cache, V_WORDS)
         v = value_operand(v_words, V_FORM)  # [HEADS, width_v, BLOCK_N]
         # The next block's pages are loaded one block ahead: the addresses of its rows depend on them.
         pages = load_pages(table, request, start + BLOCK_N, tile, step)

@@ -54,9 +54,9 @@ _TWO_WORDS = tl.constexpr(tuple(_two_words_text(kind) for kind in (E4M3, E5M2, I
 
 
 @triton.jit
-def _number(words, NUMBER: tl.constexpr, form: tl.constexpr):
+def _byte(words, BYTE: tl.constexpr, form: tl.constexpr):
     """One byte of each word as fp16, or as float32 in the interpreter."""
-    byte = (words >> (8 * NUMBER)) & 0xFF
+    byte = (words >> (8 * BYTE)) & 0xFF
     if form.kind == 1:
         x = e4m3_to_float(byte.to(tl.uint8), form.native)
     elif form.kind == 2:
@@ -81,8 +81,8 @@ def _elements(words, TEXT: tl.constexpr, WORDS: tl.constexpr, form: tl.constexpr
         return tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3]))
     else:
         return tl.join(
-            tl.join(_number(words, 0, form), _number(words, 1, form)),
-            tl.join(_number(words, 2, form), _number(words, 3, form)),
+            tl.join(_byte(words, 0, form), _byte(words, 1, form)),
+            tl.join(_byte(words, 2, form), _byte(words, 3, form)),
         )
 
 
@@ -99,8 +99,8 @@ def key_operand(words, form: tl.constexpr):
 @triton.jit
 def key_dims(D: tl.constexpr):
     """The dim at each index of ``key_operand`` [D]: each of 4 threads has a contiguous fourth of a row."""
-    place = tl.arange(0, D)
-    return place // 4 % 4 * (D // 4) + place // 16 * 4 + place % 4
+    index = tl.arange(0, D)
+    return index // 4 % 4 * (D // 4) + index // 16 * 4 + index % 4
 
 
 @triton.jit

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashlatte.kernels.triton.config import padded, tile_widths
 from flashlatte.kernels.triton.fp8 import converts_e4m3
-from flashlatte.kernels.triton.head_dims import padded, tile_widths
 from flashlatte.kernels.triton.online_softmax import NVIDIA, gpu_class
 from flashlatte.kernels.triton.ragged_tiles import tile_slots
 from flashlatte.kernels.triton.rows import BlockTable, Window, head_rows
@@ -29,7 +29,7 @@ from flashlatte.ops.paged_attention.portable.scores import ScoreTerms
 from flashlatte.ops.paged_attention.portable.tiles import TILE_NUMBERS, TileLengths, VisibleRanges, find_tiles_kernel
 from flashlatte.ops.paged_attention.reference import PagedAttentionParams, paged_requests
 from flashlatte.runtime import machine
-from flashlatte.runtime.strides import row_align
+from flashlatte.runtime.strides import first_stride, row_align
 from flashlatte.split_kv import combine, plan
 from flashlatte.split_kv.outputs import Outputs
 from flashlatte.split_kv.plan import PartialShape, SplitPlan
@@ -214,9 +214,9 @@ def _score_terms(params: PagedAttentionParams) -> ScoreTerms:
     return ScoreTerms(
         softcap=params.softcap or 1.0,
         alibi_slopes=slopes,
-        alibi_stride=0 if slopes is None else slopes.stride(0),
+        alibi_stride=first_stride(slopes),
         qq_bias=bias,
-        qq_bias_stride=0 if bias is None else bias.stride(0),
+        qq_bias_stride=first_stride(bias),
         qq_bias_size=0 if bias is None else bias.shape[0],
     )
 
@@ -234,7 +234,7 @@ def _outputs(params: PagedAttentionParams, tiles: torch.Tensor, block_tokens: in
         lse_stride_token=lse.stride(0),
         lse_stride_head=lse.stride(1),
         sink=sink,
-        sink_stride=0 if sink is None else sink.stride(0),
+        sink_stride=first_stride(sink),
         tokens=None,
         heads=heads,
         rows=block_tokens * heads,

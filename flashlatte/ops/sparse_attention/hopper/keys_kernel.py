@@ -27,6 +27,7 @@ from flashlatte.kernels.hopper.ptx.copies import wait_stores_read
 from flashlatte.kernels.hopper.ptx.staged_rows import STAGED_COLUMNS, row_of_thread, send_rows, stage_rows
 from flashlatte.kernels.hopper.ptx.threads import warp_sync
 from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
+from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count
 from flashlatte.ops.sparse_attention.hopper.state import (
     BOX,
     DS,
@@ -36,10 +37,8 @@ from flashlatte.ops.sparse_attention.hopper.state import (
     P,
     SparseBackwardPiece,
     SparseBackwardRows,
-    num_selected,
     score_row,
 )
-from flashlatte.ops.sparse_attention.row_sums import SparseBackwardKeys
 from flashlatte.runtime.gluon_compat import cta_barrier, tma_load
 from flashlatte.runtime.kernel_records import Constant, Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
@@ -92,7 +91,7 @@ class KeyGradientArgs(NamedTuple):
     launch."""
 
     tiles: KeyGradientTiles
-    selection: Any
+    selections: Any
     piece: Any
     slots: Any
     token: Any
@@ -143,9 +142,9 @@ def _targets(args, tile, ADD: gl.constexpr):
     row = row_of_thread()
     slot = tile * KEYS - slots.first_slot + row  # of the launch
     sends = (row >= 0) & (slot < args.count)
-    list_of_token = args.selection.indices + args.token.to(gl.int64) * args.selection.indices_stride
+    list_of_token = first_index(args.selections, args.token)
     index = gl.load(list_of_token + slots.first_slot + slot, mask=sends, other=-1)
-    sends = sends & (index >= 0) & (index < args.selection.s_kv)
+    sends = sends & (index >= 0) & (index < args.selections.s_kv)
     if ADD:
         target = gl.where(sends, index, 0).to(gl.int64)
     else:
@@ -217,20 +216,19 @@ def _consume(args, OWN: gl.constexpr, HAS_ROPE: gl.constexpr, ADD: gl.constexpr)
 @gluon_kernel
 def key_gradients_kernel(
     rows: SparseBackwardRows,
-    selection: SparseBackwardKeys,
+    selections: TokenSelections,
     piece: SparseBackwardPiece,
     slots: KeyGradientSlots,
-    topk: gl.int32,
     HAS_ROPE: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
     """A program processes a token of the launch and half of the columns. BLOCKS: ``piece.head_blocks``, 1 or 2."""
     token = slots.first_token + gl.program_id(0) // 2
     side = gl.program_id(0) % 2
-    count = gl.minimum(num_selected(selection, token, topk) - slots.first_slot, slots.slots)
+    count = gl.minimum(selected_count(selections, token, selections.topk) - slots.first_slot, slots.slots)
     tiles = _allocate(rows.q.dtype, HAS_ROPE, BLOCKS)
     _load_rows(rows, token, side, tiles, HAS_ROPE)
-    args = KeyGradientArgs(tiles, selection, piece, slots, token, side, gl.maximum(count, 0))
+    args = KeyGradientArgs(tiles, selections, piece, slots, token, side, gl.maximum(count, 0))
     sync_before_warp_specialize()
     gl.warp_specialize(
         # ``slots.add`` would not be a compile-time constant in a partition: constants of a tuple become tensors there.

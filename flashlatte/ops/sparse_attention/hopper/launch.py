@@ -8,6 +8,7 @@ import torch
 
 from flashlatte.kernels.hopper.row_loads import LatentKeys
 from flashlatte.kernels.triton.key_sums import KeySums, pieces
+from flashlatte.kernels.triton.selections import selections_of
 from flashlatte.ops.sparse_attention.hopper.keys_kernel import KeyGradientSlots, key_gradients_kernel
 from flashlatte.ops.sparse_attention.hopper.queries_kernel import query_gradients_kernel
 from flashlatte.ops.sparse_attention.hopper.state import (
@@ -19,7 +20,7 @@ from flashlatte.ops.sparse_attention.hopper.state import (
     SparseBackwardRows,
 )
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
-from flashlatte.ops.sparse_attention.row_sums import row_sums, selection_of
+from flashlatte.ops.sparse_attention.row_sums import row_sums
 from flashlatte.runtime import checks, machine
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
@@ -41,7 +42,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     topk = indices.shape[2]
     if dout.data_ptr() % 16:
         dout = dout.clone()
-    checks.begins_aligned("hopper", q=q, kv=kv)
+    checks.begins_aligned(q=q, kv=kv)
     sums = row_sums(params, gradients.d_sink)
 
     head_blocks, key_tiles = -(-h_q // HEADS.value), -(-topk // KEYS.value)
@@ -55,7 +56,7 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
     described_scores = describe(scores, scores.shape, (KEYS.value,), (HEADS.value, KEYS.value))
     rows = SparseBackwardRows(_describe_heads(q), _describe_heads(dout), sums, s_q * h_q, h_q)
     keys, dq = LatentKeys(kv, kv.stride(0) // 8), _describe_heads(gradients.dq)
-    selection = selection_of(params)
+    selections = selections_of(indices, params.topk_length, kv.shape[0])
     dkv_sum = torch.zeros(kv.shape[0], head_dim, dtype=torch.float32, device=q.device)
     key_sums, contributions = KeySums(indices, params.topk_length, dkv_sum), None
     if params.deterministic:
@@ -72,10 +73,9 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
         query_gradients_kernel[(tokens * head_blocks,)](
             rows,
             keys,
-            selection,
+            selections,
             piece,
             dq=dq,
-            topk=topk,
             softmax_scale=params.softmax_scale,
             HAS_ROPE=head_dim == 576,
             num_warps=4,
@@ -85,10 +85,9 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
             target = dkv_sum if contributions is None else contributions
             key_gradients_kernel[(_KEY_PROGRAMS * count,)](
                 rows,
-                selection,
+                selections,
                 piece,
                 KeyGradientSlots(first_token, first_slot, slots, target, head_dim, contributions is None),
-                topk=topk,
                 HAS_ROPE=head_dim == 576,
                 BLOCKS=head_blocks,
                 num_warps=4,

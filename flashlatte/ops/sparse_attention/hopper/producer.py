@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from flashlatte.kernels.hopper.barriers import PAIR_THREADS, wait
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT
 from flashlatte.kernels.hopper.row_loads import GATHERED_ROWS, copy_columns, gathered_keys, load_columns
+from flashlatte.kernels.triton.selections import first_index
 from flashlatte.ops.sparse_attention.hopper.state import BOX, HEADS, KEYS
 from flashlatte.ops.sparse_attention.hopper.tiles import (
     K_QUARTER0_EMPTY,
@@ -51,14 +52,14 @@ def _copy_quarter(gathered, NUMBER: gl.constexpr, half, full):
 
 
 @gluon.jit
-def produce(rows, keys, selection, token, head, count, steps, tiles, HAS_ROPE: gl.constexpr):
+def produce(rows, keys, selections, token, head, count, steps, tiles, HAS_ROPE: gl.constexpr):
     k = tiles.k
     full = tiles.k_full
     _load_rows(rows, token, head, tiles, HAS_ROPE)
-    row = selection.indices + token.to(gl.int64) * selection.indices_stride
+    row = first_index(selections, token)
     indices = _load_indices(row, 0, count)
     for step in range(steps):
-        gathered = gathered_keys(indices, keys, selection.s_kv)
+        gathered = gathered_keys(indices, keys, selections.s_kv)
         wait(K_QUARTER0_EMPTY, PAIR_THREADS)
         _copy_quarter(gathered, 0, k.left, full.quarter0)
         tiles.mask.store(gathered.valid.to(gl.int32))

@@ -9,17 +9,11 @@ from triton.experimental.gluon import language as gl
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.row_loads import LatentKeys
+from flashlatte.kernels.triton.selections import TokenSelections, selected_count
 from flashlatte.ops.sparse_attention.hopper.consumers import QueryGradientArgs, consume_scores, consume_values
 from flashlatte.ops.sparse_attention.hopper.producer import produce
-from flashlatte.ops.sparse_attention.hopper.state import (
-    HEADS,
-    KEYS,
-    SparseBackwardPiece,
-    SparseBackwardRows,
-    num_selected,
-)
+from flashlatte.ops.sparse_attention.hopper.state import HEADS, KEYS, SparseBackwardPiece, SparseBackwardRows
 from flashlatte.ops.sparse_attention.hopper.tiles import allocate
-from flashlatte.ops.sparse_attention.row_sums import SparseBackwardKeys
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
 # Registers per thread. The scores consumer gets the rest of 12 warps with 168 each: 232.
@@ -31,17 +25,16 @@ _PRODUCER_REGISTERS = gl.constexpr(40)
 def query_gradients_kernel(
     rows: SparseBackwardRows,
     keys: LatentKeys,
-    selection: SparseBackwardKeys,
+    selections: TokenSelections,
     piece: SparseBackwardPiece,
     dq,
-    topk: gl.int32,
     softmax_scale: gl.float32,
     HAS_ROPE: gl.constexpr,
 ):
     """A program processes a block of heads of a token of the piece."""
     token = piece.first_token + gl.program_id(0) // piece.head_blocks
     head = gl.program_id(0) % piece.head_blocks * HEADS
-    count = num_selected(selection, token, topk)
+    count = selected_count(selections, token, selections.topk)
     # At least one step, which is fully masked without keys: every tile that the keys kernel may read must be written.
     steps = gl.maximum((count + KEYS - 1) // KEYS, 1)
     tiles = allocate(keys.start.dtype.element_ty, HAS_ROPE)
@@ -51,7 +44,7 @@ def query_gradients_kernel(
         [
             (consume_scores, (args, HAS_ROPE)),
             (consume_values, (args, HAS_ROPE)),
-            (produce, (rows, keys, selection, token, head, count, steps, tiles, HAS_ROPE)),
+            (produce, (rows, keys, selections, token, head, count, steps, tiles, HAS_ROPE)),
         ],
         [4, 4],
         [_VALUES_REGISTERS, _PRODUCER_REGISTERS],

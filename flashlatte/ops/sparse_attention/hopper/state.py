@@ -52,13 +52,3 @@ def score_row(piece, token, key_tile, head_block, PART: gl.constexpr):
     """Row in ``piece.scores`` of a box of a token. ``token``: counted from the piece's first."""
     box = ((token * piece.key_tiles + key_tile) * piece.head_blocks + head_block) * PARTS + PART
     return box * HEADS
-
-
-@gluon.jit
-def num_selected(selection, token, topk):
-    """The number of a token's ``topk`` indices that are used."""
-    count = topk
-    if selection.topk_length is not None:
-        length = gl.load(selection.topk_length + token.to(gl.int64) * selection.length_stride)
-        count = gl.minimum(gl.maximum(length, 0), count).to(gl.int32)
-    return count

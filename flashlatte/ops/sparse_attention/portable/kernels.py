@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.fp8 import from_float32
-from flashlatte.kernels.triton.online_softmax import LOG2_E, load_keys, load_rows, load_tile, selected_count, within
+from flashlatte.kernels.triton.online_softmax import LOG2_E, load_keys, load_rows, load_tile, within
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows
-from flashlatte.ops.sparse_attention.row_sums import SparseBackwardKeys
+from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -39,7 +39,7 @@ def keys_kernel(
     q: HeadRows,
     queries: SparseBackwardQueries,
     kv: TokenRows,
-    selection: SparseBackwardKeys,
+    selections: TokenSelections,
     first_token: tl.int64,
     first_slot: tl.int32,
     slots: tl.int32,
@@ -57,10 +57,10 @@ def keys_kernel(
     launched_token = (tl.program_id(0) // tiles).to(tl.int64)
     token = first_token + launched_token
     slot = (tl.program_id(0) % tiles) * STEP.block_n + tl.arange(0, STEP.block_n)  # of this launch
-    length = selected_count(selection.topk_length, selection.length_stride, token, first_slot + slots)
+    length = selected_count(selections, token, first_slot + slots)
     in_use = first_slot + slot < length
-    index = tl.load(selection.indices + token * selection.indices_stride + first_slot + slot, mask=in_use, other=-1)
-    valid = within(index, selection.s_kv) & in_use
+    index = tl.load(first_index(selections, token) + first_slot + slot, mask=in_use, other=-1)
+    valid = within(index, selections.s_kv) & in_use
     keys = load_keys(kv, index, valid, STEP)
 
     scale = softmax_scale * LOG2_E
@@ -97,8 +97,7 @@ def queries_kernel(
     q: HeadRows,
     queries: SparseBackwardQueries,
     kv: TokenRows,
-    selection: SparseBackwardKeys,
-    topk: tl.int32,
+    selections: TokenSelections,
     softmax_scale: tl.float32,
     dq,
     STEP: tl.constexpr,
@@ -108,7 +107,7 @@ def queries_kernel(
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
     query, d_out, lse2, weight, delta = _load_heads(q, queries, token, head, STEP)
-    length = selected_count(selection.topk_length, selection.length_stride, token, topk)
+    length = selected_count(selections, token, selections.topk)
 
     scale = softmax_scale * LOG2_E
     ROWS: tl.constexpr = STEP.block_h
@@ -118,8 +117,8 @@ def queries_kernel(
     d_rope = tl.zeros([ROPE, ROWS] if STEP.values_first else [ROWS, ROPE], tl.float32)
     for start in tl.range(0, length, STEP.block_n, num_stages=STEP.num_stages):
         slot = start + tl.arange(0, STEP.block_n)
-        index = tl.load(selection.indices + token * selection.indices_stride + tl.minimum(slot, length - 1))
-        valid = within(index, selection.s_kv) & (slot < length)
+        index = tl.load(first_index(selections, token) + tl.minimum(slot, length - 1))
+        valid = within(index, selections.s_kv) & (slot < length)
         keys = load_keys(kv, index, valid, STEP)
         scores = tl.dot(query.latent, tl.trans(keys.latent))  # [block_h, block_n]
         if STEP.rope > 0:

@@ -6,16 +6,41 @@ import functools
 
 import torch
 
-from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, choose
+from flashlatte.kernels.triton.config import AttentionConfig, StepConfig, Table, choose
 from flashlatte.kernels.triton.key_sums import KeySums, pieces
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import HeadRows, TokenRows
-from flashlatte.ops.sparse_attention.portable.config import KEYS, QUERIES
+from flashlatte.kernels.triton.selections import selections_of
 from flashlatte.ops.sparse_attention.portable.kernels import SparseBackwardQueries, keys_kernel, queries_kernel
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
-from flashlatte.ops.sparse_attention.row_sums import row_sums, selection_of
+from flashlatte.ops.sparse_attention.row_sums import row_sums
 from flashlatte.runtime.strides import row_align
 
+# Tiles of the kernels for each class of GPUs, by what fits registers and shared memory.
+#
+# A program holds block_n keys and their gradient in float32; a step loads block_h rows of q and dout. On "blackwell",
+# 64 keys do not fit in tensor memory.
+KEYS: Table = {
+    "hopper": (AttentionConfig(16, 64, 8, 2, warpgroups=True), AttentionConfig(32, 64, 8, 2, warpgroups=True)),
+    "blackwell": (AttentionConfig(16, 32, 8), AttentionConfig(32, 32, 8)),
+    "ampere": (AttentionConfig(16, 32, 8), AttentionConfig(32, 32, 8)),
+    "small": (AttentionConfig(16, 16, 4, 2),),
+    "other": (AttentionConfig(16, 16, 4),),
+    "interpreter": (AttentionConfig(16, 32, 1),),
+}
+# A program holds block_h rows of q and dout, and dq in float32; a step loads block_n keys.
+QUERIES: Table = {
+    "hopper": (
+        AttentionConfig(16, 64, 8, 3),
+        AttentionConfig(32, 64, 8, 3),
+        AttentionConfig(64, 32, 8, 2, warpgroups=True),
+    ),
+    "blackwell": (AttentionConfig(16, 32, 4, 3), AttentionConfig(32, 32, 8, 3)),
+    "ampere": (AttentionConfig(16, 32, 4, 3), AttentionConfig(32, 32, 8, 3)),
+    "small": (AttentionConfig(16, 16, 4, 3),),
+    "other": (AttentionConfig(16, 16, 4),),
+    "interpreter": (AttentionConfig(16, 16, 1), AttentionConfig(32, 16, 1)),
+}
 # Maximum bytes of contributions to dkv in scratch, if their sum is deterministic.
 SCRATCH_BYTES = 256 * 2**20
 
@@ -34,11 +59,10 @@ def backward(params: SparseAttentionBackwardParams, gradients: SparseAttentionGr
         HeadRows(q, q.stride(0) // align, q.stride(1) // align, align),
         SparseBackwardQueries(params.dout, sums, s_q * h_q, h_q),
         TokenRows(kv, kv.stride(0) // align, align),
-        selection_of(params),
+        selections_of(indices, params.topk_length, kv.shape[0]),
     )
     queries_kernel[(s_q * -(-h_q // queries.block_h),)](
         *records,
-        topk=topk,
         softmax_scale=params.softmax_scale,
         dq=gradients.dq,
         STEP=queries_step,

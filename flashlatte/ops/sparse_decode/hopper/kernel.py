@@ -12,15 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashlatte.kernels.hopper import barriers, clusters
 from flashlatte.kernels.hopper.mla_tiles import allocate_full_barriers
-from flashlatte.ops.sparse_decode.hopper import (
-    cluster_producer,
-    consumers,
-    one_block,
-    producer,
-    rows,
-    schedule,
-    tiles,
-)
+from flashlatte.ops.sparse_decode.hopper import cluster_producer, consumers, one_block, producer, rows, schedule, tiles
 from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import gluon_kernel
 from flashlatte.split_kv import device, fp24_partials

@@ -12,11 +12,7 @@ from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
 from flashlatte.kernels.triton.rows import BatchQuery
 from flashlatte.kv_cache.formats import CacheFormat
-from flashlatte.ops.sparse_decode.portable.kernel import (
-    PortableSparseDecodeConfig,
-    SelectedKeys,
-    sparse_decode_kernel,
-)
+from flashlatte.ops.sparse_decode.portable.kernel import PortableSparseDecodeConfig, SelectedKeys, sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, TokenAddress
 from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.runtime import machine

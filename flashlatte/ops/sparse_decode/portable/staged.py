@@ -1,6 +1,7 @@
 """Tiles of keys from selected e4m3 tokens and their scales, prefetched to shared memory.
 
-Tiles are prefetched in the cache's format, two steps ahead, and need no registers. ``tiles`` loads words.
+Tiles are prefetched in the cache's format, two steps ahead, and need no registers. On Hopper this wins v32 by 16 to 19%
+and model1 by 11% (docs/notes/portable.md). ``tiles`` loads words.
 """
 
 # Triton's annotations and calls are not Python's.

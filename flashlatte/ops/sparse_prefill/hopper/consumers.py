@@ -7,7 +7,7 @@ Products of a step on the tensor cores (0L: P of block 0 times the left half of 
     odd consumer    |     scores 1     |  0R  |  1R  | scores 1 of the next step ...
 
 The even consumer's step is that of ``mla_pipeline``. The odd consumer differs: it publishes P of block 1 before its
-product with block 0, which the decode kernels issue behind the scores. Here the tensor cores are always busy, and
+product with block 0, which the decode kernels issue after the scores. Here the tensor cores are always busy, and
 issuing the product early costs 3% of a step's cycles (docs/notes/sparse-prefill.md).
 """
 
@@ -53,11 +53,7 @@ from flashlatte.ops.sparse_prefill.hopper.scores import (
     start_left_scores,
     start_scores,
 )
-from flashlatte.ops.sparse_prefill.hopper.state import (
-    Q_EMPTY,
-    num_selected,
-    num_steps,
-)
+from flashlatte.ops.sparse_prefill.hopper.state import Q_EMPTY, num_selected, num_steps
 
 _P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
 # Threads of the producer.

@@ -29,7 +29,7 @@ MAX_ROUNDS_RATIO = 1.1
 
 def sparse_prefill(params: SparsePrefillParams) -> None:
     q, kv, indices = params.q, params.kv, params.indices
-    checks.begins_aligned("hopper", q=q, kv=kv, out=params.out)
+    checks.begins_aligned(q=q, kv=kv, out=params.out)
     if params.precision is not None:
         sparse_prefill_fp8(params)
         return

@@ -16,22 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from flashlatte.kernels.hopper.barriers import ALL_THREADS, PAIR_THREADS, wait
-from flashlatte.kernels.hopper.mla_tiles import (
-    COPY,
-    K0_LEFT_EMPTY,
-    K0_RIGHT_EMPTY,
-    K1_LEFT_EMPTY,
-    K1_RIGHT_EMPTY,
-)
+from flashlatte.kernels.hopper.mla_tiles import COPY, K0_LEFT_EMPTY, K0_RIGHT_EMPTY, K1_LEFT_EMPTY, K1_RIGHT_EMPTY
 from flashlatte.kernels.hopper.ptx.copies import PIECE_ROWS, load_evict_first
-from flashlatte.ops.sparse_prefill.hopper.state import (
-    Q_EMPTY,
-    indices_of,
-    num_selected,
-    num_steps,
-    row_exists,
-    rows_of,
-)
+from flashlatte.ops.sparse_prefill.hopper.state import Q_EMPTY, indices_of, num_selected, num_steps, row_exists, rows_of
 from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS
 from flashlatte.runtime.gluon_compat import cp_async
 from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
@@ -162,8 +149,8 @@ def produce(queries, kv, kv_stride, work, tiles, shared, HEAD_DIM: gl.constexpr,
     first = gl.program_id(0)
     row = indices_of(work, first)
     count = num_selected(work, first)
-    indices0 = _valid_or_none(_load_indices(row, 0, count), work.s_kv, GROUP)
-    indices1 = _valid_or_none(_load_indices(row, 64, count), work.s_kv, GROUP)
+    indices0 = _valid_or_none(_load_indices(row, 0, count), work.selections.s_kv, GROUP)
+    indices1 = _valid_or_none(_load_indices(row, 64, count), work.selections.s_kv, GROUP)
     for tile in range(first, work.tiles, gl.num_programs(0)):
         next_tile = tile + gl.num_programs(0)
         next_row = indices_of(work, next_tile)
@@ -192,8 +179,8 @@ def produce(queries, kv, kv_stride, work, tiles, shared, HEAD_DIM: gl.constexpr,
             _publish_mask(rows1, shared.mask1, full1)
             wait(K1_RIGHT_EMPTY, PAIR_THREADS)
             _copy_right(rows1, k1, full1, HEAD_DIM)
-            indices0 = _valid_or_none(next_indices0, work.s_kv, GROUP)
-            indices1 = _valid_or_none(next_indices1, work.s_kv, GROUP)
+            indices0 = _valid_or_none(next_indices0, work.selections.s_kv, GROUP)
+            indices1 = _valid_or_none(next_indices1, work.selections.s_kv, GROUP)
         row = next_row
         count = next_count
 

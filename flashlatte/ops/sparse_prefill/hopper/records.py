@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from flashlatte.kernels.triton.selections import selections_of
 from flashlatte.ops.sparse_prefill.hopper.epilogue import SparsePrefillOutput
 from flashlatte.ops.sparse_prefill.hopper.state import SparsePrefillWork
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
-from flashlatte.runtime.strides import strides_in_use
+from flashlatte.runtime.strides import first_stride, strides_in_use
 from flashlatte.runtime.tma_descriptors import describe
 
 
@@ -21,7 +22,7 @@ def output_of(
         max_logits=params.max_logits,
         lse=params.lse,
         sinks=attn_sink,
-        sink_stride=0 if attn_sink is None else attn_sink.stride(0),
+        sink_stride=first_stride(attn_sink),
         heads=params.q.shape[1],
         softmax_scale=params.softmax_scale,
         empty_lse=params.empty_lse,
@@ -35,12 +36,7 @@ def work_of(
     """The work record of ``tiles`` tiles. ``lists``: indices, or entries of unions, [s_q, 1, topk]; ``lengths``:
     [s_q]."""
     return SparsePrefillWork(
-        indices=lists,
-        index_stride=lists.stride(0),
-        lengths=lengths,
-        length_stride=0 if lengths is None else lengths.stride(0),
-        s_kv=params.kv.shape[0],
-        topk=lists.shape[-1],
+        selections=selections_of(lists, lengths, params.kv.shape[0]),
         head_blocks=head_blocks,
         tiles=tiles,
         tokens=params.q.shape[0],

@@ -22,7 +22,8 @@ from flashlatte.kernels.hopper.mla_tiles import (
     allocate_vector,
 )
 from flashlatte.kernels.hopper.shared_memory import find_tiles, offset_of
-from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64
+from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count
+from flashlatte.runtime.kernel_records import Int32
 
 # Named barrier: the queries are empty, both consumers to the producer.
 Q_EMPTY = gl.constexpr(OWN_BARRIERS)
@@ -47,12 +48,7 @@ class SparsePrefillWork(NamedTuple):
     A tile of several tokens has a list of entries (``unions``) instead of indices.
     """
 
-    indices: ElementPointer
-    index_stride: Int64
-    lengths: ElementPointer  # None where all indices count
-    length_stride: Int64
-    s_kv: Int32
-    topk: Int32
+    selections: TokenSelections
     head_blocks: Int32
     tiles: Int32
     tokens: Int32
@@ -86,17 +82,13 @@ def row_exists(work, token, head, heads, GROUP: gl.constexpr):
 @gluon.jit
 def num_selected(work, tile):
     """The number of indices in the tile's list."""
-    count = work.topk
-    if work.lengths is not None:
-        length = gl.load(work.lengths + list_of(work, tile).to(gl.int64) * work.length_stride)
-        count = gl.minimum(gl.maximum(length, 0), count).to(gl.int32)
-    return count
+    return selected_count(work.selections, list_of(work, tile), work.selections.topk)
 
 
 @gluon.jit
 def indices_of(work, tile):
     """Pointer to the first index of the tile's list."""
-    return work.indices + list_of(work, tile).to(gl.int64) * work.index_stride
+    return first_index(work.selections, list_of(work, tile))
 
 
 @gluon.jit

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.hopper.ptx import shared_words
-from flashlatte.ops.sparse_prefill.by_token import TokenSelections, selections_of
+from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count, selections_of
 from flashlatte.runtime import machine
+from flashlatte.runtime.kernel_records import ElementPointer
 from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
 # An entry of the list is position << MEMBER_BITS | members, or -1 for nothing.
@@ -41,9 +42,9 @@ class Union(NamedTuple):
         damaged: [groups], zeros; written by the attention kernel.
     """
 
-    entries: torch.Tensor
-    counts: torch.Tensor
-    damaged: torch.Tensor
+    entries: ElementPointer
+    counts: ElementPointer
+    damaged: ElementPointer
 
 
 def build_unions(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: int, group: int) -> Union:
@@ -52,44 +53,42 @@ def build_unions(indices: torch.Tensor, topk_length: torch.Tensor | None, s_kv: 
     s_q, _, topk = indices.shape
     groups = -(-s_q // group)
     int32_options = {"dtype": torch.int32, "device": indices.device}
-    entries = torch.empty(groups, group * topk, **int32_options)
-    counts, damaged = torch.empty(groups, **int32_options), torch.empty(groups, **int32_options)
+    union = Union(
+        torch.empty(groups, group * topk, **int32_options),
+        torch.empty(groups, **int32_options),
+        torch.empty(groups, **int32_options),
+    )
     union_kernel[(groups,)](
-        selections_of(indices, topk_length),
-        entries=entries,
-        counts=counts,
-        damaged=damaged,
+        selections_of(indices, topk_length, s_kv),
+        union,
         interpreted_memory=torch.empty(groups, WORDS, dtype=torch.int32) if machine.interpreting() else None,
         tokens=s_q,
-        s_kv=s_kv,
         GROUP=group,
         WORDS=WORDS,
         BLOCK=BLOCK,
         num_warps=8,
     )
-    return Union(entries, counts, damaged)
+    return union
 
 
-@kernel(by_element=("entries", "counts", "damaged"))
+@kernel
 def union_kernel(
     selections: TokenSelections,
-    entries,
-    counts,
-    damaged,
+    union: Union,
     interpreted_memory,
     tokens: tl.int32,
-    s_kv: tl.int32,
     GROUP: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program writes the entries [GROUP · topk] of one group, their count, and 0 to ``damaged``.
+    """Each program writes the entries of one group, their count, and 0 to ``damaged``.
 
     ``interpreted_memory``: int32 [groups, WORDS] in place of shared memory in Triton's interpreter, else None.
     """
     group = tl.program_id(0)
     first = group * GROUP
-    entries += group.to(tl.int64) * GROUP * selections.topk
+    s_kv = selections.s_kv
+    entries = union.entries + group.to(tl.int64) * GROUP * selections.topk
     memory = interpreted_memory + group * WORDS if INTERPRETED else shared_words.allocate(WORDS)
     lane_offset = tl.arange(0, BLOCK)
     selected = tl.zeros_like(lane_offset)
@@ -135,16 +134,13 @@ def union_kernel(
                 entry = tl.where(inside, (index.to(tl.int32) << MEMBER_BITS) | (1 << member), -1)
                 tl.store(entries + count + begin + lane_offset, entry, mask=begin + lane_offset < length)
             count += length
-    tl.store(counts + group, count)
-    tl.store(damaged + group, 0)
+    tl.store(union.counts + group, count)
+    tl.store(union.damaged + group, 0)
 
 
 @triton.jit
 def selection_of(selections, token, tokens):
     """Pointer to a token's first index, and the number of its indices; 0 after the last token."""
-    token_row = tl.minimum(token, tokens - 1).to(tl.int64)
-    length = selections.topk
-    if selections.lengths is not None:
-        given = tl.load(selections.lengths + token_row * selections.lengths_stride)
-        length = tl.minimum(tl.maximum(given, 0), selections.topk).to(tl.int32)
-    return selections.indices + token_row * selections.indices_stride, tl.where(token < tokens, length, 0)
+    existing = tl.minimum(token, tokens - 1)
+    length = selected_count(selections, existing, selections.topk)
+    return first_index(selections, existing), tl.where(token < tokens, length, 0)

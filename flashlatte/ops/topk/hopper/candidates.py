@@ -85,10 +85,10 @@ def locate_candidates(memory, CAPACITY: tl.constexpr, CTAS: tl.constexpr):
         source = tl.zeros_like(offset)
         count = tl.zeros([], tl.int32)
         for rank in tl.static_range(CTAS):
-            theirs = shared_words.map_to_cta(memory, rank)
+            peer = shared_words.map_to_cta(memory, rank)
             # A pair takes eight bytes.
-            source = tl.where(offset >= count, theirs + LIST * 4 + (offset - count) * 8, source)
-            count += shared_words.load_cluster(theirs + COUNTER * 4)
+            source = tl.where(offset >= count, peer + LIST * 4 + (offset - count) * 8, source)
+            count += shared_words.load_cluster(peer + COUNTER * 4)
         return count, source
 
 

@@ -119,9 +119,9 @@ def column_range(cta, length, BLOCK: tl.constexpr, CTAS: tl.constexpr):
     if CTAS == 1:
         return tl.zeros_like(length), length
     else:
-        share = tl.cdiv(tl.cdiv(length, CTAS), BLOCK) * BLOCK
-        begin = tl.minimum(cta * share, length)
-        return begin, tl.minimum(begin + share, length)
+        columns = tl.cdiv(tl.cdiv(length, CTAS), BLOCK) * BLOCK
+        begin = tl.minimum(cta * columns, length)
+        return begin, tl.minimum(begin + columns, length)
 
 
 @triton.jit

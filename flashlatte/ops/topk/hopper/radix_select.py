@@ -11,7 +11,7 @@ import triton.language as tl
 from flashlatte.kernels.hopper.ptx import shared_scan, shared_words
 from flashlatte.ops.topk.hopper.digits import clear_bins, count_digits, resolve_digit
 from flashlatte.ops.topk.hopper.shared_layout import BINS, SCRATCH
-from flashlatte.ops.topk.order import load_values, ordered, store_chosen
+from flashlatte.ops.topk.order import load_values, ordered, store_reaching
 
 # Adjacent entries of a sample: a cache line.
 RUN = tl.constexpr(32)
@@ -108,18 +108,4 @@ def store_largest_of_row(entries, index_row, value_row, length, k, memory, BLOCK
     low, ties, inside = kth_largest(entries, length, RUN, low, bits, k, length, 0, memory, 11, BLOCK)
     kth_key = low.to(tl.int32)
     ties = tl.where(inside == ties, NO_LIMIT, ties)
-    above_before = tl.zeros([], tl.int32)
-    ties_before = tl.zeros([], tl.int32)
-    for block in range(0, length, BLOCK):
-        column = block + tl.arange(0, BLOCK)
-        valid = column < length
-        keys = ordered(load_values(entries + column, valid), valid)
-        above = (valid & (keys > kth_key)).to(tl.int32)
-        tied = (valid & (keys == kth_key)).to(tl.int32)
-        above_inclusive = above_before + tl.cumsum(above, axis=0)
-        ties_inclusive = ties_before + tl.cumsum(tied, axis=0)
-        selected = (above == 1) | ((tied == 1) & (ties_inclusive <= ties))
-        position = above_inclusive - above + tl.minimum(ties_inclusive - tied, ties)
-        store_chosen(entries, index_row, value_row, selected, position, column)
-        above_before = tl.max(above_inclusive, axis=0)
-        ties_before = tl.max(ties_inclusive, axis=0)
+    store_reaching(entries, index_row, value_row, length, kth_key, ties, BLOCK)

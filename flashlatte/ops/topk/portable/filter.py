@@ -84,8 +84,8 @@ def filter_kernel(
     chunk_length = tl.cdiv(tl.cdiv(length, candidates.chunks), RUN) * RUN
     begin = (program % candidates.chunks).to(tl.int32) * chunk_length
     stop = tl.minimum(begin + chunk_length, length)
-    key_places = candidates.keys + program * CAPACITY
-    column_places = candidates.columns + program * CAPACITY
+    key_pointers = candidates.keys + program * CAPACITY
+    column_pointers = candidates.columns + program * CAPACITY
     count = tl.zeros([], tl.int32)
     column = begin + tl.arange(0, BLOCK)
     values = load_values(entries + column, column < stop)
@@ -98,7 +98,7 @@ def filter_kernel(
         ranks = tl.cumsum(passes, axis=0)
         position = count + ranks - passes
         stored = (passes == 1) & (position < CAPACITY)
-        tl.store(key_places + position, keys, mask=stored)
-        tl.store(column_places + position, column, mask=stored)
+        tl.store(key_pointers + position, keys, mask=stored)
+        tl.store(column_pointers + position, column, mask=stored)
         count += tl.sum(passes, axis=0)
     tl.store(candidates.counts + program, count)

@@ -17,6 +17,7 @@ from flashlatte.ops.topk.order import (
     row_range,
     store_all,
     store_chosen,
+    store_reaching,
 )
 from flashlatte.ops.topk.portable.filter import TopkCandidates, threshold
 from flashlatte.runtime.triton_kernel import kernel
@@ -52,7 +53,7 @@ def finish_kernel(
         store_all(entries, index_row, value_row, position, length, k)
     elif candidates.keys is None:
         keys = ordered(load_values(entries + position, position < length), position < length)
-        chosen, rank = places_of_largest(keys, k)
+        chosen, rank = find_largest(keys, k)
         store_chosen(entries, index_row, value_row, chosen, rank, position)
     else:
         # [CAPACITY]: indices of the concatenated candidates of all chunks
@@ -71,7 +72,7 @@ def finish_kernel(
             taken = position < total
             base = program * candidates.chunks * CAPACITY
             keys = tl.load(candidates.keys + base + source, mask=taken, other=OUTSIDE)
-            chosen, rank = places_of_largest(keys, k)
+            chosen, rank = find_largest(keys, k)
             columns = tl.load(candidates.columns + base + source, mask=chosen, other=0)
             store_chosen(entries, index_row, value_row, chosen, rank, columns)
         else:
@@ -79,8 +80,8 @@ def finish_kernel(
 
 
 @triton.jit
-def places_of_largest(keys, k):
-    """For at least k keys in ascending order of column: the mask of the k largest, and their ranks in column order."""
+def find_largest(keys, k):
+    """The mask of the k largest of at least k keys in ascending order of column, and their ranks in that order."""
     cutoff = threshold(keys, k)
     above = (keys > cutoff).to(tl.int32)
     ties = (keys == cutoff).to(tl.int32)
@@ -116,20 +117,5 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         rank -= tl.sum(tl.where(digit == chosen, reaching - histogram, 0), axis=0)
         settled = settled * 256 + chosen
     cutoff = (settled - 0x80000000).to(tl.int32)
-
     # ``rank`` of the entries that equal the k-th are taken, the first ones.
-    above_before = tl.zeros([], tl.int32)
-    ties_before = tl.zeros([], tl.int32)
-    for block in range(0, length, BLOCK):
-        column = block + tl.arange(0, BLOCK)
-        inside = column < length
-        keys = ordered(load_values(entries + column, inside), inside)
-        above = (keys > cutoff).to(tl.int32)
-        ties = (keys == cutoff).to(tl.int32)
-        above_ranks = above_before + tl.cumsum(above, axis=0) - above
-        ties_ranks = ties_before + tl.cumsum(ties, axis=0) - ties
-        chosen = (above == 1) | ((ties == 1) & (ties_ranks < rank))
-        position = above_ranks + tl.minimum(ties_ranks, rank)
-        store_chosen(entries, index_row, value_row, chosen, position, column)
-        above_before += tl.sum(above, axis=0)
-        ties_before += tl.sum(ties, axis=0)
+    store_reaching(entries, index_row, value_row, length, cutoff, rank, BLOCK)

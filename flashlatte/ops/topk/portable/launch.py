@@ -20,6 +20,8 @@ MAX_CHUNKS = 16
 PROGRAMS_PER_SM = 2
 # With more warps, a thread would have too few registers.
 MAX_WARPS = 16
+# Entries per thread of the filter kernel.
+FILTER_ENTRIES = 16
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,13 @@ class Regime:
     Attributes:
         capacity_per_k: capacity of the candidate buffer, per selected entry.
         fill: the fraction of the buffer that a threshold should fill.
-        filter_warps, filter_entries: warps of a filter program, and entries per thread.
+        filter_warps: warps of a filter program.
         finish_entries: candidates per thread of the finish kernel.
     """
 
     capacity_per_k: int
     fill: float
     filter_warps: int
-    filter_entries: int
     finish_entries: int
 
     def sample(self, width: int, capacity: int) -> int:
@@ -50,8 +51,8 @@ class Regime:
 # The standard error of rank r in a sample is √r: 1/16 for rank 256; five standard errors are rare.
 _MIN_RANK = 256
 # Many rows fill the GPU with small programs. Few rows are divided into chunks, each of which samples its row.
-MANY_ROWS = Regime(capacity_per_k=2, fill=0.7, filter_warps=4, filter_entries=16, finish_entries=32)
-FEW_ROWS = Regime(capacity_per_k=4, fill=0.5, filter_warps=8, filter_entries=16, finish_entries=16)
+MANY_ROWS = Regime(capacity_per_k=2, fill=0.7, filter_warps=4, finish_entries=32)
+FEW_ROWS = Regime(capacity_per_k=4, fill=0.5, filter_warps=8, finish_entries=16)
 
 
 def topk(params: TopkParams) -> None:
@@ -79,7 +80,7 @@ def topk(params: TopkParams) -> None:
             PER_REQUEST=params.per_request,
             CAPACITY=capacity,
             SAMPLE=4096 if chunks > 1 else regime.sample(width, capacity),
-            BLOCK=32 * regime.filter_warps * regime.filter_entries,
+            BLOCK=32 * regime.filter_warps * FILTER_ENTRIES,
             num_warps=regime.filter_warps,
         )
         _finish(params, candidates, first_row, count, capacity, warps)

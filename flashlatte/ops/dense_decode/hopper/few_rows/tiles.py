@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.barriers import FIRST_FREE
+from flashlatte.kernels.hopper.barriers import FIRST_FREE, allocate_mbarriers
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, ROPE, SWIZZLED, LatentTile
-from flashlatte.kernels.hopper.two_consumers import mbarriers
 
 # Query rows, and slots of the ring: as many as fit in shared memory.
 ROWS = gl.constexpr(16)
@@ -70,5 +69,5 @@ def allocate():
         gl.allocate_shared_memory(gl.float16, [1, KEYS, ROWS], _P),
         gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, HALF // 2], _RING),
         gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, ROPE // 2], _RING),
-        mbarriers(SLOTS),
+        allocate_mbarriers(SLOTS),
     )

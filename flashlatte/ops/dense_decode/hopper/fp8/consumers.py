@@ -16,8 +16,8 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import steps
 from flashlatte.kernels.hopper.e4m3.tiles import ROW_MAX1_FULL, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
 from flashlatte.kernels.hopper.mla_tiles import COPY, HALF, KEYS, ROWS
-from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.e4m3_values import thread_address
+from flashlatte.kernels.hopper.ptx.registers import exp2
 from flashlatte.kernels.hopper.word_layouts import as_words
 from flashlatte.ops.dense_decode.hopper import schedule
 from flashlatte.ops.dense_decode.hopper.consumers import absent_boxes, mask_scores

@@ -10,10 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashlatte.kernels.hopper import barriers
-from flashlatte.kernels.hopper.e4m3.rounding import largest_of, scale_of, two_terms
+from flashlatte.kernels.hopper.e4m3.rounding import largest_of, two_terms
 from flashlatte.kernels.hopper.e4m3.steps import SMALLEST_FACTOR
 from flashlatte.kernels.hopper.e4m3.tiles import SCORE_ROWS, TILE, latent_of, rope_of
 from flashlatte.kernels.hopper.mla_tiles import HALF, LATENT, ROPE
+from flashlatte.kernels.triton.row_scales import power_of_two_scale
 from flashlatte.ops.dense_decode.hopper.producer import query_pointers
 
 # Rows that a consumer quantizes.
@@ -48,7 +49,7 @@ def quantize(args, item, ODD: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.has_rope:
         rope = _load(args, item, FIRST_ROW, LATENT, ROPE)
         amax = gl.maximum(amax, largest_of(rope))
-    scale = scale_of(amax)
+    scale = power_of_two_scale(amax)
     args.tiles.q_scale.slice(FIRST_ROW, _ROWS).store(scale)
     inverse = (1.0 / scale)[:, None]
     latent = latent_of(q, 0)

@@ -33,7 +33,7 @@ def backward(params: DensePrefillParams, gradients: DensePrefillGradients) -> No
         return
     if dout.data_ptr() % 16 or not checks.rows_aligned(dout):
         dout = dout.clone(memory_format=torch.contiguous_format)
-    checks.begins_aligned("hopper", q=q, k=k, v=v)
+    checks.begins_aligned(q=q, k=k, v=v)
     requests = requests_of(params)
     has_rope = d_qk == 192
     slots = k_total // KEYS.value + requests.count + 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flashlatte.kernels.triton.online_softmax import LOG2_E
-from flashlatte.kernels.triton.rows import HeadRows
+from flashlatte.kernels.triton.rows import HeadRows, head_row
 from flashlatte.ops.dense_prefill.hopper.backward.dq import QueryGradient
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -41,14 +41,13 @@ def prepare_kernel(
     inside = token < tokens
     column = tl.arange(0, V_DIM)
     token = token.to(tl.int64)
-    out_row = (token * out.token_stride + head * out.head_stride) * out.align
-    dout_row = (token * dout.token_stride + head * dout.head_stride) * dout.align
-    result = tl.load(out.start + out_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    gradient = tl.load(dout.start + dout_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    out_row, dout_row = head_row(out, token, head), head_row(dout, token, head)
+    result = tl.load(out_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    gradient = tl.load(dout_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     sums = tl.sum(result * gradient, 1)
     if dlse.start is not None:
-        sums -= tl.load(dlse.start + token * dlse.token_stride + head * dlse.head_stride, mask=inside, other=0.0)
-    natural = tl.load(lse.start + token * lse.token_stride + head * lse.head_stride, mask=inside, other=0.0)
+        sums -= tl.load(head_row(dlse, token, head), mask=inside, other=0.0)
+    natural = tl.load(head_row(lse, token, head), mask=inside, other=0.0)
     empty = tl.abs(natural) == float("inf")
     tl.store(delta + head * tokens + token, tl.where(empty, 0.0, sums), mask=inside)
     tl.store(row_lse + head * tokens + token, tl.where(empty, float("inf"), natural * LOG2_E), mask=inside)
@@ -79,7 +78,7 @@ def finish_kernel(
     token = (tl.program_id(0) // heads) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     token = token.to(tl.int64)
-    row = (token * dq.token_stride + head * dq.head_stride) * dq.align
+    row = head_row(dq, token, head)
     for first in tl.static_range(0, QK_DIM, 64):
         column = first + tl.arange(0, 64)
         start = (head * tokens + token) * QK_DIM
@@ -87,4 +86,4 @@ def finish_kernel(
         sums = tl.load(dq_sums + start[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         sums = sums.reshape([TOKENS, 2, 4, 2, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([TOKENS, 64])
         result = (sums * softmax_scale).to(dq.start.dtype.element_ty)
-        tl.store(dq.start + row[:, None] + column[None, :], result, mask=inside[:, None])
+        tl.store(row[:, None] + column[None, :], result, mask=inside[:, None])

@@ -10,15 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper.two_consumers import (
-    CHUNK,
-    ROWS,
-    SCALAR_LAYOUT,
-    STAGES,
-    PrefillConsumer,
-    mbarriers,
-    read_scalars,
-)
+from flashlatte.kernels.hopper.barriers import allocate_mbarriers
+from flashlatte.kernels.hopper.two_consumers import CHUNK, ROWS, SCALAR_LAYOUT, STAGES, PrefillConsumer, read_scalars
 
 
 class DensePrefillConfig(NamedTuple):
@@ -148,7 +141,7 @@ def _consumer(DTYPE: gl.constexpr, D_QK: gl.constexpr):
     return PrefillConsumer(
         _rows_of_keys(DTYPE, 1, ROWS, D_QK),
         gl.allocate_shared_memory(gl.int32, [7, 1], SCALAR_LAYOUT),
-        mbarriers(1),
+        allocate_mbarriers(1),
     )
 
 
@@ -162,8 +155,8 @@ def allocate(DTYPE: gl.constexpr, CONFIG: gl.constexpr):
         _consumer(DTYPE, D_QK),
         _rows_of_keys(DTYPE, STAGES, KEYS, D_QK),
         _values(DTYPE, KEYS, D_V),
-        mbarriers(STAGES),
-        mbarriers(STAGES),
+        allocate_mbarriers(STAGES),
+        allocate_mbarriers(STAGES),
     )
 
 

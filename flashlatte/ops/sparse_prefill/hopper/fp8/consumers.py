@@ -13,9 +13,8 @@ from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.e4m3 import steps
 from flashlatte.kernels.hopper.e4m3.tiles import ROW_MAX1_FULL, SCORE_COLS, SCORE_ROWS, SLOT_EMPTY, SLOTS, TILE
 from flashlatte.kernels.hopper.mla_tiles import HALF, KEYS, ROWS
-from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.e4m3_values import thread_address
-from flashlatte.kernels.hopper.ptx.registers import opaque
+from flashlatte.kernels.hopper.ptx.registers import exp2, opaque
 from flashlatte.ops.sparse_prefill.hopper.fp8.epilogue import start_store_out, store_statistics
 from flashlatte.ops.sparse_prefill.hopper.state import num_selected, num_steps
 
@@ -29,9 +28,9 @@ def _begin_step(args, steps_taken, NUMBER: gl.constexpr, HAS_ROPE: gl.constexpr)
     tiles, shared = args.tiles, args.shared
     slot = steps.slot_of(steps_taken, NUMBER)
     mbarrier.wait(tiles.full.index(slot), (steps_taken >> 1) & 1)
-    least = gl.min(shared.least.index(slot).load(_FOUR), 0)
+    lowest = gl.min(shared.min_indices.index(slot).load(_FOUR), 0)
     scores = steps.compute_scores(tiles, slot, steps_taken >> 30, HAS_ROPE)
-    if least < 0:
+    if lowest < 0:
         selected = shared.selected.index(slot).load(SCORE_COLS) != 0
         scores = gl.where(selected[None, :], scores, float("-inf"))
     return scores

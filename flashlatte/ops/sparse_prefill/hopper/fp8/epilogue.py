@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from flashlatte.kernels.hopper.e4m3.steps import BLOCK_BYTES, OFFSET, in_order
 from flashlatte.kernels.hopper.e4m3.tiles import SCORE_COLS, SCORE_ROWS
 from flashlatte.kernels.hopper.mla_tiles import HALF, ROWS, SWIZZLED
-from flashlatte.kernels.hopper.ptx.approximate import exp2
 from flashlatte.kernels.hopper.ptx.copies import store_evict_first
+from flashlatte.kernels.hopper.ptx.registers import exp2
 from flashlatte.kernels.triton.online_softmax import LN_2, LOG2_E
 from flashlatte.ops.sparse_prefill.hopper.state import list_of
 from flashlatte.runtime.gluon_compat import cta_barrier, reinterpret

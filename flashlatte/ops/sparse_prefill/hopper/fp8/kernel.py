@@ -31,7 +31,7 @@ def sparse_prefill_fp8_kernel(
     HAS_ROPE: gl.constexpr,
 ):
     """A CTA processes tiles of 64 heads of a query token. ``scale_log2``: softmax_scale · log2(e)."""
-    tiles, shared = allocate(work.indices.dtype.element_ty)
+    tiles, shared = allocate(work.selections.indices.dtype.element_ty)
     k_scale = gl.load(keys.scale)
     args = Fp8PrefillArgs(tiles, shared, queries, buffers, keys, work, output, scale_log2 * k_scale, k_scale)
     barriers.sync_before_warp_specialize()

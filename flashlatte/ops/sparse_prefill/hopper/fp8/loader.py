@@ -42,7 +42,8 @@ def _indices_of_block(args, first, count, parity, NUMBER: gl.constexpr):
     """Indices [64] of block NUMBER of a step, -1 for invalid ones."""
     indices = args.shared.indices.index(parity).slice(NUMBER * KEYS, KEYS).load(_ROWS)
     position = first + NUMBER * KEYS + gl.arange(0, KEYS, _ROWS)
-    return gl.where((indices >= 0) & (indices < args.work.s_kv) & (position < count), indices, -1).to(gl.int32)
+    s_kv = args.work.selections.s_kv
+    return gl.where((indices >= 0) & (indices < s_kv) & (position < count), indices, -1).to(gl.int32)
 
 
 @gluon.jit
@@ -53,7 +54,7 @@ def _copy(tile, pointers, valid, FIRST_COL: gl.constexpr):
 
 
 @gluon.jit
-def _least_of_warps(indices):
+def _min_of_warps(indices):
     """The minimum [4] of the indices that each warp copies."""
     # Rows are numbered by (register, warp, lanes).
     return gl.min(indices.reshape([4, 4, 4]).permute((1, 0, 2)).reshape([4, 16]), 1)
@@ -67,14 +68,14 @@ def _load_block(args, slot, indices, HAS_ROPE: gl.constexpr):
     valid = indices >= 0
     # Offsets are in units of 16 bytes, so that the compiler can derive the alignment for 16-byte copies.
     pointers = keys.pairs + gl.where(valid, indices, 0).to(gl.int64) * keys.stride * 8
-    least = _least_of_warps(indices)
+    lowest = _min_of_warps(indices)
     barriers.wait_at(SLOT_EMPTY + slot, barriers.ALL_THREADS)
     _copy(tiles.k.latent.index(slot), pointers, valid, 0)
     if HAS_ROPE:
         _copy(tiles.k.rope.index(slot), pointers, valid, LATENT)
     async_copy.mbarrier_arrive(full, increment_count=False)
     shared.selected.index(slot).store(valid.to(gl.int32))
-    shared.least.index(slot).store(least)
+    shared.min_indices.index(slot).store(lowest)
     mbarrier.arrive(full, count=1)
 
 

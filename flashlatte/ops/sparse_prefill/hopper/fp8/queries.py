@@ -14,9 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from flashlatte.kernels.hopper.e4m3.rounding import largest_of, scale_of, two_terms
+from flashlatte.kernels.hopper.e4m3.rounding import largest_of, two_terms
 from flashlatte.kernels.hopper.mla_tiles import COPY, LATENT, ROPE, ROWS
 from flashlatte.kernels.hopper.ptx.copies import prefetch_l2
+from flashlatte.kernels.triton.row_scales import power_of_two_scale
 from flashlatte.ops.sparse_prefill.hopper.fp8.state import VECTOR
 from flashlatte.ops.sparse_prefill.hopper.state import list_of
 from flashlatte.runtime.gluon_compat import cp_async, cta_barrier, reinterpret
@@ -84,7 +85,7 @@ def quantize_piece(args, tile, parity, piece, HAS_ROPE: gl.constexpr):
     if HAS_ROPE:
         rope = _load(args, tile, piece, LATENT, ROPE, _ROPE)
         amax = gl.maximum(amax, gl.convert_layout(largest_of(rope), amax.type.layout))
-    scale = scale_of(amax)
+    scale = power_of_two_scale(amax)
     # [2 · PIECES, 4]
     scales = reinterpret(args.shared.q_scales, gl.float32, [2 * PIECES, _PIECE], VECTOR)
     scales.index(parity * PIECES + piece).store(scale)

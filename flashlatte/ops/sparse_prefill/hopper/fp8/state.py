@@ -46,7 +46,8 @@ class Fp8PrefillShared(NamedTuple):
     Attributes:
         indices: [2, 128], the indices of even and of odd steps.
         selected: int32 [4, 64], 0 for the rows of a slot that have no valid index.
-        least: int32 [4, 4], for each slot and warp of the loader; below 0 if the warp copied a row without valid index.
+        min_indices: int32 [4, 4], for each slot and warp of the loader; below 0 if the warp copied a row without valid
+            index.
         q_scales: float32 [2, 64], the scale of each query of even and of odd tiles.
         score_max0: float32 [64], the even consumer's maximum of unscaled scores.
         q_full, q_empty: mbarriers of the queries.
@@ -54,7 +55,7 @@ class Fp8PrefillShared(NamedTuple):
 
     indices: Any
     selected: Any
-    least: Any
+    min_indices: Any
     q_scales: Any
     score_max0: Any
     q_full: Any

@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.fp8_attention import SMALLEST_AMAX
+from flashlatte.kernels.triton.row_scales import power_of_two_scale
 from flashlatte.kernels.triton.rows import TokenRows, token_rows
-from flashlatte.kv_cache.fp8 import E4M3_MAX
 from flashlatte.runtime import machine
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -22,8 +21,6 @@ _ROWS = 8
 _PROGRAMS_PER_SM = 4
 # Maximum number of programs that compute maxima; a power of two.
 _MAXIMA = 1024
-_LARGEST = tl.constexpr(E4M3_MAX)
-_SMALLEST = tl.constexpr(SMALLEST_AMAX)
 
 
 class Fp8Keys(NamedTuple):
@@ -105,8 +102,7 @@ def quantize_kernel(
     is at most 448."""
     number = tl.arange(0, MAXIMA)
     amax = tl.max(tl.load(maxima + number, mask=number < programs, other=0.0), 0)
-    bits = (tl.maximum(amax, _SMALLEST) * (1.0 / _LARGEST)).to(tl.int32, bitcast=True)
-    factor = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    factor = power_of_two_scale(amax)
     if tl.program_id(0) == 0:
         tl.store(scale, factor)
     inverse = 1.0 / factor
