@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
 
 import pytest
@@ -56,6 +57,9 @@ def test_blocks_of_ranks_are_the_batch(before, lengths, after, size, zigzag):
 def test_the_key_ranges_of_a_rank_are_those_of_its_tokens():
     class Ranks:
         tokens, blocks, heads_group = 9, (range(1, 3), range(6, 8)), None
+
+        def check(self, facts: Mapping[str, object]) -> None:
+            pass
 
         def to_heads(self, x: torch.Tensor) -> torch.Tensor:
             return x
