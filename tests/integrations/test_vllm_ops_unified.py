@@ -204,3 +204,22 @@ def test_what_is_not_served_is_refused(given, error, message):
     q, k, v = problem()
     with pytest.raises(error, match=message):
         attend(q, k, v, torch.empty_like(q), given)
+
+
+def test_unified_attention_diffkv_takes_parts_of_one_cache():
+    q, cache = draw(5, 4, 24, dtype=torch.bfloat16), draw(6, PAGE_SIZE, 2, 24 + 16, seed=1)
+    sinks = torch.tensor([0.5, -math.inf, 1.0, 0.0])
+    names = ("cu_seqlens_q", "seqused_k", "softmax_scale", "causal", "window_size", "block_table", "softcap")
+    shared = {name: GIVEN[name] for name in names}
+    fp8_scales: dict[str, Any] = {"k_descale": torch.tensor(0.5), "v_descale": torch.tensor(0.25)}
+    for dtype, scales in ((torch.bfloat16, {}), (E4M3, fp8_scales)):
+        stored = cache.to(dtype)
+        k, v, out = stored[..., :24], stored[..., 24:], torch.full((5, 4, 16), torch.nan, dtype=torch.bfloat16)
+        ops.unified_attention_diffkv(q, k, v, out, **shared, sinks=sinks, **scales)
+
+        same = torch.empty_like(out)
+        attend(q, k, v, same, {"sinks": sinks, "k_descale": None, "v_descale": None} | scales)
+        assert torch.equal(out, same)
+    ops.unified_attention_diffkv(q, k.view(torch.uint8), v.view(torch.uint8), out, **shared)
+    expected = attention(q, k.float(), v.float(), LENGTHS_Q, LENGTHS_K, TABLE, PAGE_SIZE, SCALE)
+    assert torch.allclose(out.double(), expected, atol=2e-2)

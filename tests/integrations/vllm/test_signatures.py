@@ -39,11 +39,13 @@ PLACES = {
     ),
     "v1/attention/ops/common.py": ("pack_seq_triton", "unpack_seq_triton"),
     "v1/attention/ops/merge_attn_states.py": ("merge_attn_states",),
+    "v1/attention/ops/triton_decode_attention.py": ("decode_attention_fwd",),
     "v1/attention/ops/triton_reshape_and_cache_flash.py": (
         "triton_reshape_and_cache_flash",
         "triton_reshape_and_cache_flash_per_token_head_quant",
     ),
     "v1/attention/ops/triton_unified_attention.py": ("unified_attention",),
+    "v1/attention/ops/triton_unified_attention_diffkv.py": ("unified_attention_diffkv",),
     "v1/attention/ops/vit_attn_wrappers.py": (
         "vit_flash_attn_wrapper",
         "vit_torch_sdpa_wrapper",
@@ -60,7 +62,12 @@ OF_020 = {
     "unified_attention": set(),
 }
 # Not in 0.20.
-LATER = {"top_k_per_row_decode", "top_k_per_row_prefill", "triton_filter_and_convert_dcp_index"}
+LATER = {
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
+    "triton_filter_and_convert_dcp_index",
+    "unified_attention_diffkv",
+}
 # 0.32 inserted BLOCK_STRIDE_ROWS before it: passed by position, it is refused as a number of columns.
 MOVED = "NUM_TOPK_TOKENS"
 

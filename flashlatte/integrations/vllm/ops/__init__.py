@@ -6,6 +6,7 @@ until 0.33 follow those of 0.26. vLLM need not be installed. A wrong argument ra
 slots and pages out of range are skipped or read as zeros; vLLM's kernels access memory there.
 """
 
+from flashlatte.integrations.vllm.ops.decode import decode_attention_fwd
 from flashlatte.integrations.vllm.ops.dtypes import KV_CACHE_DTYPES
 from flashlatte.integrations.vllm.ops.indexer import (
     cooperative_topk,
@@ -35,7 +36,7 @@ from flashlatte.integrations.vllm.ops.slots import (
     triton_convert_req_index_to_global_index,
     triton_filter_and_convert_dcp_index,
 )
-from flashlatte.integrations.vllm.ops.unified import unified_attention
+from flashlatte.integrations.vllm.ops.unified import unified_attention, unified_attention_diffkv
 from flashlatte.integrations.vllm.ops.vision import (
     vit_flash_attn_wrapper,
     vit_torch_sdpa_wrapper,
@@ -52,6 +53,7 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "decode_attention_fwd",
     "gather_and_maybe_dequant_cache",
     "indexer_k_quant_and_cache",
     "merge_attn_states",
@@ -67,6 +69,7 @@ __all__ = [
     "triton_reshape_and_cache_flash",
     "triton_reshape_and_cache_flash_per_token_head_quant",
     "unified_attention",
+    "unified_attention_diffkv",
     "unpack_seq_triton",
     "vit_flash_attn_wrapper",
     "vit_torch_sdpa_wrapper",

@@ -57,6 +57,17 @@ def cache_scale(kv_cache_dtype: str, scale: float | torch.Tensor) -> float | tor
     return scale if kv_cache_dtype in ONE_BYTE else None
 
 
+def as_e4m3(cache: torch.Tensor) -> torch.Tensor:
+    """View uint8 as e4m3: vLLM stores fp8 as bytes."""
+    is_bytes = isinstance(cache, torch.Tensor) and cache.dtype == torch.uint8
+    return cache.view(torch.float8_e4m3fn) if is_bytes else cache
+
+
+def one_byte_scale(cache: torch.Tensor, scale: float | torch.Tensor | None) -> float | torch.Tensor | None:
+    """``scale`` if the dtype of ``cache`` has one byte, else None: vLLM passes a scale with every cache."""
+    return scale if cache.dtype.itemsize == 1 else None
+
+
 def quant_mode(kv_quant_mode: Any) -> str:
     """The name of one of vLLM's ``KVQuantMode``; "NONE" for None."""
     name = "NONE" if kv_quant_mode is None else getattr(kv_quant_mode, "name", None)

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from flashlatte.integrations.vllm.ops.dtypes import quant_mode, without_scales
+from flashlatte.integrations.vllm.ops.dtypes import as_e4m3, quant_mode, without_scales
 from flashlatte.integrations.vllm.ops.first_rows import first_rows
 from flashlatte.kv_cache import scales
 from flashlatte.ops.paged_attention import paged_attention
 from flashlatte.runtime import checks
 
-_BYTES = (torch.uint8,)
 _ACCEPTED = "window_size must be (left, right) without causal, right being left, 0 or -1: left applies to both sides"
 _SCALED_BY_TOKEN = ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
 
@@ -115,8 +114,8 @@ def unified_attention(
     with checks.naming(**names, **more):
         paged_attention(
             _dequantized(q, q_descale, out, requests),
-            _as_e4m3(k),
-            _as_e4m3(v),
+            as_e4m3(k),
+            as_e4m3(v),
             first_rows("block_table", block_table, "seqused_k", requests),
             seqused_k,
             cu_seqlens_q,
@@ -134,6 +133,65 @@ def unified_attention(
             out=out,
             out_scale=output_scale,
         )
+
+
+def unified_attention_diffkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: Sequence[int],
+    block_table: torch.Tensor,
+    softcap: float,
+    max_seqlen_q: int = 1,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    use_alibi_sqrt: bool = False,
+    seq_threshold_3D: int | None = None,
+    num_par_softmax_segments: int | None = None,
+    softmax_segm_output: torch.Tensor | None = None,
+    softmax_segm_max: torch.Tensor | None = None,
+    softmax_segm_expsum: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+) -> None:
+    """``unified_attention`` with the arguments of vLLM's function for keys and values of different widths.
+
+    Args:
+        k, v: [pages, page_size, h_kv, d] and [..., d_v], such as the two parts of each row of one cache.
+        max_seqlen_q, seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
+            softmax_segm_expsum: unused.
+        Other arguments: as for ``unified_attention``.
+
+    Raises:
+        TypeError, ValueError: as ``unified_attention``.
+    """
+    unified_attention(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        seqused_k=seqused_k,
+        max_seqlen_k=0,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        block_table=block_table,
+        softcap=softcap,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        use_alibi_sqrt=use_alibi_sqrt,
+    )
 
 
 def _refuse(condition: bool, message: str) -> None:
@@ -166,11 +224,6 @@ def _dequantized(q: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor,
     dtype = out.dtype if out.dtype.itemsize == 2 else torch.bfloat16
     tensor, number = scales.split("q_descale", _first("q_descale", scale, requests), q.device)
     return (q.float() * (number if tensor is None else tensor)).to(dtype)
-
-
-def _as_e4m3(cache: torch.Tensor) -> torch.Tensor:
-    """View uint8 as e4m3: vLLM stores fp8 as bytes."""
-    return cache.view(torch.float8_e4m3fn) if isinstance(cache, torch.Tensor) and cache.dtype in _BYTES else cache
 
 
 def _of_cache(name: str, scale: torch.Tensor | None, cache: torch.Tensor, requests: int) -> torch.Tensor | None:
