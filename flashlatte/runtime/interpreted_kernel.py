@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, whose integer arguments have the annotated type."""
+"""Kernels in Triton's interpreter, whose integer arguments have the annotated type, and repairs of the interpreter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from flashlatte.runtime.kernel_records import flat_records
@@ -49,3 +50,31 @@ def _int64(value: Any) -> Any:
     if not isinstance(value, int):
         return value
     return tl.tensor(TensorHandle(np.array([value], dtype=np.int64), tl.int64), tl.int64)
+
+
+def _repair() -> None:
+    """Repair two defects of Triton's interpreter, for all kernels of the process.
+
+    A comparison of two scalars has their type instead of int1, so that its splat is a block of numbers: Triton 3.9
+    rejects it as a mask, and all versions reject it as an operand of ``|`` beside a block. And Triton 3.6 counts loops
+    with an array of one element, which NumPy 2.4 does not convert to an int.
+    """
+    builder: Any = interpreter.InterpreterBuilder
+    module: Any = interpreter
+    splat, patch_tensor = builder.create_splat, module._patch_lang_tensor
+
+    def create_splat(self: Any, type_: Any, number: Any) -> Any:
+        if number.data.dtype == bool and number.dtype.scalar != tl.int1:
+            number = TensorHandle(number.data, tl.int1)
+        return splat(self, type_, number)
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    builder.create_splat = create_splat
+    module._patch_lang_tensor = patch_lang_tensor
+
+
+# Only an interpreting process imports this module.
+_repair()

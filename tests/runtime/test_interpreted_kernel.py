@@ -31,6 +31,30 @@ def test_a_product_with_an_int64_argument_has_64_bits():
     assert out.tolist() == [0, -5, -10, -15]
 
 
+@kernel
+def _scalar_conditions_kernel(out, x, limit: tl.int32, BLOCK: tl.constexpr):
+    """Comparisons of scalars as a mask and beside a block, and a loop over a loaded number of steps."""
+    cols = tl.arange(0, BLOCK)
+    values = tl.load(x + cols, mask=limit > 0, other=5.0)
+    total = tl.sum(values, axis=0)
+    count = tl.load(x + 1).to(tl.int32)
+    for _ in range(0, count):
+        values = tl.where((values == 0.0) | (total == 0.0), -1.0, values + 1.0)
+    tl.store(out + cols, values, mask=limit > -2)
+
+
+def test_comparisons_of_scalars_are_conditions():
+    out, x = torch.zeros(4), torch.tensor([0.0, 1.0, 2.0, 3.0])
+    _scalar_conditions_kernel[(1,)](out, x, 1, BLOCK=4)
+    assert out.tolist() == [-1, 2, 3, 4]
+    _scalar_conditions_kernel[(1,)](out, x, -1, BLOCK=4)
+    assert out.tolist() == [6, 6, 6, 6]
+    _scalar_conditions_kernel[(1,)](out, x - x.mean(), -2, BLOCK=4)
+    assert out.tolist() == [6, 6, 6, 6]
+    _scalar_conditions_kernel[(1,)](out, torch.tensor([1.0, 1.0, 1.0, -3.0]), 1, BLOCK=4)
+    assert out.tolist() == [-1, -1, -1, -1]
+
+
 def far_apart(x: torch.Tensor) -> torch.Tensor:
     """x with a row stride of FAR elements; most of its memory is never touched."""
     storage = torch.empty((len(x) - 1) * FAR + x[0].numel(), dtype=x.dtype)

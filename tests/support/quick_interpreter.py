@@ -2,14 +2,11 @@
 
 Without it, every call, also of a device function within a kernel, searches all of ``triton.language`` for functions to
 patch; every scalar rebuilds the table of types; and the shape of every block is unwrapped, checked and wrapped again.
-
-It also fixes two defects: a comparison of two scalars keeps their type, so that its splat is a block of integers, which
-Triton 3.9 rejects as a mask; and Triton 3.6 counts loops with an array of one element, which NumPy 2.4 does not convert
-to an int.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import triton.language as tl
@@ -21,8 +18,6 @@ _get_np_dtype = _interpreter._get_np_dtype
 _core: Any = tl.core
 _make_block_type = _core.block_type.__init__
 _make_tensor = _core.tensor.__init__
-_create_splat = _interpreter.InterpreterBuilder.create_splat
-_patch_lang_tensor = _interpreter._patch_lang_tensor
 _modules: dict[Any, list[Any]] = {}
 _dtypes: dict[str, Any] = {}
 
@@ -33,12 +28,12 @@ _of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def install() -> None:
+    # For tests' own kernels too, which are not FlashLatte's kernel objects.
+    importlib.import_module("flashlatte.runtime.interpreted_kernel")
     _interpreter._patch_lang = patch_lang
     _interpreter._get_np_dtype = get_np_dtype
     _core.block_type.__init__ = make_block_type
     _core.tensor.__init__ = make_tensor
-    _interpreter.InterpreterBuilder.create_splat = create_splat
-    _interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def patch_lang(function: Any) -> Any:
@@ -81,16 +76,3 @@ def make_tensor(self: Any, handle: Any, type_: Any) -> None:
     self.type = type_
     self.dtype = type_.scalar
     self.shape, self.numel = _of_tensors[key]
-
-
-def create_splat(self: Any, type_: Any, number: Any) -> Any:
-    """``create_splat``, which gives a boolean the boolean type."""
-    if number.data.dtype == bool and number.dtype.scalar != tl.int1:
-        number = _interpreter.TensorHandle(number.data, tl.int1)
-    return _create_splat(self, type_, number)
-
-
-def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-    """``_patch_lang_tensor``, after which a tensor with one element converts to an int."""
-    _patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
