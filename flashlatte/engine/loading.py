@@ -19,7 +19,7 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: torch.devic
 
     Raises:
         OSError: a file is missing.
-        ValueError: transformers cannot load the checkpoint, for example because a file is damaged; the model has weights
+        ValueError: transformers cannot load the checkpoint, as with a damaged file; the model has weights
             that the checkpoint lacks, or the checkpoint has some of another shape, or biases and scales that the model
             does not have.
     """
