@@ -327,3 +327,12 @@ def test_a_closed_pipe_is_not_an_error():
     finished = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
     assert finished.returncode == 0
     assert "Broken pipe" not in finished.stderr
+
+
+def test_an_interrupt_while_the_options_are_read_is_exit_code_130(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_parser", interrupt)
+    assert cli.main([]) == 130
+    assert capsys.readouterr().err == ""

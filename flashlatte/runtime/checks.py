@@ -48,8 +48,9 @@ def tensor(
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got layout {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name} must be a strided tensor, got {layout}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {dtype_names([value.dtype])}")
     if not _has_shape(value.shape, shape, may_be_empty):

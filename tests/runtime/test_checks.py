@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -15,11 +16,18 @@ def test_tensor_is_returned_as_it_is():
     assert checks.tensor("x", x, ("n", 3), FLOATS, CPU) is x
 
 
+def nested_tensor() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their interface is a prototype
+        return torch.nested.nested_tensor([torch.zeros(3)])
+
+
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
         ([1.0], TypeError, r"^x must be a tensor, got list$"),
         (torch.zeros(2, 3).to_sparse(), TypeError, r"^x must be a strided tensor, got layout torch.sparse_coo$"),
+        (nested_tensor(), TypeError, r"^x must be a strided tensor, got a nested tensor$"),
         (torch.zeros(2, 3, dtype=torch.float16), TypeError, r"^x must be float32 or bfloat16, got float16$"),
         (torch.zeros(2), ValueError, r"^x must have shape \[n, 3\] with no empty axis, got \[2\]$"),
         (torch.zeros(2, 4), ValueError, r"^x must have shape \[n, 3\] with no empty axis, got \[2, 4\]$"),
@@ -27,7 +35,7 @@ def test_tensor_is_returned_as_it_is():
         (torch.zeros(2, 3, device="meta"), ValueError, r"^x must be on cpu like the other arguments, got meta$"),
         (torch.zeros(3, 2).T, ValueError, r"^x must have last stride 1, got strides \(1, 2\)$"),
     ],
-    ids=["type", "layout", "dtype", "rank", "size", "empty", "device", "stride"],
+    ids=["type", "layout", "nested", "dtype", "rank", "size", "empty", "device", "stride"],
 )
 def test_tensor_errors_name_the_problem(value, error, message):
     with pytest.raises(error, match=message):
