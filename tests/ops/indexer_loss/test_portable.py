@@ -9,10 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import quick_interpreter
 from support.indexer_loss_calls import NAMES, arguments, with_gradients
 from support.marks import mostly_full
-from triton.runtime import interpreter
 
 from flashlatte import indexer_loss
 from flashlatte.ops.indexer_loss import api
@@ -190,14 +188,6 @@ def test_no_gradient_if_all_probabilities_underflow(dense):
         assert loss == 0
         assert num_rows > 0
         assert all(gradient.eq(0).all() for gradient in found)
-
-
-@on_both_stages
-def test_tritons_own_interpreter(dense, monkeypatch):
-    """Without the repair of ``quick_interpreter``, as in a program of a user."""
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", quick_interpreter._create_splat)
-    check(arguments(replace(TOY, empty_rows=0.3), dense))
-    test_no_gradient_if_all_probabilities_underflow(dense)
 
 
 @on_both_stages
