@@ -42,7 +42,7 @@ class TopkConfig(NamedTuple):
         block, masked_block, sample_block: entries that a CTA processes at a time: of the list pass, of the radix select
             on the row, and of a sample.
         first_sample: maximum size of the first sample.
-        short_rows: rows of up to SHORT_ROW entries are processed in registers, by the first CTA.
+        short_rows: the first CTA of a row selects from up to SHORT_ROW entries in registers.
         prefetch: load the first block before the sample is processed.
         ctas: CTAs of a row.
         overlapped: the preceding kernel in the stream may still run.
