@@ -168,7 +168,7 @@ def test_paged_index_logits(emulation, heads, next_n):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("rows", "columns", "k"), [(1, 600, 512), (3, 9000, 64), (20, 2000, 128)])
+@pytest.mark.parametrize(("rows", "columns", "k"), [(1, 600, 512), (3, 9000, 64), (9, 9000, 128), (2, 4100, 2048)])
 def test_topk(emulation, rows, columns, k):
     torch.manual_seed(0)
     logits = torch.randn(rows, columns)

@@ -51,9 +51,9 @@ def test_the_list_of_the_largest_k_fits_shared_memory():
 
 
 @functools.cache
-def compiled(dtype, with_values):
-    """The kernel of many rows, and the launch."""
-    logits, indices = torch.empty(1, 1, dtype=dtype).expand(700, 30_000), torch.empty(700, 2048, dtype=torch.int32)
+def compiled(rows, dtype, with_values):
+    """The kernel of one CTA per row, and the launch."""
+    logits, indices = torch.empty(1, 1, dtype=dtype).expand(rows, 30_000), torch.empty(rows, 2048, dtype=torch.int32)
     recorder = Recorder(kernel.kernel_1_cta)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(launch.KERNELS, 1, recorder)
@@ -64,11 +64,12 @@ def compiled(dtype, with_values):
 
 
 @pytest.mark.skipif(machine.interpreting(), reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize("rows", [100, 700])
 @pytest.mark.parametrize("with_values", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
-def test_shared_memory_fits_48_kib(dtype, with_values):
+def test_shared_memory_fits_48_kib(dtype, with_values, rows):
     """Triton's own shared memory plus the words of the list."""
-    code, launched = compiled(dtype, with_values)
+    code, launched = compiled(rows, dtype, with_values)
     assert code.shared + 4 * shared_layout.num_words(launched.arguments["CONFIG"].capacity) <= 48 * 1024
 
 
@@ -93,6 +94,28 @@ def test_few_rows_use_dependent_launch(rows, overlaps, monkeypatch):
     launch.topk(TopkParams(torch.empty(rows, 9), None, None, 1, torch.empty(rows, 4, dtype=torch.int32), None))
     (launched,) = (one for recorder in recorders.values() for one in recorder.launches)
     assert launched.options.get("launch_pdl", False) is launched.arguments["CONFIG"].overlapped is overlaps
+
+
+@pytest.mark.parametrize(("rows", "short"), [(1, True), (9, True), (132, True), (133, False)])
+def test_short_rows_of_rows_that_run_at_the_same_time(rows, short, monkeypatch):
+    recorders = {ctas: Recorder(fn) for ctas, fn in launch.KERNELS.items()}
+    monkeypatch.setattr(launch, "KERNELS", recorders)
+    monkeypatch.setattr(machine, "num_sms", lambda device: 132)
+    monkeypatch.setattr(machine, "interpreting", lambda: False)
+    launch.topk(TopkParams(torch.empty(rows, 9), None, None, 1, torch.empty(rows, 4, dtype=torch.int32), None))
+    (launched,) = (one for recorder in recorders.values() for one in recorder.launches)
+    assert launched.arguments["CONFIG"].short_rows is short
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", mostly_full(["normal", "mostly zero", "nan", "zeros"], "mostly zero", "nan"))
+def test_only_long_rows_are_listed(kind, monkeypatch):
+    listed = []
+    reach = kernel.locate_candidates
+    monkeypatch.setattr(kernel, "locate_candidates", lambda *args: listed.append(True) or reach(*args))
+    lengths = torch.tensor([8192, 8193, 4097, 4096, 65, 64, 0])
+    check(rows_of(kind, len(lengths), 9000, 1), 64, None, lengths, 1, "hopper")
+    assert len(listed) == 1
 
 
 @pytest.fixture

@@ -78,6 +78,7 @@ _LOAD_TWO_CLUSTER = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.shared::cluster.v2.b32 {$0, $1}, [$2]; }"
 )
 _STORE = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }")
+_STORE_BYTE = tl.constexpr("{ .reg .b16 byte; cvt.u16.u32 byte, $2; st.shared.b8 [$1], byte; mov.b32 $0, 0; }")
 _COUNT = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }")
 _SET = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $3, 0; @p red.shared.or.b32 [$1], $2; mov.b32 $0, 0; }")
 
@@ -137,6 +138,22 @@ def store(memory, position, words, mask):
     else:
         tl.inline_asm_elementwise(
             _STORE, "=r,r,r,r", [memory + position * 4, words, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def store_bytes(memory, position, offset, bytes):
+    """Store the lowest byte of each element at byte ``offset`` from word ``position``."""
+    if INTERPRETED:
+        tl.store((memory + position).to(tl.pointer_type(tl.int8)) + offset, bytes.to(tl.int8))
+    else:
+        tl.inline_asm_elementwise(
+            _STORE_BYTE,
+            "=r,r,r",
+            [memory + position * 4 + offset, bytes.to(tl.int32)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 

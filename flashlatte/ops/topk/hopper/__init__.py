@@ -6,4 +6,7 @@ of ten bits finds the k-th largest candidate (``digits``). A bitmap of the row g
 selected entry, so that results are in ascending order of index and ties go to the lowest index (``store_largest``). If
 the list has fewer than k entries, or more than fit, the radix select runs on the row in global memory
 (``radix_select``). Sampling affects the time only, never the result.
+
+If all rows run at the same time, a row of up to 8,192 entries takes a shorter way (``short_row``): one CTA holds its
+keys in registers, so it needs neither a sample nor a list. The kernel chooses by the length on the device.
 """

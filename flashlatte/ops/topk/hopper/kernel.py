@@ -26,6 +26,7 @@ from flashlatte.ops.topk.hopper.radix_select import (
     store_largest_of_row,
 )
 from flashlatte.ops.topk.hopper.shared_layout import COUNTER, num_words
+from flashlatte.ops.topk.hopper.short_row import PART, SHORT_ROW, store_largest_of_short_row
 from flashlatte.ops.topk.hopper.store_largest import select_largest, store_in_order
 from flashlatte.ops.topk.order import TopkOutputs, TopkRows, ordered, row_range, store_all
 from flashlatte.runtime.triton_internals import ClusterLaunch
@@ -41,6 +42,7 @@ class TopkConfig(NamedTuple):
         block, masked_block, sample_block: entries that a CTA processes at a time: of the list pass, of the radix select
             on the row, and of a sample.
         first_sample: maximum size of the first sample.
+        short_rows: the first CTA of a row selects from up to SHORT_ROW entries in registers.
         prefetch: load the first block before the sample is processed.
         ctas: CTAs of a row.
         overlapped: the preceding kernel in the stream may still run.
@@ -52,6 +54,7 @@ class TopkConfig(NamedTuple):
     sample_block: int
     masked_block: int
     first_sample: int
+    short_rows: bool
     prefetch: bool
     ctas: int
     overlapped: bool
@@ -91,26 +94,45 @@ def topk_kernel(
     if length <= k:
         if cta == 0:
             store_all(entries, index_row, value_row, tl.arange(0, CAPACITY), length, k)
-    else:
-        begin, stop = column_range(cta, length, CONFIG.block, CTAS)
-        row = TopkRow(rows.logits, first, length, begin, stop)
-        low, count, source = list_candidates(row, k, target, memory, CONFIG)
-        if is_sufficient(count, k, CAPACITY):
-            valid = tl.arange(0, CAPACITY) < count
-            bits, column = load_candidates(memory, source, valid, CTAS)
-            if CTAS > 1:
-                shared_words.cluster_arrive()
-            keys = ordered(bits.to(tl.float32, bitcast=True), valid)
-            selected = select_largest(keys, column, valid, low, length, k, memory)
-            store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS)
-            if CTAS > 1:
-                # A CTA must not exit before all CTAs have read its list.
-                shared_words.cluster_wait()
-        else:
-            # A CTA must not exit before all CTAs have read its counter.
-            sync_row(CTAS)
+    elif CONFIG.short_rows:
+        if length <= PART:
             if cta == 0:
-                store_largest_of_row(entries, index_row, value_row, length, k, memory, CONFIG.masked_block)
+                store_largest_of_short_row(entries, index_row, value_row, length, k, memory, PART, CAPACITY)
+        elif length <= SHORT_ROW:
+            if cta == 0:
+                store_largest_of_short_row(entries, index_row, value_row, length, k, memory, SHORT_ROW, CAPACITY)
+        else:
+            store_largest_of_long_row(rows.logits, first, index_row, value_row, length, k, target, cta, memory, CONFIG)
+    else:
+        store_largest_of_long_row(rows.logits, first, index_row, value_row, length, k, target, cta, memory, CONFIG)
+
+
+@triton.jit
+def store_largest_of_long_row(
+    logits, first, index_row, value_row, length, k, target, cta, memory, CONFIG: tl.constexpr
+):
+    """Store the k largest of the ``length`` > k entries from element ``first`` on, by all CTAs of the row."""
+    CAPACITY: tl.constexpr = CONFIG.capacity
+    CTAS: tl.constexpr = CONFIG.ctas
+    begin, stop = column_range(cta, length, CONFIG.block, CTAS)
+    row = TopkRow(logits, first, length, begin, stop)
+    low, count, source = list_candidates(row, k, target, memory, CONFIG)
+    if is_sufficient(count, k, CAPACITY):
+        valid = tl.arange(0, CAPACITY) < count
+        bits, column = load_candidates(memory, source, valid, CTAS)
+        if CTAS > 1:
+            shared_words.cluster_arrive()
+        keys = ordered(bits.to(tl.float32, bitcast=True), valid)
+        selected = select_largest(keys, column, valid, low, length, k, memory, 10)
+        store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS)
+        if CTAS > 1:
+            # A CTA must not exit before all CTAs have read its list.
+            shared_words.cluster_wait()
+    else:
+        # A CTA must not exit before all CTAs have read its counter.
+        sync_row(CTAS)
+        if cta == 0:
+            store_largest_of_row(logits + first, index_row, value_row, length, k, memory, CONFIG.masked_block)
 
 
 @triton.jit

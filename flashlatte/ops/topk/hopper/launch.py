@@ -45,6 +45,8 @@ def topk(params: TopkParams) -> None:
         sample_block=SAMPLE_BLOCK,
         masked_block=32 * warps * MASKED_ENTRIES_PER_THREAD,
         first_sample=FIRST_SAMPLE[ctas],
+        # More rows have eight warps and 80 registers per thread, too few for the keys of a short row.
+        short_rows=interpreting or rows <= sms,
         prefetch=rows <= sms,
         ctas=ctas,
         overlapped=overlapped,

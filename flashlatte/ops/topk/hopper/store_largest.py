@@ -11,24 +11,27 @@ from flashlatte.ops.topk.hopper.shared_layout import BEFORE, BITMAP, BITMAP_WORD
 
 
 @triton.jit
-def select_largest(keys, column, valid, low, length, k, memory):
-    """Which candidates are the k largest. At least k candidates have keys >= ``low`` (int64)."""
-    highest = tl.max(keys, axis=0).to(tl.int64)
+def select_largest(keys, column, valid, low, length, k, memory, DIGIT: tl.constexpr):
+    """Which candidates are the k largest. At least k candidates have keys >= ``low`` (int64).
+
+    Radix digits have DIGIT bits: 10, or 11 if ``memory`` has 2,048 bins.
+    """
+    highest = tl.max(keys).to(tl.int64)
     bits = shared_words.bit_length((highest - low).to(tl.int32))
-    low, rank, inside = _kth_largest(keys, valid, low, bits, k, memory)
+    low, rank, inside = _kth_largest(keys, valid, low, bits, k, memory, DIGIT)
     kth_key = low.to(tl.int32)
     last_tie = length
     if inside != rank:
         # Of the entries that equal the k-th, select the lowest columns: the largest values of -column.
         bits = shared_words.bit_length(length)
         ties = valid & (keys == kth_key)
-        low, _, _ = _kth_largest(-column, ties, -length.to(tl.int64), bits, rank, memory)
+        low, _, _ = _kth_largest(-column, ties, -length.to(tl.int64), bits, rank, memory, DIGIT)
         last_tie = -low.to(tl.int32)
     return valid & ((keys > kth_key) | ((keys == kth_key) & (column <= last_tie)))
 
 
 @triton.jit
-def _kth_largest(keys, valid, low, bits, k, memory):
+def _kth_largest(keys, valid, low, bits, k, memory, DIGIT: tl.constexpr):
     """A key from ``low`` to ``low + 2^bits - 1`` that exactly k keys reach, or the k-th largest key if there is none.
 
     Returns the key and, of the keys that are not distinguished from it, how many are among the k largest, and how many
@@ -37,9 +40,9 @@ def _kth_largest(keys, valid, low, bits, k, memory):
     rank = k
     inside = k + 1
     while (bits > 0) & (inside != rank):
-        clear_bins(memory, 10)
-        count_digits(keys, valid, low, bits, memory, 10)
-        low, bits, rank, inside = resolve_digit(low, bits, rank, memory, 10)
+        clear_bins(memory, DIGIT)
+        count_digits(keys, valid, low, bits, memory, DIGIT)
+        low, bits, rank, inside = resolve_digit(low, bits, rank, memory, DIGIT)
     return low, rank, inside
 
 
