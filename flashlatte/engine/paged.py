@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -159,9 +160,10 @@ def config_of(model: Any) -> Any:
         raise ModuleNotFoundError("the engine needs transformers: pip install 'flashlatte[transformers]'") from error
     if not Path(model).is_dir():
         raise FileNotFoundError(f"model must be the directory of a checkpoint, got {model}")
-    if not (Path(model) / "config.json").is_file():
+    file = Path(model) / "config.json"
+    if not file.is_file():
         raise FileNotFoundError(f"model must be the directory of a checkpoint, and {model} has no config.json")
-    fields = _read(model, lambda: DeepseekV3Config.get_config_dict(model, local_files_only=True)[0])
+    fields = _read(model, lambda: json.loads(file.read_bytes()))
     if not isinstance(fields, dict):
         raise ValueError(f"config.json must be a JSON object, and {model} has another, got {type(fields).__name__}")
     if fields.get("model_type") == _OF_KIMI_K2:
