@@ -178,7 +178,7 @@ def test_the_command_reports_a_line_for_each_process_and_operation(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "lines.jsonl"
-    arguments = ["--processes", "1", "--seconds", "0.5", "--each", "0", "--random", "--operation", "merge_states"]
+    arguments = ["--processes", "1", "--seconds", "0.5", "--each", "0.1", "--random", "--operation", "merge_states"]
     assert bench.run_named("shared-gpu", [*arguments, "--record", str(file)]) == 0
     (line,) = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     assert (line["op"], line["case"], line["faults"], line["processes"]) == ("merge_states", "random", [], 1)
