@@ -85,25 +85,26 @@ def test_nothing_is_read_before_the_preceding_kernel_has_finished(monkeypatch):
     assert 0 < sass.index("ACQBULK") < min(sass.index(access) for access in ("LDG", "STG"))
 
 
-@pytest.mark.parametrize(("rows", "overlaps"), [(8, True), (9, False), (700, False)])
-def test_few_rows_use_dependent_launch(rows, overlaps, monkeypatch):
+def launch_on_132_sms(rows, monkeypatch):
+    """The launch of a call with ``rows`` rows."""
     recorders = {ctas: Recorder(fn) for ctas, fn in launch.KERNELS.items()}
     monkeypatch.setattr(launch, "KERNELS", recorders)
     monkeypatch.setattr(machine, "num_sms", lambda device: 132)
     monkeypatch.setattr(machine, "interpreting", lambda: False)
     launch.topk(TopkParams(torch.empty(rows, 9), None, None, 1, torch.empty(rows, 4, dtype=torch.int32), None))
     (launched,) = (one for recorder in recorders.values() for one in recorder.launches)
+    return launched
+
+
+@pytest.mark.parametrize(("rows", "overlaps"), [(8, True), (9, False), (700, False)])
+def test_few_rows_use_dependent_launch(rows, overlaps, monkeypatch):
+    launched = launch_on_132_sms(rows, monkeypatch)
     assert launched.options.get("launch_pdl", False) is launched.arguments["CONFIG"].overlapped is overlaps
 
 
 @pytest.mark.parametrize(("rows", "short"), [(1, True), (9, True), (132, True), (133, False)])
 def test_short_rows_of_rows_that_run_at_the_same_time(rows, short, monkeypatch):
-    recorders = {ctas: Recorder(fn) for ctas, fn in launch.KERNELS.items()}
-    monkeypatch.setattr(launch, "KERNELS", recorders)
-    monkeypatch.setattr(machine, "num_sms", lambda device: 132)
-    monkeypatch.setattr(machine, "interpreting", lambda: False)
-    launch.topk(TopkParams(torch.empty(rows, 9), None, None, 1, torch.empty(rows, 4, dtype=torch.int32), None))
-    (launched,) = (one for recorder in recorders.values() for one in recorder.launches)
+    launched = launch_on_132_sms(rows, monkeypatch)
     assert launched.arguments["CONFIG"].short_rows is short
 
 
