@@ -122,3 +122,16 @@ def with_gaps(x: torch.Tensor) -> torch.Tensor:
     view = storage[..., 1:, : x.shape[-1]]
     view.copy_(x)
     return view
+
+
+def in_two_parts(q: torch.Tensor, rope: int, gaps: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent part and the rotated part, of width ``rope``, of queries [..., h, d] as layers compute them.
+
+    The latent part is the transposed result of a batched matmul, with the heads first, and ``with_gaps`` if ``gaps``.
+    The rotated part is the end of wider rows, which begin with NaN.
+    """
+    latent, rotated = q.split((q.shape[-1] - rope, rope), dim=-1)
+    heads_first = latent.movedim(-2, 0).contiguous()
+    wide = q.new_full((*q.shape[:-1], 128 + rope), torch.nan)
+    wide[..., 128:] = rotated
+    return (with_gaps(heads_first) if gaps else heads_first).movedim(0, -2), wide[..., 128:]
