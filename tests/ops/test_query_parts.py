@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.launches import launches
+from support.recording import Recording
 from support.torch_op import assert_compiles, opcheck
 
 from flashlatte import sparse_decode, sparse_prefill
 from flashlatte.ops.sparse_decode import api as decode_api
 from flashlatte.ops.sparse_prefill import api as prefill_api
-from flashlatte.runtime import machine
+from flashlatte.runtime import machine, query_parts
 from flashlatte.testing.cases import SparseDecodeCase, SparsePrefillCase
 
 BACKEND = "portable" if machine.interpreting() else "reference"
@@ -118,6 +120,41 @@ def test_compile(name: str) -> None:
 def test_precision_fp8() -> None:
     case = SparsePrefillCase(3, 30, 4, 9, rope=64)
     check(sparse_prefill, case.inputs(), precision="fp8", backend="reference")
+
+
+@pytest.mark.skipif(machine.interpreting(), reason="records launches for a GPU")
+@pytest.mark.parametrize(
+    ("operation", "backend", "call", "apart"),
+    [
+        ("sparse_decode", "hopper", {}, True),
+        ("sparse_decode", "hopper", {"form": "bf16", "q_pad": 8}, True),
+        ("sparse_decode", "hopper", {"q_pad": 3}, False),
+        ("sparse_decode", "hopper", {"form": "model1"}, False),
+        ("sparse_decode", "portable", {"q_pad": 3}, True),
+        ("sparse_decode", "portable", {"form": "model1"}, False),
+        ("sparse_prefill", "hopper", {}, True),
+        ("sparse_prefill", "hopper", {"q_pad": 3}, False),
+        ("sparse_prefill", "hopper", {"head_dim": 512}, False),
+        ("sparse_prefill", "hopper", {"s_q": 2112, "heads": 16, "topk": 512, "s_kv": 4096}, True),
+        ("sparse_prefill", "portable", {"q_pad": 3}, True),
+        ("sparse_prefill", "portable", {"d_v": 500}, False),
+    ],
+    ids=str,
+)
+def test_kernels_read_both_parts_in_place(monkeypatch, operation, backend, call, apart) -> None:
+    """They take no joined queries if they can read the parts: a copy would be neither repeated nor as fast."""
+    copies = []
+    real = query_parts.join
+    monkeypatch.setattr(query_parts, "join", lambda q, q_rope: copies.append(q_rope is not None) or real(q, q_rope))
+    found = [
+        one.launch.arguments
+        for one in launches(Recording(monkeypatch), operation, backend, split_q=True, **call)
+        if one.name == f"{operation}_kernel"
+    ]
+    ropes = [value for given in found for name, value in given.items() if name.endswith(("rope_start", "queries_rope"))]
+    assert len(ropes) == len(found) > 0
+    assert {rope is not None for rope in ropes} == {apart}
+    assert any(copies) is not apart
 
 
 VALID = {
