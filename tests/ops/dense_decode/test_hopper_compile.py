@@ -183,7 +183,7 @@ def test_queries_with_stride_0_are_not_copied_by_tma():
 def test_separate_rope(record):
     """Both parts of the queries are copied from their places; rows that are not aligned are joined."""
     call = record(separate_rope=True).arguments
-    assert call["query_q"].shape[3] == 512 and call["query_separate_q_rope"].shape[3] == 64
+    assert (call["query_q"].shape[3], call["query_separate_q_rope"].shape[3]) == (512, 64)
     assert call["query_rope"].base.data_ptr() == call["query_separate_q_rope"].data_ptr()
     for joined in (record(separate_rope=True, head_dim=576, d_v=448), record(), record(q_pad=1)):
         assert joined.arguments["query_q"].shape[3] == 576

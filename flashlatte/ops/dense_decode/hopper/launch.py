@@ -211,8 +211,9 @@ def _query_parts(params: DenseDecodeParams) -> tuple[torch.Tensor, torch.Tensor 
     return (q if row_align(q, _ALIGN) == _ALIGN else q.clone(memory_format=torch.contiguous_format)), None
 
 
-def _aligned_strides(q: torch.Tensor) -> list[int]:
-    return [stride // _ALIGN for stride in strides_in_use(q)]
+def _aligned_strides(q: torch.Tensor) -> tuple[int, int, int]:
+    request, token, head = strides_in_use(q)
+    return request // _ALIGN, token // _ALIGN, head // _ALIGN
 
 
 def _query_descriptors(q: torch.Tensor, q_rope: torch.Tensor | None, heads: int) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
 """The producer: four warps that fill the tiles by TMA; queries by cp.async if TMA cannot copy them."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
