@@ -92,6 +92,14 @@ def same_dtype(name: str, value: object, q: torch.Tensor, *others: torch.dtype) 
         raise TypeError(f"q and {name} must agree in dtype{exception}, got {got}")
 
 
+def query_width(q: torch.Tensor, q_rope: object) -> int:
+    """Check the last columns of queries ``q``, if they are in another tensor. Returns the width of both."""
+    if q_rope is None:
+        return q.shape[-1]
+    shape = (*q.shape[:-1], "rope")
+    return q.shape[-1] + tensor("q_rope", q_rope, shape, (q.dtype,), q.device, may_be_empty=q.dim() - 2).shape[-1]
+
+
 def output(
     name: str,
     value: object,

@@ -122,3 +122,12 @@ def with_gaps(x: torch.Tensor) -> torch.Tensor:
     view = storage[..., 1:, : x.shape[-1]]
     view.copy_(x)
     return view
+
+
+def in_two_parts(q: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+    """The first ``width`` columns of queries [b, s_q, h, d] as ``q``, and the others as ``q_rope``, with the strides
+    that a model's have: q is the result of a matmul for each head, q_rope a view of wider rows."""
+    by_head = q[..., :width].permute(2, 0, 1, 3).contiguous()
+    wider = torch.full((*q.shape[:3], q.shape[3] - width + 128), torch.nan, dtype=q.dtype, device=q.device)
+    wider[..., 128:] = q[..., width:]
+    return {"q": by_head.permute(1, 2, 0, 3), "q_rope": wider[..., 128:]}

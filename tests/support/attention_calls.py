@@ -18,6 +18,7 @@ from flashlatte.ops.paged_attention.reference import PagedAttentionParams
 from flashlatte.ops.sparse_attention.reference import SparseAttentionBackwardParams, SparseAttentionGradients
 from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
+from flashlatte.testing.draws import in_two_parts
 
 BF16 = torch.bfloat16
 UNLIMITED = 2**31 - 1
@@ -42,14 +43,17 @@ def dense_decode(
     batch_invariant: bool = False,
     precision: str | None = None,
     q_pad: int = 0,
+    separate_rope: bool = False,
     out_pad: int = 0,
     arch: int | None = 90,
 ) -> list[Recorded]:
+    q = torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim]
+    queries = in_two_parts(q, d_v) if separate_rope else {"q": q, "q_rope": None}
     return record(
         "dense_decode",
         backend,
         DenseDecodeParams(
-            q=torch.empty(batch, s_q, heads, head_dim + q_pad, dtype=dtype)[..., :head_dim],
+            **queries,
             k_cache=torch.empty(pages, page_size, h_kv, head_dim, dtype=cache_dtype or dtype),
             block_table=torch.empty(batch, columns, dtype=index_dtype),
             cache_seqlens=torch.empty(batch, dtype=index_dtype),

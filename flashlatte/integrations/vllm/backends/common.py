@@ -15,6 +15,16 @@ from flashlatte.ops.concat_mla_q import concat_mla_q
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
 
 
+def query_parts(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """vLLM's queries [T, h, ·], and their rotated part [T, h, rope] if it is another tensor. That may have width 0."""
+    if isinstance(q, torch.Tensor):
+        return q, None
+    nope, rope = q
+    return nope, rope if rope.shape[-1] else None
+
+
 def join_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Queries [T, h, latent + rope] from vLLM's queries, or their two parts. The rotated part may have width 0."""
     if isinstance(q, torch.Tensor):

@@ -177,6 +177,14 @@ def _padded_rows(counts: torch.Tensor, queries: int, device: torch.device) -> Pa
     return PaddedRows(to_device(tokens.flatten(), device), to_device(rows, device))
 
 
+def _by_request(queries: torch.Tensor, decode: Any) -> torch.Tensor:
+    """Queries [T, h, d] as [requests, queries, h, d]."""
+    if decode.padded is not None:
+        queries = queries[decode.padded.tokens]
+    requests = decode.seq_lens.shape[0]
+    return queries.unflatten(0, (requests, queries.shape[0] // requests))
+
+
 class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
     """One layer's attention over its paged latent cache."""
 
@@ -277,16 +285,14 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention in absorbed form: [T, h, latent], and lse [T, h] if vLLM merges results over ranks, else None."""
         decode: Any = attn_metadata.decode
-        query = common.join_query(q)
-        if decode.padded is not None:
-            query = query[decode.padded.tokens]
-        requests = decode.seq_lens.shape[0]
+        query, rope = common.query_parts(q)
         cache = self._cache(kv_c_and_k_pe_cache, layer._k_scale)
         out, lse = dense_decode(
-            query.unflatten(0, (requests, query.shape[0] // requests)),
+            _by_request(query, decode),
             cache.pages,
             decode.block_table,
             decode.seq_lens,
+            q_rope=None if rope is None else _by_request(rope, decode),
             head_dim_v=self.kv_lora_rank,
             softmax_scale=self.scale,
             causal=True,
