@@ -1,4 +1,4 @@
-"""Methods that FlashLatte's vLLM backends share."""
+"""Methods that FlashLatte's vLLM backends and their implementations share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from vllm import envs
 from vllm.v1.attention.backend import MultipleOf
 
 from flashlatte.integrations.vllm import compat, support
+from flashlatte.layers.cache import LatentCache
+from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.concat_mla_q import concat_mla_q
 
 # Whether the result of a request must be bitwise independent of the other requests.
@@ -80,3 +82,31 @@ class MLABackendMixin(CommonBackendMixin):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
+
+
+class LatentWriterMixin:
+    """Mixin to list before vLLM's base class of an implementation of MLA: writes new tokens to its cache."""
+
+    kv_lora_rank: int
+
+    def _cache(self, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> LatentCache:
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write the latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
+        if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
+            return
+        cache = self._cache(kv_cache, k_scale)
+        rope = as_wide(k_pe.squeeze(1), cache.layout.head_dim - self.kv_lora_rank)
+        cache_write(
+            cache.pages, slot_mapping.flatten(), kv_c_normed, rope=rope, cache_format=cache.layout, scale=cache.scale
+        )

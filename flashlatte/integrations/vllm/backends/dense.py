@@ -20,13 +20,12 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from flashlatte.integrations import decode_precision
 from flashlatte.integrations.vllm import compat, support
 from flashlatte.integrations.vllm.backends import common
-from flashlatte.integrations.vllm.backends.common import MLABackendMixin
+from flashlatte.integrations.vllm.backends.common import LatentWriterMixin, MLABackendMixin
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.absorbed import apply_sink
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
 from flashlatte.layers.prefill import Expansion, attend_heads
-from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.runtime.transfer import to_device
 
@@ -185,7 +184,7 @@ def _by_request(queries: torch.Tensor, decode: Any) -> torch.Tensor:
     return queries.unflatten(0, (requests, queries.shape[0] // requests))
 
 
-class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
+class FlashLatteMLAImpl(LatentWriterMixin, MLACommonImpl[MLACommonMetadata]):
     """One layer's attention over its paged latent cache."""
 
     can_return_lse_for_decode: bool = True
@@ -251,29 +250,6 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             nope_dim=self.qk_nope_head_dim,
             rope_dim=self.qk_rope_head_dim,
             v_dim=self.v_head_dim,
-        )
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
-        if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
-            return
-        cache = self._cache(kv_cache, k_scale)
-        cache_write(
-            cache.pages,
-            slot_mapping.flatten(),
-            kv_c_normed,
-            rope=k_pe.squeeze(1),
-            cache_format=cache.layout,
-            scale=cache.scale,
         )
 
     def forward_mqa(
