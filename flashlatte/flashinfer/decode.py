@@ -96,6 +96,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     else:
         checks.tensor("query", query, ("T", "heads", "d"), Q_DTYPES, may_be_empty=1)
         checks.indices("cum_seq_lens_q", cum_seq_lens_q, ("b + 1",), query.device)
+        if cum_seq_lens_q.shape[0] < 2:
+            raise ValueError("cum_seq_lens_q must have shape [b + 1] with b at least 1, got [1]")
     if query.shape[-1] != kv_lora_rank + qk_rope_head_dim:
         raise ValueError(
             f"query must have kv_lora_rank + qk_rope_head_dim = {kv_lora_rank + qk_rope_head_dim} columns, "

@@ -59,7 +59,7 @@ def decode_rows(
     most, tokens = int(counts.max()), int(qo_indptr[-1])
     each = max(most if queries is None else queries, 1)
     # Requests without queries may follow those with ``each``: padding.
-    whole = torch.arange(counts.shape[0] + 1) * each
+    whole = torch.arange(counts.shape[0] + 1, device=counts.device) * each
     uniform = tokens % each == 0 and bool((qo_indptr == whole.clamp(max=tokens)).all())
     if not uniform and queries is not None and queries > 1:
         raise ValueError(
@@ -73,8 +73,8 @@ def decode_rows(
         lengths = lengths.masked_fill(counts == 0, 0)
     else:
         each = 1
-        request = torch.arange(counts.shape[0]).repeat_interleave(counts)
-        behind = qo_indptr[1:][request] - 1 - torch.arange(tokens)
+        request = torch.arange(counts.shape[0], device=counts.device).repeat_interleave(counts)
+        behind = qo_indptr[1:][request] - 1 - torch.arange(tokens, device=counts.device)
         begins, lengths = begins[request], lengths[request]
         lengths = (lengths - behind).clamp(min=0) if causal else lengths
     max_pages = -(-int(lengths.max()) // page_size) if lengths.numel() else 0

@@ -97,7 +97,10 @@ def graph_plan(
     if earlier is None:
         capacity, entries = max(used, 1), kv_indices.shape[0]
         columns = min(entries, max(-(-entries // capacity), GRAPH_ENTRIES // capacity))
-        lengths, table = kv_indices.new_zeros(capacity), kv_indices.new_full((capacity, max(columns, 1)), -1)
+        # Later plans may write to these outside of inference mode.
+        with torch.inference_mode(False):
+            lengths = torch.zeros(capacity, dtype=torch.int32, device=kv_indices.device)
+            table = torch.full((capacity, max(columns, 1)), -1, dtype=torch.int32, device=kv_indices.device)
     else:
         lengths, table = earlier.lengths, earlier.table
         assert table is not None

@@ -81,6 +81,14 @@ def test_dense_with_different_numbers_of_queries(counts, page_size, padding):
     assert out[tokens:].eq(0).all()
 
 
+def test_no_requests():
+    empty = {"query": torch.zeros(0, 2, 3, LATENT + ROPE), "seq_lens": torch.zeros(0, dtype=torch.int32)}
+    empty["block_tables"] = torch.zeros(0, 4, dtype=torch.int32)
+    out, lse = decode(MLARequests([1], [9], 8, True), return_lse=True, **empty)
+    assert out.shape == (0, 2, 3, LATENT)
+    assert lse.shape == (0, 3)
+
+
 @pytest.mark.parametrize("shape", [(6, 3), (3, 2, 3)])
 def test_outputs_are_written_to(shape):
     case = MLARequests([2] * 3, [8, 20, 3], 8, True)
@@ -205,6 +213,10 @@ def test_sparse_over_a_cache_of_656_bytes(queries, given_lengths):
         ({"kv_cache": torch.zeros(2, 2, 8, 48)}, r"kv_cache must have shape \[pages, page_size, d\] or \[pages, 1"),
         ({"block_tables": torch.zeros(2, 2, 9, dtype=torch.int32)}, r"block_tables must have shape \[2, max_pages\]"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, r"seq_lens must have shape \[2\]"),
+        (
+            {"query": torch.zeros(2, 3, 48), "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32)},
+            r"cum_seq_lens_q must have shape \[b \+ 1\] with b at least 1",
+        ),
         ({"sparse_mla_top_k": 5}, r"block_tables must have shape \[2, 1, 5\]"),
         ({"lse": torch.zeros(3, 2)}, r"lse must have shape \[2, 3\]"),
         ({"out": torch.zeros(2, 3, LATENT)}, r"out must have shape \[2, 1, 3, 32\]"),

@@ -68,6 +68,26 @@ def test_plans_in_the_memory_that_a_graph_reads(page_size, queries):
             assert_results([result[:tokens] for result in case.run(wrapper)], expected)
 
 
+def test_a_plan_in_inference_mode_can_be_replaced_outside():
+    case = MLARequests([1, 1], [20, 3], 8, False)
+    wrapper = BatchMLAPagedAttentionWrapper(WORKSPACE, **buffers(case))
+    with torch.inference_mode():
+        case.plan(wrapper)
+        assert_results(case.run(wrapper), case.expected())
+    case.plan(wrapper)
+    assert_results(case.run(wrapper), case.expected())
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [2, 2], [1, 3]])
+def test_another_default_device(counts):
+    case = MLARequests(counts, [20, 3], 8, True)
+    expected, wrapper = case.expected(), BatchMLAPagedAttentionWrapper(WORKSPACE)
+    with torch.device("meta"):
+        case.plan(wrapper)
+        results = case.run(wrapper)
+    assert_results(results, expected)
+
+
 def test_lists_are_copied_to_the_buffers():
     case = MLARequests([1, 1], [20, 3], 8, False)
     given_buffers = buffers(case)

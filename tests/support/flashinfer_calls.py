@@ -24,7 +24,7 @@ class MLARequests:
     """Requests with ``counts`` queries and ``lengths`` keys, whose pages are in random order.
 
     Attributes:
-        q: [T, heads, 48]; cache: [pages, page_size, 48]; NaN in what no request has.
+        q: [T, heads, latent + rope]; cache: [pages, page_size, latent + rope]; NaN in what no request has.
         lists: qo_indptr, kv_indptr, kv_indices and kv_len_arr.
     """
 
@@ -37,12 +37,16 @@ class MLARequests:
     kv_dtype: torch.dtype | None = None
     sm_scale: float = 0.2
     seed: int = 0
+    latent: int = LATENT
+    rope: int = ROPE
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         pages = [-(-length // self.page_size) for length in self.lengths]
         order = torch.randperm(sum(pages) + 2, generator=generator)
-        rows = torch.randn(len(order), self.page_size, LATENT + ROPE, generator=generator)
+        width = self.latent + self.rope
+        rows = torch.randn(len(order), self.page_size, width, generator=generator)
         self.tables = list(order[: sum(pages)].split(pages))
         kv_dtype = self.kv_dtype or self.dtype
         cache = rows.to(kv_dtype)
@@ -51,23 +55,26 @@ class MLARequests:
             for position in range(length):
                 page, offset = table[position // self.page_size], position % self.page_size
                 rows[page, offset] = cache[page, offset].float()
-        self.cache = rows.to(kv_dtype)
-        q = torch.randn(sum(self.counts), self.heads, LATENT + ROPE, generator=generator)
-        self.q = q.to(self.dtype)
+        self.cache = rows.to(kv_dtype).to(self.device)
+        q = torch.randn(sum(self.counts), self.heads, width, generator=generator)
+        self.q = q.to(self.dtype).to(self.device)
         boundaries = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (self.counts, pages)]
         indices = order[: sum(pages)].int()
-        self.lists: tuple[torch.Tensor, ...] = (*boundaries, indices, torch.tensor(self.lengths, dtype=torch.int32))
+        lists = (*boundaries, indices, torch.tensor(self.lengths, dtype=torch.int32))
+        self.lists = tuple(values.to(self.device) for values in lists)
 
     def plan(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
         dtypes = (self.dtype, self.kv_dtype or self.dtype)
-        wrapper.plan(*self.lists, self.heads, LATENT, ROPE, self.page_size, self.causal, self.sm_scale, *dtypes)
+        dims = (self.heads, self.latent, self.rope, self.page_size)
+        wrapper.plan(*self.lists, *dims, self.causal, self.sm_scale, *dtypes)
 
     def run(self, wrapper: BatchMLAPagedAttentionWrapper, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = wrapper.run(*split(self.q), *split(self.cache), return_lse=True, **options)
+        parts = (*split(self.q, self.latent), *split(self.cache, self.latent))
+        out, lse = wrapper.run(*parts, return_lse=True, **options)
         return out, lse
 
     def expected(self, k_scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [T, heads, 32] and base-2 lse [T, heads], float64."""
+        """out [T, heads, latent] and base-2 lse [T, heads], float64."""
         outs, lses = [], []
         queries = self.q.split(self.counts)
         for q, table, length in zip(queries, self.tables, self.lengths, strict=True):
@@ -76,7 +83,7 @@ class MLARequests:
                 self.cache.unsqueeze(2),
                 table.view(1, -1) if len(table) else torch.zeros(1, 1, dtype=torch.int64),
                 torch.tensor([length]),
-                head_dim_v=LATENT,
+                head_dim_v=self.latent,
                 softmax_scale=self.sm_scale,
                 causal=self.causal,
                 k_scale=k_scale,
@@ -86,13 +93,15 @@ class MLARequests:
         return torch.cat(outs), torch.cat(lses)
 
 
-def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split(x: torch.Tensor, latent: int = LATENT) -> tuple[torch.Tensor, torch.Tensor]:
     """The latent columns and the others."""
-    return x[..., :LATENT], x[..., LATENT:]
+    return x[..., :latent], x[..., latent:]
 
 
 def buffers(requests: MLARequests, pages: int = 64) -> dict[str, Any]:
     """Arguments of a wrapper in CUDA-graph mode."""
     sizes = {"qo_indptr": len(requests.counts) + 1, "kv_indptr": len(requests.counts) + 1, "kv_indices": pages}
     sizes["kv_len_arr"] = len(requests.counts)
-    return {"use_cuda_graph": True} | {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
+    device = requests.device
+    tensors = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+    return {"use_cuda_graph": True} | tensors
