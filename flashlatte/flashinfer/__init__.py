@@ -15,6 +15,9 @@ from flashlatte.flashinfer.page import append_paged_mla_kv_cache, get_batch_indi
 from flashlatte.flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from flashlatte.flashinfer.topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
 
+# The version of FlashInfer whose interface this is, for programs that check it.
+__version__ = "0.6.15"
+
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",

@@ -10,13 +10,10 @@ import torch
 from flashlatte.flashinfer import page_tables
 from flashlatte.flashinfer.attend import attend
 from flashlatte.flashinfer.conventions import LOG2_E, own_backend, refuse
-from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import checks
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")
 Q_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn)
-# The number of requests, and the boundaries of their queries if those have different numbers.
-Requests = tuple[int, torch.Tensor | None]
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
@@ -106,103 +103,54 @@ def trtllm_batch_decode_with_kv_cache_mla(
     # float8_e4m3fn to bf16 is exact.
     q = query.to(torch.bfloat16) if query.dtype == torch.float8_e4m3fn else query
     out = checks.output_or_new("out", out, (*query.shape[:-1], kv_lora_rank), q.dtype, q.device)
-    # [tokens, heads, …]
-    q, out_rows = (q, out) if cum_seq_lens_q is not None else (q.flatten(0, 1), out.flatten(0, 1))
-    lse_rows = None
     if wants_lse:
+        flat = query.shape[:-1] if cum_seq_lens_q is not None else (query.shape[0] * query.shape[1], query.shape[2])
         nested = lse is not None and lse.shape == query.shape[:-1]
-        lse = checks.output_or_new("lse", lse, query.shape[:-1] if nested else q.shape[:-1], torch.float32, q.device)
-        lse_rows = lse.view(q.shape[:-1])
+        shape = query.shape[:-1] if nested else flat
+        lse = checks.output_or_new("lse", lse, shape, torch.float32, q.device, unit_last_stride=False)
+    out_rows, lse_rows = out, lse
+    if cum_seq_lens_q is None:
+        # [tokens, heads, …]
+        q, out_rows = q.flatten(0, 1), _token_rows("out", out)
+        lse_rows = lse if lse is None or lse.dim() == 2 else _token_rows("lse", lse)
     cache = _cache(kv_cache)
-    requests = (query.shape[0] if cum_seq_lens_q is None else cum_seq_lens_q.shape[0] - 1, cum_seq_lens_q)
-    scales = (_number("bmm1_scale", bmm1_scale), _number("bmm2_scale", bmm2_scale))
-    if checks.positive_int("sparse_mla_top_k", sparse_mla_top_k, or_zero=True):
+    scale, factor = _number("bmm1_scale", bmm1_scale), _number("bmm2_scale", bmm2_scale)
+    selects = checks.positive_int("sparse_mla_top_k", sparse_mla_top_k, or_zero=True) > 0
+    sink = _sink(sinks)
+    if selects:
         shape = (*query.shape[:-2], sparse_mla_top_k)
         checks.tensor("block_tables", block_tables, shape, checks.INDEX_DTYPES, q.device, may_be_empty=1)
-        indices = block_tables.reshape(-1, 1, sparse_mla_top_k)
-        _sparse(q, cache, indices, seq_lens, requests, _sink(sinks), scales, out_rows, lse_rows, own)
+        table, queries = block_tables.reshape(-1, sparse_mla_top_k), 1
+        lengths = _selected_lengths(seq_lens, cum_seq_lens_q, query, cache.dtype == torch.uint8)
     else:
-        refuse("dense_decode has no sinks", sinks=sinks)
-        _dense(q, cache, block_tables, seq_lens, requests, scales, out_rows, lse_rows, own)
-    if lse is None:
-        return out
-    lse.mul_(LOG2_E)
-    return (out, lse) if return_lse else out
-
-
-def _dense(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    requests: Requests,
-    scales: tuple[float, float],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    backend: str | None,
-) -> None:
-    count, cum_seq_lens_q = requests
-    scale, factor = scales
-    checks.indices("block_tables", block_tables, (count, "max_pages"), q.device, may_be_empty=1)
-    lengths = checks.indices("seq_lens", seq_lens, (count,), q.device, may_be_empty=1)
-    queries = q.shape[0] // max(count, 1)
-    if cum_seq_lens_q is not None:
-        request, lengths = page_tables.token_rows(cum_seq_lens_q, lengths, q.shape[0])
-        block_tables, queries = block_tables.index_select(0, request), 1
+        refuse("dense_decode has no sinks", sinks=sink)
+        table, lengths, queries = _requests(block_tables, seq_lens, cum_seq_lens_q, query)
     is_fp8 = cache.dtype == torch.float8_e4m3fn
-    with checks.naming(k_cache="kv_cache", block_table="block_tables", cache_seqlens="seq_lens"):
+    with checks.naming(k_cache="kv_cache", block_table="block_tables", cache_seqlens="seq_lens", attn_sink="sinks"):
         attend(
             q,
             cache,
-            block_tables,
+            table,
             lengths,
             queries,
-            causal=queries > 1,
             # Keys are multiplied by k_scale too.
             softmax_scale=scale / factor if is_fp8 else scale,
+            out=out_rows,
+            lse=lse_rows,
+            backend=own,
+            causal=queries > 1,
             k_scale=factor if is_fp8 else None,
-            head_dim_v=out.shape[-1],
-            out=out,
-            lse=lse,
-            backend=backend,
+            selects=selects,
+            attn_sink=sink,
         )
     if factor != 1 and not is_fp8:
         out.mul_(factor)
-
-
-def _sparse(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    requests: Requests,
-    sink: torch.Tensor | None,
-    scales: tuple[float, float],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    backend: str | None,
-) -> None:
-    scale, factor = scales
-    is_packed = cache.dtype == torch.uint8
-    lengths = (_given_lengths if is_packed else _causal_lengths)(seq_lens, requests, q.shape[0])
-    with checks.naming(k_cache="kv_cache", indices="block_tables", topk_length="seq_lens", attn_sink="sinks"):
-        sparse_decode(
-            q.unsqueeze(1),
-            cache,
-            indices,
-            cache_format="v32" if is_packed else None,
-            topk_length=lengths,
-            attn_sink=sink,
-            softmax_scale=scale,
-            head_dim_v=out.shape[-1],
-            out=out.unsqueeze(1),
-            lse=None if lse is None else lse.unsqueeze(2),
-            backend=backend,
-        )
-    if factor != 1:
-        out.mul_(factor)
-    if sink is not None and lse is not None:
+    if lse is None:
+        return out
+    if sink is not None:
         torch.logaddexp(lse, sink, out=lse)
+    lse.mul_(LOG2_E)
+    return (out, lse) if return_lse else out
 
 
 def xqa_batch_decode_with_kv_cache_mla(
@@ -266,6 +214,13 @@ def _cache(kv_cache: torch.Tensor) -> torch.Tensor:
     raise ValueError(f"kv_cache must have shape [pages, page_size, d] or [pages, 1, page_size, d], got {list(shape)}")
 
 
+def _token_rows(name: str, x: torch.Tensor) -> torch.Tensor:
+    """An output [b, q_len, …] as [b · q_len, …] in the same memory."""
+    if min(x.shape[:2]) > 1 and x.stride(0) != x.shape[1] * x.stride(1):
+        raise ValueError(f"{name} must have equally spaced query tokens, got strides {x.stride()}")
+    return x.flatten(0, 1)
+
+
 def _number(name: str, value: float | torch.Tensor) -> float:
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a number, which is passed to kernels by value, got a tensor")
@@ -280,21 +235,38 @@ def _sink(sinks: Sequence[torch.Tensor] | torch.Tensor | None) -> torch.Tensor |
     return sinks[0]
 
 
-def _given_lengths(seq_lens: torch.Tensor | None, requests: Requests, tokens: int) -> torch.Tensor | None:
-    """Numbers of indices, for each query token; None for all."""
-    count, _ = requests
-    if seq_lens is None or (seq_lens.shape == (count,) and tokens > count):
-        return None
-    return checks.given("seq_lens", seq_lens).reshape(-1)
+def _requests(
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    cum_seq_lens_q: torch.Tensor | None,
+    query: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Tables and lengths of rows for ``attend``, and the query tokens of each."""
+    requests = query.shape[0] if cum_seq_lens_q is None else cum_seq_lens_q.shape[0] - 1
+    checks.indices("block_tables", block_tables, (requests, "max_pages"), query.device, may_be_empty=1)
+    lengths = checks.indices("seq_lens", seq_lens, (requests,), query.device, may_be_empty=1)
+    if cum_seq_lens_q is None:
+        return block_tables, lengths, query.shape[1]
+    request, lengths = page_tables.token_rows(cum_seq_lens_q, lengths, query.shape[0])
+    return block_tables.index_select(0, request), lengths, 1
 
 
-def _causal_lengths(seq_lens: torch.Tensor | None, requests: Requests, tokens: int) -> torch.Tensor:
-    """The number of keys of each query token, which is the number of indices it reads."""
-    count, cum_seq_lens_q = requests
-    lengths = checks.indices("seq_lens", seq_lens, (count,), may_be_empty=1)
+def _selected_lengths(
+    seq_lens: torch.Tensor | None, cum_seq_lens_q: torch.Tensor | None, query: torch.Tensor, is_packed: bool
+) -> torch.Tensor | None:
+    """The number of indices that each query token reads; None for all.
+
+    In a packed cache, ``seq_lens`` are these numbers; else the keys of each request.
+    """
     if cum_seq_lens_q is not None:
-        return page_tables.token_rows(cum_seq_lens_q, lengths, tokens)[1]
-    if tokens <= count:
+        lengths = checks.indices("seq_lens", seq_lens, (cum_seq_lens_q.shape[0] - 1,), query.device)
+        return page_tables.token_rows(cum_seq_lens_q, lengths, query.shape[0])[1]
+    requests, queries = query.shape[:2]
+    if is_packed:
+        ignored = seq_lens is None or (seq_lens.shape == (requests,) and queries > 1)
+        return None if ignored else checks.given("seq_lens", seq_lens).reshape(-1)
+    lengths = checks.indices("seq_lens", seq_lens, (requests,), query.device, may_be_empty=1)
+    if queries == 1:
         return lengths
-    boundaries = torch.arange(0, tokens + 1, tokens // count, dtype=lengths.dtype, device=lengths.device)
-    return page_tables.token_rows(boundaries, lengths, tokens)[1]
+    boundaries = torch.arange(0, requests * queries + 1, queries, dtype=lengths.dtype, device=lengths.device)
+    return page_tables.token_rows(boundaries, lengths, requests * queries)[1]

@@ -205,7 +205,8 @@ class BatchMLAPagedAttentionWrapper:
                 q = concat_mla_q(q_nope, q_pe)
         out = checks.output_or_new("out", out, (tokens, heads, width), q_dtype, self._device, q_nope=q_nope)
         if return_lse or lse is not None:
-            lse = checks.output_or_new("lse", lse, (tokens, heads), torch.float32, self._device)
+            shape = (tokens, heads)
+            lse = checks.output_or_new("lse", lse, shape, torch.float32, self._device, unit_last_stride=False)
         rows = min(tokens // plan.queries, plan.lengths.shape[0]) if pages else 0
         for part, table in plan.tables(rows):
             of_part = slice(part.start * plan.queries, part.stop * plan.queries)
@@ -218,7 +219,6 @@ class BatchMLAPagedAttentionWrapper:
                 causal=plan.causal,
                 softmax_scale=plan.softmax_scale,
                 k_scale=k_scale,
-                head_dim_v=width,
                 out=rows_of(out, of_part),
                 lse=None if lse is None else rows_of(lse, of_part),
                 backend=self._backend,

@@ -214,7 +214,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             )
         if not return_lse and lse is None:
             return out
-        lse = checks.output_or_new("lse", lse, natural.shape, torch.float32, q.device)
+        lse = checks.output_or_new("lse", lse, natural.shape, torch.float32, q.device, unit_last_stride=False)
         torch.mul(natural, LOG2_E, out=lse)
         return (out, lse) if return_lse else out
 

@@ -100,6 +100,19 @@ def test_outputs_are_written_to(shape):
     assert_close(lse.view(6, 3), case.expected()[1], compare.FLOAT32, "lse")
 
 
+def test_strided_outputs():
+    """A copy would not be seen by the caller."""
+    case = MLARequests([2] * 3, [8, 20, 3], 8, True)
+    wide, lse = torch.zeros(3, 2, 3, LATENT + 8), torch.zeros(3, 2, 6)[..., ::2]
+    decode(case, out=wide[..., :LATENT], lse=lse)
+    assert_close(wide[..., :LATENT].flatten(0, 1), case.expected()[0], compare.FLOAT32, "out")
+    assert wide[..., LATENT:].eq(0).all()
+    with pytest.raises(ValueError, match="out must have equally spaced query tokens, got strides"):
+        decode(case, out=torch.zeros(3, 4, 3, LATENT)[:, :2])
+    with pytest.raises(ValueError, match="lse must have equally spaced query tokens, got strides"):
+        decode(case, lse=torch.zeros(3, 4, 3)[:, :2])
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
 def test_scale_of_values(kv_dtype):
     case = MLARequests([2] * 2, [8, 20], 8, True, kv_dtype=kv_dtype)
