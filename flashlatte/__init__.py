@@ -4,8 +4,8 @@ Names are imported at first access. Operations: ``dense_decode``, ``dense_prefil
 ``sparse_prefill``, ``merge_states``; for training ``sparse_attention`` and ``indexer_loss``; for paged keys and values
 ``paged_attention``, ``turboquant_decode``; for the sparse-attention indexer ``index_select`` and its parts; for
 DeepSeek-V4 ``compress`` and related operations. Caches: ``kv_cache``. Layers: ``layers``. Drop-in replacements with the
-same arguments: ``flash_mla``, and ``deep_gemm`` for the indexer. Several GPUs: ``distributed``. Models and servers:
-``integrations``.
+same arguments: ``flash_mla``, ``flashinfer``, and ``deep_gemm`` for the indexer. Several GPUs: ``distributed``. Models
+and servers: ``integrations``.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from flashlatte.runtime import lazy
 
 if TYPE_CHECKING:
-    from flashlatte import deep_gemm, distributed, flash_mla, integrations, kv_cache, layers
+    from flashlatte import deep_gemm, distributed, flash_mla, flashinfer, integrations, kv_cache, layers
     from flashlatte.ops.compress import compress
     from flashlatte.ops.concat_mla_q import concat_mla_q
     from flashlatte.ops.dense_decode import dense_decode
@@ -50,6 +50,7 @@ __all__ = [
     "dense_prefill",
     "distributed",
     "flash_mla",
+    "flashinfer",
     "index_convert",
     "index_gather",
     "index_logits",
@@ -101,7 +102,7 @@ _OTHER_OPERATIONS = {
     "unpack_seq": "pack_seq",
     "vit_attention": "dense_prefill",
 }
-_PACKAGES = ("deep_gemm", "distributed", "flash_mla", "integrations", "kv_cache", "layers")
+_PACKAGES = ("deep_gemm", "distributed", "flash_mla", "flashinfer", "integrations", "kv_cache", "layers")
 
 lazy.declare(__name__, {name: f"flashlatte.ops.{name}:{name}" for name in _OPERATIONS})
 lazy.declare(__name__, {name: f"flashlatte.ops.{operation}:{name}" for name, operation in _OTHER_OPERATIONS.items()})

@@ -13,6 +13,7 @@ EXTRA_HINT = "pip install 'flashlatte[bench]'"
 NAMED = {
     "compare": ("compare", "two checkouts, timed alternately"),
     "peers": ("peers.command", "FlashMLA, FlashAttention-3 and PyTorch, alternately; cost growth of dense decode"),
+    "flashmla": ("peers.flashmla", "FlashMLA's own package, alternately with FlashLatte, a line for each case"),
     "shared-gpu": ("shared.command", "several processes call kernels on one GPU and compare each result"),
     "host-time": ("host_time", "host time of warm calls"),
     "compile-time": ("compile_time", "compile time of each kernel, without a GPU"),

@@ -92,14 +92,14 @@ def lines(
     for group in groups:
         timers: list[tuple[TimedCall, Callable[[], float], list[float]]] = []
         for case in group:
-            what = f"{case.op} {case.name} {case.backend} {case.more}"
+            what = f"{case.op} {case.name} {case.method} {case.backend} {case.more}"
             if what in known:  # scaling down made two cases equal
                 continue
             known.add(what)
             try:
                 timers.append((case, checked_timer(case, device), []))
             except WrongResult as error:
-                wrong.append(f"{case.op} {case.name} is wrong: {error}")
+                wrong.append(f"{case.op} {case.name} of {case.backend} is wrong: {error}")
         for number in range(rounds if len(timers) > 1 and device.type == "cuda" else 1):
             for _, measure, times in timers if number % 2 == 0 else reversed(timers):
                 times.append(measure())
@@ -117,9 +117,9 @@ def lines(
             yield line | case.more | {"scaled_down": ceilings is None} | about
 
 
-def add_arguments(parser: argparse.ArgumentParser, sections: Sections) -> None:
+def add_arguments(parser: argparse.ArgumentParser, sections: Iterable[str]) -> None:
     parser.add_argument("--section", action="append", choices=list(sections), help="default: all (may be repeated)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"measurements of each call (default {ROUNDS})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="measurements of each call (default %(default)s)")
     add_json_option(parser)
 
 
@@ -129,10 +129,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, sections: Sections) -> int:
     """Time the sections, print a line for each call and append it to ``options.json``; 1 if a result was wrong."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ceilings = timing.measure_ceilings(device) if device.type == "cuda" else None
-    if ceilings is None:
-        print("PyTorch finds no GPU: the cases are scaled down, and their times say nothing about a GPU")
+    device, ceilings = begin()
     wrong: list[str] = []
     for name in options.section or sections:
         for line in lines(sections[name](device), device, ceilings, wrong, options.rounds):
@@ -141,6 +138,20 @@ def run(options: argparse.Namespace, sections: Sections) -> int:
             what = f"{line['op']} {line['case']}"
             print(f"{what:<72}{line['backend']:>10}{line['us']:>11.1f} µs{share}", flush=True)
             append_line(options.json, line)
+    return end(wrong)
+
+
+def begin() -> tuple[torch.device, timing.Ceilings | None]:
+    """The device, and its rates; None without a GPU, which is printed."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        return device, timing.measure_ceilings(device)
+    print("PyTorch finds no GPU: the cases are scaled down, and their times say nothing about a GPU")
+    return device, None
+
+
+def end(wrong: list[str]) -> int:
+    """Print the messages about wrong results and return the exit code."""
     for message in wrong:
         print(message, file=sys.stderr)
     return 1 if wrong else 0

@@ -149,6 +149,21 @@ def read_newest(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return list(newest.values())
 
 
+def newest_runs(lines: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Of each device the lines of its newest run: of the same commits, the newest line of each case.
+
+    The newest run is last. Of equal dates the later line is the newer.
+    """
+    runs: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
+    for line in sorted(lines, key=lambda line: line["date"]):
+        run = runs.pop(line["device"], {})
+        if any(one[name] != line[name] for one in run.values() for name in ("commit", "flashmla_commit")):
+            run = {}
+        run[line["op"], line["case"], line["method"]] = line
+        runs[line["device"]] = run
+    return [list(run.values()) for run in runs.values()]
+
+
 def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for path in paths:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

@@ -51,6 +51,16 @@ def as_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 class Agreement:
     """Compares facts over the ranks of a group. A set of facts is compared once; later checks are a lookup.
 
+    A lookup asks no other rank. Therefore all ranks have agreed on every set of facts that one of them uses, but not on
+    which of these sets a later call uses:
+
+    * one rank passes a new set and another an old one: the first raises RuntimeError after ``timeout``.
+    * two ranks pass different sets that both are old: no check finds it. Their collective hangs until the timeout of
+      the process group, or combines tensors of different shapes into a wrong result.
+
+    To find the second case, the host would have to read a value of the other ranks in each call. It would then wait for
+    the GPU, or for the store, and could not launch ahead; no call of a CUDA graph could be checked.
+
     Args:
         group: ranks that create their objects of a kind, and check new facts, in the same order.
         timeout: how long a rank waits for the others.

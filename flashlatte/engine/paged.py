@@ -166,6 +166,8 @@ def config_of(model: Any) -> Any:
     fields = _read(model, lambda: json.loads(file.read_bytes()))
     if not isinstance(fields, dict):
         raise ValueError(f"config.json must be a JSON object, and {model} has another, got {type(fields).__name__}")
+    if not isinstance(fields.get("model_type"), (str, type(None))):
+        raise ValueError(f"model_type in config.json must be a str, and {model} has {fields['model_type']!r}")
     if fields.get("model_type") == _OF_KIMI_K2:
         return _read(model, lambda: DeepseekV3Config.from_dict(fields | {"model_type": DeepseekV3Config.model_type}))
     reason = refusal(str(fields.get("model_type")))

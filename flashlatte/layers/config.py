@@ -11,6 +11,7 @@ from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.layers import models
 from flashlatte.layers.config_fields import check_fields, of_layer
 from flashlatte.layers.rope_config import QueryScaling, Rope
+from flashlatte.ops.index_logits.api import MAX_HEADS
 from flashlatte.ops.topk.api import MAX_K
 from flashlatte.runtime import checks
 
@@ -18,12 +19,15 @@ from flashlatte.runtime import checks
 OUTPUT_GATES = ("head", "channel", "query")
 # Sizes that every config must define.
 SIZES = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Several times the largest sizes of any model. A larger one is a mistake, and a layer would allocate by it.
+MAX_HIDDEN_SIZE, MAX_SIZE = 65536, 8192
 
 
 def check_indexer_sizes(num_heads: int, head_dim: int, topk: int) -> None:
     """Raise TypeError or ValueError for sizes that the indexer's operations do not support."""
-    for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("topk", topk)):
-        checks.positive_int(name, size)
+    checks.positive_int("num_heads", num_heads, maximum=MAX_HEADS)
+    checks.positive_int("head_dim", head_dim)
+    checks.positive_int("topk", topk)
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim of an indexer must be 32, 64 or 128, got {head_dim!r}")
     if topk > MAX_K:
@@ -35,7 +39,7 @@ class IndexerConfig:
     """A model's lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, §2.1).
 
     Attributes:
-        num_heads, head_dim: heads and head dim of the queries; head_dim is 32, 64 or 128.
+        num_heads, head_dim: heads and head dim of the queries; at most 128 heads, head_dim is 32, 64 or 128.
         topk: maximum number of tokens that a query selects, at most 4,096.
         rope_layout: layout of the rotated dims of queries and keys, "half" (DeepSeek-V3.2) or "interleaved" (GLM-5).
         rope_last: whether the rotated dims are the last ones of a head (Hy4) instead of the first.
@@ -122,10 +126,11 @@ class MLAConfig:
     def __post_init__(self) -> None:
         for name in SIZES:
             if name != "qk_rope_head_dim":
-                checks.positive_int(name, getattr(self, name))
-        checks.positive_int("qk_rope_head_dim", self.qk_rope_head_dim, or_zero=True)
+                maximum = MAX_HIDDEN_SIZE if name == "hidden_size" else MAX_SIZE
+                checks.positive_int(name, getattr(self, name), maximum=maximum)
+        checks.positive_int("qk_rope_head_dim", self.qk_rope_head_dim, or_zero=True, maximum=MAX_SIZE)
         if self.q_lora_rank is not None:
-            checks.positive_int("q_lora_rank", self.q_lora_rank)
+            checks.positive_int("q_lora_rank", self.q_lora_rank, maximum=MAX_SIZE)
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
         checks.instance("rope", self.rope, Rope)
@@ -175,8 +180,10 @@ class MLAConfig:
             TypeError, ValueError: as ``from_transformers``; no ``num_hidden_layers``.
         """
         fields = models.text_config(models.config_fields(config))
-        count = checks.positive_int("num_hidden_layers", fields.get("num_hidden_layers"))
+        count = models.num_layers(fields)
         if fields.get("model_type") is not None and models.traits(fields["model_type"]).has_layers:
+            if len(models.list_of(fields, "layer_types")) < count:
+                raise ValueError(f"layer_types must have an entry for each of num_hidden_layers {count}")
             return tuple(MLAConfig.from_transformers(config, layer) for layer in range(count))
         return (MLAConfig.from_transformers(config),) * count
 
@@ -208,21 +215,22 @@ class MLAConfig:
             raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
         rope = _rope_parameters(fields, traits)
         check_fields(fields, traits)
-        return MLAConfig(
-            **{name: fields[name] for name in SIZES},
-            q_lora_rank=fields.get("q_lora_rank"),
-            rope=_rope(fields, rope, traits),
-            norm_eps=fields.get("rms_norm_eps", 1e-6) if traits.model_eps else 1e-6,
-            attention_bias=fields.get("attention_bias") or False,
-            query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
-            latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
-            query_scaling=QueryScaling.from_rope_parameters(rope) if traits.scales_queries else None,
-            indexer=indexer_config(fields, traits) if _has_indexer(fields, traits) else None,
-            output_gate=traits.output_gate,
-            attn_sink=traits.attn_sink,
-            key_rope_norm=traits.key_rope_norm,
-            window=fields["sliding_window"] if traits.has_layers else None,
-        )
+        with checks.naming(norm_eps="rms_norm_eps", window="sliding_window"):
+            return MLAConfig(
+                **{name: fields[name] for name in SIZES},
+                q_lora_rank=fields.get("q_lora_rank"),
+                rope=_rope(fields, rope, traits),
+                norm_eps=fields.get("rms_norm_eps", 1e-6) if traits.model_eps else 1e-6,
+                attention_bias=fields.get("attention_bias") or False,
+                query_factor=_latent_factor(fields, "q_lora_rank") if traits.scales_latents else 1.0,
+                latent_factor=_latent_factor(fields, "kv_lora_rank") if traits.scales_latents else 1.0,
+                query_scaling=QueryScaling.from_rope_parameters(rope) if traits.scales_queries else None,
+                indexer=indexer_config(fields, traits) if _has_indexer(fields, traits) else None,
+                output_gate=traits.output_gate,
+                attn_sink=traits.attn_sink,
+                key_rope_norm=traits.key_rope_norm,
+                window=fields["sliding_window"] if traits.has_layers else None,
+            )
 
 
 def _model_type(fields: Mapping[str, Any]) -> Any:
@@ -236,7 +244,9 @@ def _has_indexer(fields: Mapping[str, Any], traits: models.Traits) -> bool:
 
 def _latent_factor(fields: Mapping[str, Any], rank: str) -> float:
     """√(hidden_size / rank); 1 if the model has no such latent."""
-    return (fields["hidden_size"] / fields[rank]) ** 0.5 if fields.get(rank) else 1.0
+    if not fields.get(rank):
+        return 1.0
+    return (checks.positive_int("hidden_size", fields["hidden_size"]) / checks.positive_int(rank, fields[rank])) ** 0.5
 
 
 def indexer_config(fields: Mapping[str, Any], traits: models.Traits) -> IndexerConfig:
@@ -250,14 +260,16 @@ def indexer_config(fields: Mapping[str, Any], traits: models.Traits) -> IndexerC
     if missing:
         raise ValueError(f"config must have {', '.join(missing)}, got model_type {_model_type(fields)} without")
     quantization = models.sub_config(fields, "quantization_config")
-    return IndexerConfig(
-        **{ours: fields[theirs] for ours, theirs in names.items()},
-        rope_layout=traits.index_rope_layout,
-        rope_last=traits.index_rope_last,
-        norm_eps=fields.get("rms_norm_eps", 1e-6) if traits.index_model_eps else 1e-6,
-        scale_rounding="power_of_two" if quantization.get("scale_fmt") == "ue8m0" else "exact",
-        shared_layers=models.shared_selection_layers(fields, traits.index_frequency),
-    )
+    shared_layers = models.shared_selection_layers(fields, traits.index_frequency)
+    with checks.naming(norm_eps="rms_norm_eps", **names):
+        return IndexerConfig(
+            **{ours: fields[theirs] for ours, theirs in names.items()},
+            rope_layout=traits.index_rope_layout,
+            rope_last=traits.index_rope_last,
+            norm_eps=fields.get("rms_norm_eps", 1e-6) if traits.index_model_eps else 1e-6,
+            scale_rounding="power_of_two" if quantization.get("scale_fmt") == "ue8m0" else "exact",
+            shared_layers=shared_layers,
+        )
 
 
 def _rope_parameters(fields: Mapping[str, Any], traits: models.Traits) -> dict[str, Any]:

@@ -38,17 +38,23 @@ def of_layer(fields: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
     """The fields of one layer of a family whose layers differ, with ``layer_types`` and ``sliding_window`` of its own.
 
     Raises:
-        ValueError: no layer, or one that the model does not have; ``layer_types`` with full and indexed attention.
+        TypeError, ValueError: no layer, or one that the model does not have; ``layer_types`` that are unknown, or with
+            full and indexed attention; a ``per_layer_config`` without objects.
     """
-    kinds, types = set(fields["layer_types"]), fields["layer_types"]
+    types = models.list_of(fields, "layer_types")
     if layer is None:
         raise ValueError(f"layer must be given for a {fields.get('model_type')}, whose layers differ, got None")
     if not 0 <= layer < len(types):
         raise ValueError(f"layer must be from 0 to {len(types) - 1}, got {layer}")
-    if {"full_attention", "indexed_attention"} <= kinds:
+    _check_layer_types(types, has_windows=True)
+    if {"full_attention", "indexed_attention"} <= set(types):
         raise ValueError("layer_types must not have both indexed_attention and full_attention, got both")
-    kind, changed = types[layer], fields.get("per_layer_config") or {}
-    own = dict(fields) | dict(changed.get(str(layer), changed.get(layer, {})))
+    kind, changed = types[layer], models.sub_config(fields, "per_layer_config")
+    # A transformers config has ints as keys, and its config.json strings.
+    differences = {str(key): value for key, value in changed.items()}.get(str(layer)) or {}
+    if not isinstance(differences, Mapping):
+        raise ValueError(f"per_layer_config[{layer}] must be an object, got {differences!r}")
+    own = {**fields, **differences}
     own.pop("per_layer_config", None)
     rope = models.rope_parameters(fields)
     window = fields.get("sliding_window") if kind == "sliding_attention" else None
@@ -89,8 +95,12 @@ def check_fields(fields: Mapping[str, Any], traits: models.Traits) -> None:
     if traits.has_layers and rope.get("truncate") is False:
         # transformers looks for it beside the layer types' parameters, where it is not.
         raise ValueError(f"truncate must be true in the yarn of a {fields.get('model_type')}, got false")
-    types = (*_LAYER_TYPES, "sliding_attention") if traits.has_layers else _LAYER_TYPES
-    for kind in fields.get("layer_types") or ():
+    _check_layer_types(models.list_of(fields, "layer_types"), has_windows=traits.has_layers)
+
+
+def _check_layer_types(kinds: list[Any], *, has_windows: bool) -> None:
+    types = (*_LAYER_TYPES, "sliding_attention") if has_windows else _LAYER_TYPES
+    for kind in kinds:
         if kind not in types:
             raise ValueError(f"layer_types must be {', '.join(types)}, got {kind!r}")
 

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashlatte.runtime import checks
+
+# A layer has a config of its own, which takes about 50 µs to read.
+MAX_LAYERS = 1024
 INTERLEAVED, HALF, UNROTATED = "interleaved", "half", "none"
 
 
@@ -195,7 +199,7 @@ def _with_current_layer_types(fields: dict[str, Any]) -> dict[str, Any]:
         name: _with_current_layer_types(dict(x)) for name, x in fields.items() if isinstance(x, Mapping)
     }
     if isinstance(fields.get("layer_types"), (list, tuple)):
-        renamed["layer_types"] = [_FORMER_LAYER_TYPES.get(kind, kind) for kind in fields["layer_types"]]
+        renamed["layer_types"] = [_FORMER_LAYER_TYPES.get(str(kind), kind) for kind in fields["layer_types"]]
     return fields | renamed
 
 
@@ -210,6 +214,23 @@ def sub_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} of a config must be an object, got {value!r}")
     return value
+
+
+def num_layers(config: Mapping[str, Any]) -> int:
+    """The number of layers of a config.
+
+    Raises:
+        TypeError, ValueError: ``num_hidden_layers`` is not from 1 to 1,024.
+    """
+    return checks.positive_int("num_hidden_layers", config.get("num_hidden_layers"), maximum=MAX_LAYERS)
+
+
+def list_of(config: Mapping[str, Any], name: str) -> list[Any]:
+    """A list of a config; empty if missing."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list, got {type(value).__name__}")
+    return list(value or ())
 
 
 def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -248,11 +269,24 @@ def shared_selection_layers(config: Mapping[str, Any], frequency: int = 1) -> tu
     A config defines them by ``indexer_types`` (transformers), by ``index_topk_pattern`` ("FSSF", S for shared), or by
     ``index_topk_freq`` (default ``frequency``) and ``index_skip_topk_offset``: layers up to the offset, and every
     freq-th layer after it, have an indexer.
+
+    Raises:
+        TypeError, ValueError: a field of another type; a first layer that shares.
     """
-    types = config.get("indexer_types") or config.get("index_topk_pattern")
+    types = list_of(config, "indexer_types") or config.get("index_topk_pattern")
     if types is not None:
-        return tuple(layer for layer, kind in enumerate(types) if kind in ("S", "shared"))
-    freq = max(config.get("index_topk_freq") or frequency, 1)
-    offset = config.get("index_skip_topk_offset")
-    offset = 2 if offset is None else offset
-    return tuple(layer for layer in range(config.get("num_hidden_layers") or 0) if max(layer - offset + 1, 0) % freq)
+        if not isinstance(types, (str, list, tuple)):
+            raise TypeError(f"index_topk_pattern must be a str or a list, got {type(types).__name__}")
+        shared = tuple(layer for layer, kind in enumerate(types) if kind in ("S", "shared"))
+    else:
+        freq = max(checks.integer("index_topk_freq", config.get("index_topk_freq") or frequency), 1)
+        offset = config.get("index_skip_topk_offset")
+        offset = 2 if offset is None else checks.integer("index_skip_topk_offset", offset)
+        count = 0 if config.get("num_hidden_layers") is None else num_layers(config)
+        shared = tuple(layer for layer in range(count) if max(layer - offset + 1, 0) % freq)
+    if 0 in shared:
+        raise ValueError(
+            "layer 0 must have an indexer, by indexer_types, index_topk_pattern, or index_topk_freq and "
+            "index_skip_topk_offset"
+        )
+    return shared

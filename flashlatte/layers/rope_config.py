@@ -13,6 +13,7 @@ from flashlatte.runtime import checks
 if TYPE_CHECKING:
     import torch
 
+MAX_POSITIONS = 2**24
 LAYOUTS = (models.INTERLEAVED, models.HALF, models.UNROTATED)
 
 
@@ -103,7 +104,8 @@ class Rope:
         theta: base of the frequencies.
         layout: the dims that frequency i rotates: "interleaved" 2i and 2i + 1, "half" i and i + dim / 2; "none": no
             dim is rotated (NoPE, Kimi Linear, arXiv:2510.26692, §4.1).
-        max_position: positions 0 to max_position - 1 are supported.
+        max_position: positions 0 to max_position - 1 are supported; at most 2^24, because float32 has no odd integers
+            above.
         yarn: extension of the context, or None.
     """
 
@@ -114,7 +116,7 @@ class Rope:
 
     def __post_init__(self) -> None:
         checks.choice("layout", self.layout, LAYOUTS)
-        checks.positive_int("max_position", self.max_position)
+        checks.positive_int("max_position", self.max_position, maximum=MAX_POSITIONS)
         checks.instance("yarn", self.yarn, Yarn, or_none=True)
         if not 1 < checks.number("theta", self.theta) < math.inf:
             raise ValueError(f"theta must be a finite number above 1, got {self.theta}")
@@ -127,12 +129,13 @@ class Rope:
             TypeError, ValueError: a field is not a number in its range.
         """
         has_yarn = layout != models.UNROTATED and parameters["rope_type"] == "yarn"
-        return cls(
-            theta=checks.number("rope_theta", parameters["rope_theta"]),
-            layout=layout,
-            max_position=max_position,
-            yarn=Yarn.from_rope_parameters(parameters, max_position) if has_yarn else None,
-        )
+        with checks.naming(theta="rope_theta", max_position="max_position_embeddings"):
+            return cls(
+                theta=checks.number("rope_theta", parameters["rope_theta"]),
+                layout=layout,
+                max_position=max_position,
+                yarn=Yarn.from_rope_parameters(parameters, max_position) if has_yarn else None,
+            )
 
 
 @dataclass(frozen=True)
@@ -167,4 +170,5 @@ class QueryScaling:
         names = "llama_4_scaling_beta", "original_max_position_embeddings"
         if missing := [name for name in names if rope.get(name) is None]:
             raise ValueError(f"rope_parameters must have {', '.join(missing)}, got {dict(rope)}")
-        return cls(*(rope[name] for name in names))
+        with checks.naming(beta=names[0], original_max_position=names[1]):
+            return cls(*(rope[name] for name in names))

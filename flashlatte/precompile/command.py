@@ -28,12 +28,14 @@ from flashlatte.layers.v4.warmup import warmup_steps as warmup_steps_v4
 from flashlatte.layers.v41.config import MODEL_TYPE as V41_MODEL_TYPE
 from flashlatte.layers.v41.warmup import warmup_steps as warmup_steps_v41
 from flashlatte.layers.warmup import FEW_TOKENS, warmup_steps
-from flashlatte.runtime import machine, precompile
+from flashlatte.runtime import checks, machine, precompile
 
 # SMs of the largest GPU of each compute capability, for --target without --sms.
 NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
 # The steps that are run allocate tensors of so many tokens; the shortest requests have ``FEW_TOKENS`` tokens.
 _MAX = {"max_batch": 65536, "max_queries": FEW_TOKENS}
+# Models have 4 residual streams. Their parameters grow with the third power of the number.
+_MAX_STREAMS = 32
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,14 +105,23 @@ def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[pre
         steps = functools.partial(steps, decode_precision=precision)
     with precompile.collected() as found:
         for cache_format in formats:
-            for _ in steps(
+            step = steps(
                 cache_format=cache_format,
                 dtype=DTYPES[arguments.dtype],
                 page_size=arguments.page_size,
                 max_batch=arguments.max_batch,
                 max_queries=arguments.max_queries,
-            ):
-                pass
+            )
+            try:
+                for _ in step:
+                    pass
+            except RuntimeError as error:
+                if "allocate memory" not in str(error):
+                    raise
+                raise ValueError(
+                    f"--model and --max-batch must be of steps that fit this machine's memory, got {arguments.model} "
+                    f"and {arguments.max_batch}: {str(error).splitlines()[0]}"
+                ) from error
     return found
 
 
@@ -129,7 +140,8 @@ def _mla_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str
 def _v4_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:
     layers = V4Config.layers(fields)
     _check_layer_ranks(layers[0], ranks)
-    return functools.partial(warmup_steps_v4, layers, ranks=ranks, streams=fields.get("hc_mult", 4))
+    streams = checks.positive_int("hc_mult", fields.get("hc_mult", 4), maximum=_MAX_STREAMS)
+    return functools.partial(warmup_steps_v4, layers, ranks=ranks, streams=streams)
 
 
 def _v41_steps(fields: dict[str, Any], ranks: int) -> Callable[..., Iterator[str]]:

@@ -243,11 +243,13 @@ def integer(name: str, value: object) -> int:
     return value
 
 
-def positive_int(name: str, value: object, *, or_zero: bool = False) -> int:
+def positive_int(name: str, value: object, *, or_zero: bool = False, maximum: int | None = None) -> int:
     value = integer(name, value)
     minimum = 0 if or_zero else 1
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value}")
     return value
 
 

@@ -120,7 +120,6 @@ def implemented(
     *,
     portable: Refuses,
     hopper: Refuses | None = None,
-    reference: Refuses = accepts_all,
 ) -> Callable[[Callable[_Args, None]], Callable[_Args, None]]:
     """Decorate the function of an operation that takes a call's arguments and ``backend``, and runs the implementation.
 
@@ -128,7 +127,7 @@ def implemented(
     also runs the backends that ``register`` added.
 
     Args:
-        portable, hopper, reference: ``Implementation.refuses`` of each. None: the operation has no such implementation.
+        portable, hopper: ``Implementation.refuses`` of each. None: the operation has no such implementation.
     """
 
     def decorate(function: Callable[_Args, None]) -> Callable[_Args, None]:
@@ -137,7 +136,7 @@ def implemented(
             return Implementation(backend, lambda: functools.partial(run, backend=backend), refuses)
 
         best = () if hopper is None else (own("hopper", hopper),)
-        define(operation, *best, own("portable", portable), own("reference", reference))
+        define(operation, *best, own("portable", portable), own("reference", accepts_all))
 
         @functools.wraps(function)
         def run(*args: Any) -> None:

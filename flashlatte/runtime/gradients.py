@@ -7,6 +7,7 @@ import warnings
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 # PyTorch's frames are between a module's forward and its caller.
@@ -46,6 +47,23 @@ def refuse_tangents(operation: str, *inputs: torch.Tensor | None) -> None:
         for tensor in inputs:
             if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise RuntimeError(f"{operation} has no forward-mode derivative, and one of its inputs has a tangent")
+
+
+def refuse_transforms(operation: str, *inputs: torch.Tensor) -> None:
+    """``refuse_tangents``, and refuse gradients under the transforms of ``torch.func``, as PyTorch does.
+
+    PyTorch's error, which comes later, does not name the operation.
+
+    Raises:
+        RuntimeError: an input has a tangent, or requires a gradient under a transform.
+    """
+    refuse_tangents(operation, *inputs)
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
+        return
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        raise RuntimeError(
+            f"{operation} has no gradient under torch.func (grad, vjp, vmap, …): use backward() or torch.autograd.grad"
+        )
 
 
 def has_tangents() -> bool:

@@ -30,6 +30,7 @@ class DenseDecodeCase:
         s_k: keys of a request, or their mean if ``varlen``: N(s_k, s_k / 2), at least s_q.
         zero_lengths: make about half of the requests empty.
         strided: put gaps of NaN between the heads of q and between the pages of the cache.
+        separate_rope: pass the columns of q after ``head_dim_v``, if any, as q_rope.
         cache_dtype: dtype of the cache; q's if None. torch.float8_e4m3fn adds a k_scale.
     """
 
@@ -45,6 +46,7 @@ class DenseDecodeCase:
     causal: bool = False
     zero_lengths: bool = False
     strided: bool = False
+    separate_rope: bool = False
     softmax_scale: float | None = None
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None
@@ -63,8 +65,9 @@ class DenseDecodeCase:
         rows[torch.arange(row_count, device=device) >= tokens_in_page[:, None]] = torch.nan
         quantized = self.cache_dtype == torch.float8_e4m3fn
         cache = (rows / FP8_SCALE).to(torch.float8_e4m3fn) if quantized else rows
+        queries = {"q": with_gaps(q) if self.strided else q}
         return {
-            "q": with_gaps(q) if self.strided else q,
+            **(in_two_parts(q, self.head_dim_v) if self.separate_rope and self.head_dim > self.head_dim_v else queries),
             "k_cache": cache[:, : self.page_size],
             "block_table": torch.tensor(paged.table, dtype=self.index_dtype, device=device),
             "cache_seqlens": torch.tensor(lengths, dtype=self.index_dtype, device=device),
@@ -298,6 +301,6 @@ class DensePrefillCase:
 
 
 def _queries(q: torch.Tensor, rope: int, strided: bool) -> dict[str, torch.Tensor]:
-    if not rope:
-        return {"q": with_gaps(q) if strided else q}
-    return dict(zip(("q", "q_rope"), in_two_parts(q, rope, strided), strict=True))
+    if rope:
+        return in_two_parts(q, q.shape[-1] - rope, strided)
+    return {"q": with_gaps(q) if strided else q}

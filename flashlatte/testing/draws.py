@@ -124,14 +124,10 @@ def with_gaps(x: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def in_two_parts(q: torch.Tensor, rope: int, gaps: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latent part and the rotated part, of width ``rope``, of queries [..., h, d] as layers compute them.
-
-    The latent part is the transposed result of a batched matmul, with the heads first, and ``with_gaps`` if ``gaps``.
-    The rotated part is the end of wider rows, which begin with NaN.
-    """
-    latent, rotated = q.split((q.shape[-1] - rope, rope), dim=-1)
-    heads_first = latent.movedim(-2, 0).contiguous()
-    wide = q.new_full((*q.shape[:-1], 128 + rope), torch.nan)
-    wide[..., 128:] = rotated
-    return (with_gaps(heads_first) if gaps else heads_first).movedim(0, -2), wide[..., 128:]
+def in_two_parts(q: torch.Tensor, width: int, gaps: bool = False) -> dict[str, torch.Tensor]:
+    """The first ``width`` columns of queries [..., h, d] as ``q``, and the others as ``q_rope``, with the strides that
+    a model's have: q is the result of a matmul for each head, q_rope a view of wider rows. ``gaps``: ``with_gaps``."""
+    by_head = q[..., :width].movedim(-2, 0).contiguous()
+    wider = torch.full((*q.shape[:-1], q.shape[-1] - width + 128), torch.nan, dtype=q.dtype, device=q.device)
+    wider[..., 128:] = q[..., width:]
+    return {"q": (with_gaps(by_head) if gaps else by_head).movedim(0, -2), "q_rope": wider[..., 128:]}

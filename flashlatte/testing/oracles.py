@@ -23,6 +23,7 @@ def dense_decode(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
+    q_rope: torch.Tensor | None = None,
     head_dim_v: int = 512,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -31,6 +32,7 @@ def dense_decode(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashlatte.dense_decode``: out [b, s_q, h_q, head_dim_v] in ``dtype`` and lse [b, h_q, s_q] in float64."""
+    q = q if q_rope is None else torch.cat((q, q_rope), -1)
     batch, s_q, h_q, head_dim = q.shape
     num_pages, page_size, h_kv, _ = k_cache.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale

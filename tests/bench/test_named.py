@@ -176,8 +176,8 @@ def test_wrong_results_have_no_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert alternate.run(options, {"all": lambda _: [group]}) == 1
     assert [line["op"] for line in lines(file)] == ["right"]
     error = capsys.readouterr().err
-    assert "wrong c is wrong: out: 2 of 2 elements differ" in error
-    assert "unsteady c is wrong: out: two runs differ" in error
+    assert "wrong c of portable is wrong: out: 2 of 2 elements differ" in error
+    assert "unsteady c of portable is wrong: out: two runs differ" in error
 
 
 def test_vllm_runs_alternately_with_flashlatte_and_without(

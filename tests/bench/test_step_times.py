@@ -64,6 +64,8 @@ def test_nan_is_the_largest_error():
         ("nvjet_sm90_tst_192x128_64x5_2x1_v_bz_coopB_TNT", False),
         ("void cublasLt::splitKreduce_kernel<>", False),
         ("void vllm::act_and_mul_kernel<>", False),
+        ("_fused_kv_compress_norm_rope_insert_sparse_attn", False),
+        ("void vllm::moe::topkGatingSoftplusSqrt<>", False),
     ],
 )
 def test_kernels_of_attention(kernel, is_attention):

@@ -12,7 +12,7 @@ import torch
 
 from flashlatte import deep_gemm, kv_cache
 from flashlatte.bench.serving import vllm_index_logits
-from flashlatte.bench.serving.random_model import CONFIGS, has_indexer, vocabulary, write_config
+from flashlatte.bench.serving.random_model import CONFIGS, fill_weights, has_indexer, is_v4, vocabulary, write_config
 from flashlatte.bench.serving.random_pages import fill_pages
 from flashlatte.bench.serving.vllm_engine import index_logits_of
 from flashlatte.ops.index_quantize import index_gather
@@ -32,14 +32,17 @@ FORMATS: dict[str, tuple[torch.dtype, int, Any]] = {
     "float32": (torch.float32, 40, lambda cache: cache),
     "fp8": (torch.uint8, 576, lambda cache: cache.view(torch.float8_e4m3fn)),
     "fp8_ds_mla": (torch.uint8, 656, lambda cache: kv_cache.unpack(cache.unsqueeze(2), "v32").squeeze(2)),
+    "fp8_ds_mla of V4": (torch.uint8, 584, lambda cache: kv_cache.unpack(cache.unsqueeze(2), "model1").squeeze(2)),
     "index keys": (torch.uint8, 132, index_keys),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_pages_have_normally_distributed_values(name):
+@pytest.mark.parametrize("gap", [0, 576])
+def test_pages_have_normally_distributed_values(name, gap):
     dtype, width, values_of = FORMATS[name]
-    cache, other = (torch.zeros(PAGES, PAGE_SIZE, width, dtype=dtype) for _ in range(2))
+    pages = torch.zeros(2, PAGES, PAGE_SIZE * width + gap, dtype=dtype)
+    cache, other = pages[..., : PAGE_SIZE * width].unflatten(-1, (PAGE_SIZE, width))
     fill_pages(cache, [4, 1], torch.Generator().manual_seed(3))
     fill_pages(other, [0, 5], torch.Generator().manual_seed(3))
     values, others = values_of(cache).float(), values_of(other).float()
@@ -48,13 +51,29 @@ def test_pages_have_normally_distributed_values(name):
     assert abs(values[[4, 1]].mean()) < 0.05
     assert abs(values[[4, 1]].std() - 1) < 0.05
     assert not torch.equal(values[4], values[1])
+    assert not pages[..., PAGE_SIZE * width :].any()
 
 
 def test_models_with_an_indexer(tmp_path):
     for model in CONFIGS:
         write_config(tmp_path, model, layers=1)
-        assert has_indexer(str(tmp_path)) == (model == "v32")
+        assert has_indexer(str(tmp_path)) == (model != "v3")
+        assert is_v4(str(tmp_path)) == (model == "v4")
         assert vocabulary(str(tmp_path)) == json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+
+
+def test_layers_of_v4(tmp_path):
+    """All kinds in three layers, and weights of each kind of parameter."""
+    write_config(tmp_path, "v4", layers=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["compress_ratios"], config["num_hash_layers"]) == ([0, 4, 128, 4], 4)
+    layer = torch.nn.Module()
+    layer.hc_attn_scale, layer.hc_attn_base, layer.attn_sink = (torch.nn.Parameter(torch.empty(3)) for _ in range(3))
+    layer.tid2eid = torch.nn.Parameter(torch.empty(20, 6, dtype=torch.int32), requires_grad=False)
+    fill_weights(layer.named_parameters())
+    assert layer.hc_attn_scale.tolist() == [1, 1, 1]
+    assert layer.hc_attn_base.tolist() == layer.attn_sink.tolist() == [0, 0, 0]
+    assert layer.tid2eid[5].tolist() == [5, 6, 7, 0, 1, 2]
 
 
 def test_index_logits_replace_a_missing_deep_gemm(monkeypatch, capsys):

@@ -13,6 +13,7 @@ PACKAGES = (
     "flashlatte",
     "flashlatte.kv_cache",
     "flashlatte.flash_mla",
+    "flashlatte.flashinfer",
     "flashlatte.deep_gemm",
     "flashlatte.layers",
     "flashlatte.distributed",

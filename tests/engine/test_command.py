@@ -236,6 +236,7 @@ def test_a_message_that_is_not_utf8_is_refused(checkpoint, capsys, monkeypatch):
     [
         ([1], "config.json must be a JSON object, and {path} has another, got list"),
         ({"num_hidden_layers": "two"}, "config.json must be one that transformers reads, and {path} has another: "),
+        ({"model_type": ["x"]}, "model_type in config.json must be a str, and {path} has ['x']"),
         ({"dtype": "float99"}, "config.json must be one that transformers reads, and {path} has another: "),
         ({"rope_parameters": {"rope_type": "yarn"}}, "config.json must be one that transformers reads, and {path} has"),
         ({"num_hidden_layers": -1}, "num_hidden_layers must be at least 1, got -1"),

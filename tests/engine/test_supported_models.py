@@ -228,7 +228,8 @@ def test_pools_over_a_cache_without_rope():
 
 def test_drafts_over_pools_of_tokens():
     """Without linear attention the engine can verify drafts; states of rejected drafts are overwritten."""
-    dense, repeated = model("Glm5Next", layer_types=("deepseek_sparse_attention",) * 4), prompt(4) * 6
+    # No two pools of 4 tokens are the same: their scores would be equal, and the selection among them arbitrary.
+    dense, repeated = model("Glm5Next", layer_types=("deepseek_sparse_attention",) * 4), prompt(7) * 4
     speculating = engine(dense, num_speculative_tokens=3)
     (output,) = speculating.generate([repeated], greedy(16))
     ids = torch.tensor([repeated])

@@ -46,6 +46,7 @@ UNUSUAL_GRID = harness.pairwise(
         "causal": (False, True),
         "zero_lengths": (False, True),
         "strided": (False, True),
+        "separate_rope": (False, True),
     }
 )
 # At most 16 rows over an e4m3 cache have a kernel of their own on Hopper (``few_rows``).
@@ -62,6 +63,7 @@ FEW_ROWS_GRID = harness.pairwise(
         "causal": (False, True),
         "zero_lengths": (False, True),
         "strided": (False, True),
+        "separate_rope": (False, True),
     }
 )
 ORACLE_CASES = (

@@ -108,6 +108,14 @@ def test_refused_models(make_model):
         enable(model)
 
 
+def test_a_model_on_the_meta_device_is_refused(make_model):
+    model = make_model()
+    stock = type(model.model.layers[0].self_attn)
+    with pytest.raises(ValueError, match=r"^model must have weights, .*, got model\.embed_tokens\.weight on the meta"):
+        enable(model.to("meta"))
+    assert type(model.model.layers[0].self_attn) is stock
+
+
 @pytest.mark.parametrize("call", [enable, disable])
 @pytest.mark.parametrize(
     ("model", "got"), [("deepseek-ai/DeepSeek-V3", "'deepseek-ai/DeepSeek-V3'"), (torch.nn.Linear, "type")]

@@ -255,27 +255,6 @@ def test_short_sequences_attend_to_every_token(prompts, attended):
         assert_close(found[key], gradient, key)
 
 
-@pytest.mark.parametrize("name", ["v32", "glm5", "v4"])
-def test_dense_warmup(name, prompts):
-    """It is a step of a model whose indexers select all tokens; a second ``enable`` begins the sparse stage."""
-    inputs = prompts((0, 4), length=LENGTH)
-    selects_all, model = enable(make(name, index_topk=64)), enable(make(name), dense_warmup=True)
-    expected, outputs = step(selects_all, inputs), step(model, inputs)
-    assert outputs.loss.equal(expected.loss)
-    found = gradients(model)
-    assert found.keys() == gradients(selects_all).keys()
-    assert all(gradient.equal(found[key]) for key, gradient in gradients(selects_all).items())
-    sparse = step(enable(model), inputs)
-    assert not sparse.loss.equal(expected.loss)
-    assert sparse.loss.equal(step(enable(make(name)), inputs).loss)
-
-
-def test_dense_warmup_needs_an_indexer():
-    for name in ("v3", "glm5-next"):
-        with pytest.raises(ValueError, match=r"^dense_warmup must be False for a model without an indexer"):
-            enable(make(name), dense_warmup=True)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_nothing(any_name, prompts, use_reentrant):
     """A reentrant checkpoint records no graph in its first pass; indexers are trained nevertheless."""
@@ -292,48 +271,6 @@ def test_checkpointing_changes_nothing(any_name, prompts, use_reentrant):
     assert all(gradient.equal(expected[key]) for key, gradient in found.items())
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("name", ["v32", "v4"])
-def test_only_indexers_are_trained(name, prompts):
-    """As in the warm-up."""
-    inputs = prompts((0, 4), length=LENGTH)
-    model = enable(make(name))
-    step(model, inputs)
-    expected = {key: gradient for key, gradient in gradients(model).items() if ".indexer." in key}
-    for key, parameter in model.named_parameters():
-        parameter.requires_grad_(".indexer." in key)
-    for use_reentrant in (None, False, True):
-        model.zero_grad()
-        if use_reentrant is not None:
-            # transformers then makes embeddings require a gradient too.
-            model.disable_input_require_grads()
-            checkpointing(model, use_reentrant)
-        step(model, inputs)
-        found = gradients(model)
-        assert found.keys() == expected.keys()
-        assert all(gradient.equal(expected[key]) for key, gradient in found.items())
-    model.disable_input_require_grads()
-    with pytest.raises(ValueError, match=r"^a reentrant checkpoint around an indexer in training must have"):
-        step(model, inputs)
-
-
-def test_gradients_of_each_loss(prompts):
-    """The indexers' gradients are those of their loss, with any factor, and none without it."""
-    inputs = prompts((0, 4), length=LENGTH)
-    model = enable(make("v32"))
-    outputs = model(**inputs)
-    outputs.indexer_loss.backward(retain_graph=True)
-    once = gradients(model)
-    assert all(".indexer." in key for key in once)
-    model.zero_grad()
-    (3 * outputs.indexer_loss + outputs.logits.sum()).backward(retain_graph=True)
-    for key, gradient in once.items():
-        assert_close(gradients(model)[key], 3 * gradient, key)
-    model.zero_grad()
-    outputs.logits.sum().backward()
-    assert all(gradients(model)[key].abs().sum() == 0 for key in once)
-
-
 @pytest.mark.parametrize("any_name", [*FAMILIES, "v4", "large4"])
 def test_autocast(any_name, prompts):
     inputs = prompts((0, 4), length=LENGTH)
@@ -348,20 +285,6 @@ def test_autocast(any_name, prompts):
         shown = inputs["attention_mask"].bool()
         error = (outputs.logits.float() - expected.logits.float())[shown].abs().max() / expected.logits.abs().max()
         assert error < 0.1
-
-
-def test_a_frozen_indexer_has_no_loss(prompts):
-    model = enable(make("v32"))
-    for layer in model.model.layers:
-        layer.self_attn.indexer.requires_grad_(False)
-    assert "indexer_loss" not in step(model, prompts((0, 4), length=LENGTH))
-
-
-def test_a_decoder_alone_returns_the_loss(prompts):
-    decoder = enable(make("v32").model)
-    outputs = decoder(**prompts((0, 4), length=LENGTH))
-    outputs.indexer_loss.backward()
-    assert {key.split(".")[3] for key in gradients(decoder)} == {"indexer"}
 
 
 @pytest.mark.parametrize("option", ["output_attentions", CACHE, "mask", "dropout", "implementation"])
@@ -392,12 +315,6 @@ def test_other_steps_are_stock_attention_s_or_refused(prompts, attended, option)
     assert not attended
 
 
-def test_tuples_are_rejected_if_an_indexer_is_trained(prompts):
-    model = enable(make("v32"))
-    with pytest.raises(ValueError, match=r"^return_dict must be True for a model whose indexer is trained"):
-        model(**prompts((0, 4), length=LENGTH), return_dict=False)
-
-
 def test_generation_and_disable_after_training(name, prompts, attended):
     stock, inputs = make(name), prompts((0, 4), length=LENGTH)
     model = enable(copy.deepcopy(stock))
@@ -411,8 +328,3 @@ def test_generation_and_disable_after_training(name, prompts, attended):
     assert len(attended) == 2 * count
     assert "indexer_loss" not in step(disable(trained), inputs)
     assert len(attended) == 2 * count
-
-
-def test_a_wrong_coefficient_is_refused():
-    with pytest.raises(TypeError, match=r"^indexer_loss_coef must be"):
-        enable(make("v3"), indexer_loss_coef="1")  # pyright: ignore[reportArgumentType]

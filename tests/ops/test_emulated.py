@@ -64,6 +64,10 @@ DENSE_DECODE = {
     "without rope": (16, DenseDecodeCase(2, 1, 500, 128, head_dim=512)),
     "pages of 16": (16, DenseDecodeCase(2, 1, 300, 64, page_size=16, varlen=True, strided=True)),
     "fp16": (8, DenseDecodeCase(2, 1, 300, 3, dtype=torch.float16)),
+    "separate rope": (8, DenseDecodeCase(2, 2, 200, 64, varlen=True, separate_rope=True)),
+    "separate rope, rows that are no tile": (8, DenseDecodeCase(2, 1, 200, 3, separate_rope=True)),
+    "separate rope, e4m3": (8, DenseDecodeCase(2, 1, 200, 64, cache_dtype=E4M3, separate_rope=True)),
+    "separate rope, e4m3, few rows": (8, DenseDecodeCase(2, 1, 200, 16, cache_dtype=E4M3, separate_rope=True)),
 }
 
 

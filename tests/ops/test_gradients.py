@@ -1,4 +1,4 @@
-"""Operations without a backward pass warn once if a gradient is required."""
+"""Operations without a backward pass warn once if a gradient is required; transforms of gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from flashlatte import (
     index_logits,
     index_quantize,
     index_query,
+    indexer_loss,
     kv_cache,
     merge_states,
     paged_attention,
     paged_index_logits,
+    sparse_attention,
     sparse_decode,
     sparse_index_logits,
     sparse_prefill,
@@ -166,3 +168,33 @@ def test_forward_mode_is_refused(name):
     q = torch.ones(1, 1, 1, 8)
     with pytest.raises(RuntimeError, match=r"has no forward-mode derivative, and one of its inputs has a tangent$"):
         torch.func.jvp(call, (q,), (q,))
+
+
+def attend_to_first(q: torch.Tensor) -> Any:
+    return sparse_attention(q[0], q[0], torch.zeros(1, 1, 1, dtype=torch.int32), d_v=8)
+
+
+def loss_of_first(q: torch.Tensor) -> Any:
+    first = torch.zeros(1, 1, 1, dtype=torch.int32)
+    index_q, weights = torch.ones(1, 1, 32) * q.sum(), torch.ones(1, 1)
+    return indexer_loss(index_q, torch.ones(1, 32), weights, q[0], q[0], first)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("dense_prefill", prefill), ("sparse_attention", attend_to_first), ("indexer_loss", loss_of_first)],
+)
+def test_transforms_of_torch_func_are_refused(name, call):
+    q = torch.ones(1, 1, 1, 8)
+    assert call(q) is not None
+    gradient = torch.func.grad(lambda x: call(x)[0].sum())
+    for transformed in (gradient, lambda x: torch.vmap(gradient)(x[None])):
+        with pytest.raises(RuntimeError, match=rf"^{name} has no gradient under torch\.func .*: use backward\(\) or"):
+            transformed(q)
+
+
+def test_merge_states_has_gradients_under_torch_func():
+    q = torch.rand(1, 1, 1, 8)
+    leaf = q.clone().requires_grad_()
+    merge(leaf)[0].sum().backward()
+    torch.testing.assert_close(torch.func.grad(lambda x: merge(x)[0].sum())(q), leaf.grad)

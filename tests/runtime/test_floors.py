@@ -13,7 +13,7 @@ FLOORS = (
     ("runtime",),
     ("split_kv", "kernels", "kv_cache"),
     ("ops",),
-    ("flash_mla", "flash_attn_varlen", "deep_gemm"),
+    ("flash_mla", "flash_attn_varlen", "deep_gemm", "flashinfer"),
     ("layers",),
     ("distributed",),
     ("engine",),

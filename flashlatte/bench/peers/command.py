@@ -65,32 +65,36 @@ GROWTH_KEYS = tuple(2**power for power in range(10, 21))
 # Keys of all requests together: 19 GB of cache.
 MAX_GROWTH_KEYS = 2**24
 Groups = Iterator[list[TimedCall]]
+# By name: maps a workload to a function without arguments.
+Peers = dict[str, Callable[[Any], Callable[[], Results]]]
+
+
+def loaded(device: torch.device, peers: Peers, *, required: bool = True) -> Peers:
+    """The peers, or none on a machine that cannot run them. ``required``: refuse a GPU run without peers."""
+    return peers if kernels.load(device, required=required) else {}
 
 
 def groups(
     problems: Iterable[Problem],
     device: torch.device,
-    peers: dict[str, Callable[[Any], Callable[[], Results]]],
+    peers: Peers,
     method: str = "device",
     *,
     exact: bool = True,
-    required: bool = True,
     precision: str | None = None,
 ) -> Groups:
-    """A group for each problem: FlashLatte, and each peer, which maps a workload to a function without arguments.
+    """A group for each problem: FlashLatte, and each peer.
 
-    ``exact``: check a peer's results with the workload's tolerances. ``required``: refuse a GPU run without peers.
-    ``precision``: also time FlashLatte with this precision.
+    ``exact``: check a peer's results with the workload's tolerances. ``precision``: also time FlashLatte with this
+    precision.
     """
-    available = kernels.load(device, required=required)
     backend = alternate.backend_on("hopper", device)
     for sized in dict.fromkeys(problem if device.type == "cuda" else problem.scaled_down() for problem in problems):
         workload = prepare(sized, device)
         calls = {"hopper": functools.partial(workload.run, backend)}
         if precision is not None:
             calls[f"hopper_{precision}"] = functools.partial(workload.run, backend, {"precision": precision})
-        if available:
-            calls |= {name: peer(workload) for name, peer in peers.items()}
+        calls |= {name: peer(workload) for name, peer in peers.items()}
         yield [_timed(workload, sized.name, backend, run, method, exact) for backend, run in calls.items()]
 
 
@@ -125,37 +129,40 @@ def decode_floors(device: torch.device) -> Groups:
 
 def dense(device: torch.device, problems: Iterable[DenseDecode]) -> Groups:
     peers = {"flashmla": kernels.flashmla_decode, "flash_attention_3": kernels.fa3_decode}
-    return groups(problems, device, peers, "graph")
+    return groups(problems, device, loaded(device, peers), "graph")
 
 
 def decode_e4m3(device: torch.device) -> Groups:
     shapes = (*DECODE, *LONG_E4M3)
     problems = [DenseDecode(*shape, causal=shape[1] > 1, cache_format="fp8") for shape in shapes]
-    return groups(problems, device, {"flashmla": kernels.flashmla_e4m3}, "graph", exact=False, precision="fp8")
+    peers = loaded(device, {"flashmla": kernels.flashmla_e4m3})
+    return groups(problems, device, peers, "graph", exact=False, precision="fp8")
 
 
 def cost_growth(device: torch.device) -> Groups:
     """Dense decode by requests, keys and heads, in graphs of ten calls over requests of equal length."""
     sizes = itertools.product(GROWTH_HEADS, GROWTH_BATCHES, GROWTH_KEYS)
     problems = (DenseDecode(batch, 1, h_q, keys) for h_q, batch, keys in sizes if batch * keys <= MAX_GROWTH_KEYS)
-    return groups(problems, device, {"flashmla": kernels.flashmla_decode}, "graph", required=False)
+    peers = loaded(device, {"flashmla": kernels.flashmla_decode}, required=False)
+    return groups(problems, device, peers, "graph")
 
 
 def sparse_decode(device: torch.device) -> Groups:
     problems = [SparseDecode("v32", b, 2, h, 2048, 32768, 64) for b, h in ((128, 128), (64, 128), (2, 128), (64, 64))]
     problems += [SparseDecode("model1", b, 2, 64, 128, 16384, 256, 512, 16384, 64) for b in (128, 64, 2)]
-    return groups(problems, device, {"flashmla": kernels.flashmla_sparse})
+    return groups(problems, device, loaded(device, {"flashmla": kernels.flashmla_sparse}))
 
 
 def sparse_prefill(device: torch.device) -> Groups:
     shapes = ((576, 128, 2048, 8192), (576, 128, 2048, 32768), (576, 128, 2048, 131072), (512, 64, 512, 65536))
-    return groups((SparsePrefill(*shape) for shape in shapes), device, {"flashmla": kernels.flashmla_prefill})
+    peers = loaded(device, {"flashmla": kernels.flashmla_prefill})
+    return groups((SparsePrefill(*shape) for shape in shapes), device, peers)
 
 
 def dense_prefill(device: torch.device) -> Groups:
     shapes = ((1, 128, 8192), (1, 16, 8192), (1, 16, 32768), (16, 16, 2048), (64, 16, 512))
     problems = [DensePrefill(192, *shape, causal=True) for shape in shapes]
-    return groups(problems, device, {"flash_attention_3": kernels.fa3_prefill})
+    return groups(problems, device, loaded(device, {"flash_attention_3": kernels.fa3_prefill}))
 
 
 SECTIONS: alternate.Sections = {

@@ -1,6 +1,6 @@
 """Draw results in benchmarks/results/ as pictures in docs/ (the cases of the bench list: ``flashlatte bench --plot``).
 
-flashlatte bench plot [NAME ...] [--data FILE] [--picture FILE]
+flashlatte bench plot [NAME ...] [--data FILE] [--picture FILE] [--device NAME]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, metavar="FILE", help="file of results; default: those in benchmarks/results/"
     )
+    parser.add_argument("--device", default="", metavar="NAME", help="only results of devices whose name has NAME")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="file to write; default: the picture in docs/")
 
 
@@ -41,6 +42,9 @@ def run(options: argparse.Namespace) -> int:
         draw = importlib.import_module(f"flashlatte.bench.pictures.{module}").draw
         data = options.data or in_checkout(Path("benchmarks", "results", results))
         path = options.picture or in_checkout(Path("docs", picture))
-        draw(list(read_lines([data]))).savefig(path, dpi=110)
+        lines = [line for line in read_lines([data]) if options.device in line.get("device", "")]
+        if not lines:
+            raise ValueError(f"{data} has no results of {options.device or 'any device'}")
+        draw(lines).savefig(path, dpi=110)
         print(path)
     return 0

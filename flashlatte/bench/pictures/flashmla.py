@@ -8,13 +8,17 @@ from typing import Any
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 from flashlatte.bench.pictures import plain
+from flashlatte.bench.results import newest_runs
 
 FASTER, SLOWER = "#8d6e63", "#c62828"
 OPERATIONS = ("dense_decode", "sparse_decode", "sparse_prefill")
 
 
-def draw(cases: list[dict[str, Any]]) -> Figure:
-    """Horizontal bars that begin at 1: dense decode on the left, the sparse operations on the right."""
+def draw(results: list[dict[str, Any]]) -> Figure:
+    """Horizontal bars of the newest run, which begin at 1: dense decode on the left, the sparse operations on the
+    right.
+    """
+    cases = newest_runs(results)[-1]
     lines = {op: [line for line in cases if line["op"] == op] for op in OPERATIONS}
     figure = Figure(figsize=(12.5, 6.2), layout="constrained")
     left, right = figure.add_gridspec(1, 2)
@@ -44,7 +48,7 @@ def draw_operation(axes: Any, op: str, lines: list[dict[str, Any]]) -> None:
     for row, ratio in enumerate(ratios):
         axes.text(max(ratio, 1) + 0.01, row, f"{ratio:.2f}", va="center", fontsize=8)
     axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_xlim(0.8, 2.1)
+    axes.set_xlim(min(0.8, *ratios), max(2.0, *ratios) + 0.1)
     axes.set_ylim(-0.6, len(lines) - 0.4)
     axes.set_title(f"{op.replace('_', ' ')}: {statistics.geometric_mean(ratios):.2f}", fontsize=10)
     axes.tick_params(labelsize=8)

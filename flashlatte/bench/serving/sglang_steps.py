@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlatte.bench.serving.engine_process import EngineProcess
-from flashlatte.bench.serving.random_model import CONFIGS, folder_of
+from flashlatte.bench.serving.random_model import folder_of
 from flashlatte.bench.serving.step_cases import StepCase, add_case_arguments, parsed
 from flashlatte.bench.serving.step_times import BackendTimes, Host, compare
 
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def backends_of(model: str, given: str | None) -> list[str]:
-    if model not in CONFIGS and not (Path(model) / "config.json").exists():
+    if model not in COMPARED and not (Path(model) / "config.json").exists():
         raise ValueError(f"model must be v3, v32 or a directory with a config.json, got {model!r}")
     if given is None and model not in COMPARED:
         raise ValueError(f"--backends is needed for the model {model!r}")

@@ -22,13 +22,13 @@ Tokens = list[list[list[float]]]  # for each request its tokens, each with its l
 MIN_SHARE = 0.01
 # Maximum length of a kernel's name: CUTLASS's have thousands of letters.
 NAME_LETTERS = 100
-# Names of attention kernels, without projections and cache writes.
+# Names of attention kernels, without projections and cache writes; the name of one of vLLM's ends in sparse_attn.
 ATTENTION = re.compile(
-    r"dense_decode|sparse_decode|_prefill|combine|merge_|mla_metadata|flash_fwd|splitkv_mla|sparse_attn|FlashAttn"
+    r"dense_decode|sparse_decode|_prefill|combine|merge_|mla_metadata|flash_fwd|splitkv_mla|(?<!insert_)sparse_attn|FlashAttn"
     r"|prepare_varlen|_fwd_(grouped_)?kernel_stage"
 )
-# Names of the kernels that select keys, in models with an indexer.
-INDEXER = re.compile(r"mqa_logits|index_logits|top[kK]|index_(convert|remap|gather)|gather_indexer")
+# Names of the kernels that select keys, in models with an indexer. vLLM's topkGating kernels select experts.
+INDEXER = re.compile(r"mqa_logits|index_logits|top[kK](?!Gating)|index_(convert|remap|gather)|gather_indexer")
 
 
 @dataclasses.dataclass

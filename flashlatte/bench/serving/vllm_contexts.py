@@ -26,14 +26,19 @@ class RandomContexts(DecodeBenchConnector):
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.caches = [_without_head(kv_caches[name]) for name in sorted(kv_caches)]
+        groups = {
+            name: group for group, one in enumerate(self._kv_cache_config.kv_cache_groups) for name in one.layer_names
+        }
+        # Each cache, and the group of caches with the same pages to which it belongs. V4 has several groups.
+        self.caches = [(_without_head(kv_caches[name]), groups[name]) for name in sorted(kv_caches)]
+        if any(len(cache) != self._kv_cache_config.num_blocks for cache, _ in self.caches):
+            raise ValueError("--random-contexts needs caches whose pages are vLLM's blocks: set another block_size")
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         for name, (blocks_of_groups, _) in self._get_connector_metadata().reqs_to_fill.items():
-            (blocks,) = blocks_of_groups
-            for layer, cache in enumerate(self.caches):
-                generator = torch.Generator(cache.device)
-                fill_pages(cache, blocks, generator.manual_seed(request_number(name) * len(self.caches) + layer))
+            for layer, (cache, group) in enumerate(self.caches):
+                generator = torch.Generator(cache.device).manual_seed(request_number(name) * len(self.caches) + layer)
+                fill_pages(cache, blocks_of_groups[group], generator)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.request_id.startswith(PREFILLED):

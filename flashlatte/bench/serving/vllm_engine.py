@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashlatte.bench.serving.engine_process import SteppedEngine, answer_requests
-from flashlatte.bench.serving.random_model import has_indexer, prompt, vocabulary
+from flashlatte.bench.serving.random_model import has_indexer, is_v4, prompt, vocabulary
 from flashlatte.bench.serving.step_cases import (
     COMPARED_TOKENS,
     PREFILLED,
@@ -21,6 +21,7 @@ from flashlatte.bench.serving.step_cases import (
     request_names,
 )
 from flashlatte.bench.serving.vllm_index_logits import replace_missing_deep_gemm
+from flashlatte.bench.serving.vllm_v4_parts import replace_missing_parts
 from flashlatte.bench.timing import microseconds
 
 # vLLM's name of FlashLatte's backend.
@@ -38,6 +39,7 @@ class EngineSteps(SteppedEngine):
         import importlib
 
         self.index_logits = index_logits_of(arguments.backend) if has_indexer(arguments.model) else None
+        self.stand_ins = stand_ins_of(arguments.backend) if is_v4(arguments.model) else {}
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         # Registers the load format "random".
@@ -46,6 +48,8 @@ class EngineSteps(SteppedEngine):
         options: dict[str, Any] = json.loads(arguments.options)
         if arguments.random_contexts:
             options["kv_transfer_config"] = RANDOM_CONTEXTS
+        if self.stand_ins:  # vLLM's warm-up compiles the kernels that are replaced
+            options["kernel_config"] = {"enable_jit_warmup": False} | options.get("kernel_config", {})
         llm = LLM(
             model=arguments.model,
             load_format=arguments.load_format,
@@ -76,6 +80,7 @@ class EngineSteps(SteppedEngine):
             "page_size": config.cache_config.block_size,
             "async_scheduling": config.scheduler_config.async_scheduling,
             **({"index_logits": self.index_logits} if self.index_logits else {}),
+            **({"stand_ins": self.stand_ins} if self.stand_ins else {}),
         }
 
     def start(self, requests: int, context: int) -> int:
@@ -141,6 +146,15 @@ def index_logits_of(backend: str) -> str:
     if backend != OURS:
         print(f"{backend}: DeepGEMM is not installed. Index logits are FlashLatte's, top-k and attention vLLM's.")
     return "flashlatte"
+
+
+def stand_ins_of(backend: str) -> dict[str, str]:
+    """The replaced parts of V4 and their libraries, as in ``replace_missing_parts``. If there are any, prints them."""
+    replaced = replace_missing_parts()
+    if replaced:
+        parts = ", ".join(f"{part} by {library}" for part, library in replaced.items())
+        print(f"{backend}: stand-ins for parts whose packages are missing, as in all backends: {parts}.")
+    return replaced
 
 
 def longest(cases: list[tuple[int, int]], arguments: argparse.Namespace, options: dict[str, Any]) -> int:

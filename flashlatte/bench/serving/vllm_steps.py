@@ -2,14 +2,18 @@
 
     flashlatte bench vllm-steps MODEL --backends CUSTOM,FLASHMLA,FLASH_ATTN_MLA --cases 1x4096,128x4096 --prefill 8192
 
-MODEL is a directory with a config.json, or v3 or v32: layers of DeepSeek-V3's or V3.2's sizes, the dense ones. Weights
-are random numbers unless --load-format says otherwise. Each backend has an engine in its own process, with an equal
-share of the GPU's memory. For each case, requests x tokens of context, every engine prefills its requests, or with
---random-contexts finds random keys in its cache. Then they alternate, A B C, C B A, and so on, with --steps decode
-steps each. CUSTOM+fp8 is FlashLatte with FLASHLATTE_DECODE_PRECISION=fp8, which needs --kv-cache-dtype fp8.
+MODEL is a directory with a config.json, or v3, v32 or v4: layers of DeepSeek-V3's or V3.2's sizes, the dense ones, or
+of DeepSeek-V4-Flash's with 8 experts. Weights are random numbers unless --load-format says otherwise. Each backend has
+an engine in its own process, with an equal share of the GPU's memory. For each case, requests x tokens of context,
+every engine prefills its requests, or with --random-contexts finds random keys in its cache. Then they alternate,
+A B C, C B A, and so on, with --steps decode steps each. CUSTOM+fp8 is FlashLatte with FLASHLATTE_DECODE_PRECISION=fp8,
+which needs --kv-cache-dtype fp8.
 
-vLLM's own indexer of v32 takes its logits from DeepGEMM. Where DeepGEMM is not installed, FlashLatte computes them in
-all backends, and a line says so. Then vLLM's backends differ from CUSTOM in the top-k, the metadata and attention.
+vLLM's own indexer of v32 and v4 takes its logits from DeepGEMM. Where DeepGEMM is not installed, FlashLatte computes
+them in all backends, and a line says so. Then vLLM's backends differ from CUSTOM in the top-k, the metadata and
+attention. In v4, vLLM computes hyper-connections with TileLang and compresses keys with CUTLASS's Python package. Where
+these are missing, all backends have FlashLatte's hyper-connections and vLLM's Triton kernel for other GPUs, and the
+results have "stand_ins".
 
 Prints the median step of the engine, scheduler and sampling included, the GPU time in it, and of that the time of
 attention kernels and of the indexer's. The first tokens of the requests and their log-probabilities are compared with
@@ -37,7 +41,7 @@ FP8 = "+fp8"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help="a directory with a config.json, v3 or v32")
+    add("model", help="a directory with a config.json, v3, v32 or v4")
     add(
         "--backends", default="CUSTOM,FLASHMLA,FLASH_ATTN_MLA", help="vLLM's names of the backends, separated by commas"
     )

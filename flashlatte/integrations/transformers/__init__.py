@@ -105,15 +105,16 @@ def enable(
 
     Raises:
         ImportError: transformers is missing, older than 5.17, or passes caches under an unknown argument name.
-        TypeError, ValueError: an unsupported model; a wrong argument; ``dense_warmup`` without an indexer; a latent
-            that does not fit the format; an adapter or hook on a module whose weight is read without calling it
-            (``kv_b_proj``, norms of latents, DeepSeek-V4's ``o_a_proj``); attention with other parts than MLA's; a
-            quantized weight that cannot be dequantized. A forward pass raises the same, and for a cache other than
-            ``DynamicCache`` (``StaticCache``, ``QuantizedCache``, an offloaded one), or an attention mask that shows
-            tokens which an earlier mask hid.
+        TypeError, ValueError: an unsupported model; a model on the meta device; a wrong argument; ``dense_warmup``
+            without an indexer; a latent that does not fit the format; an adapter or hook on a module whose weight is
+            read without calling it (``kv_b_proj``, norms of latents, DeepSeek-V4's ``o_a_proj``); attention with other
+            parts than MLA's; a quantized weight that cannot be dequantized. A forward pass raises the same, and for a
+            cache other than ``DynamicCache`` (``StaticCache``, ``QuantizedCache``, an offloaded one), or an attention
+            mask that shows tokens which an earlier mask hid.
     """
     check_transformers()
     _check_loaded(model)
+    _check_has_weights(model)
     from flashlatte.integrations.transformers import training
     from flashlatte.integrations.transformers.hooks import Settings
     from flashlatte.integrations.transformers.indexer_losses import LossHooks
@@ -236,6 +237,16 @@ def _check_loaded(model: object) -> None:
     if not isinstance(model, nn.Module):
         what = repr(model) if isinstance(model, str) else type(model).__name__
         raise TypeError(f"model must be a transformers model, as from_pretrained loads it, got {what}")
+
+
+def _check_has_weights(model: nn.Module) -> None:
+    """Raise ValueError for weights on the meta device, unless accelerate offloads them."""
+    if not any("_hf_hook" in module.__dict__ for module in model.modules()):
+        for name, weight in model.named_parameters():
+            if weight.is_meta:
+                raise ValueError(
+                    f"model must have weights, as from_pretrained loads them, got {name} on the meta device"
+                )
 
 
 def _v4_decoder(model: nn.Module) -> Any:

@@ -196,12 +196,12 @@ def v4_shared_layers(config: Any) -> set[int]:
     (arXiv:2603.12201).
 
     Args:
-        config: the text model's configuration, with ``compress_ratios``.
+        config: the text model's configuration, vLLM's (until 0.32) or transformers' (0.33).
 
     Raises:
         ValueError: ``index_topk_freq`` below 1, or the first layer with an indexer would reuse a selection.
     """
-    ratios = list(config.compress_ratios)[: config.num_hidden_layers]
+    ratios = _v4_compress_ratios(config)[: config.num_hidden_layers]
     selecting = [layer for layer, ratio in enumerate(ratios) if ratio == V4_INDEXER_RATIO]
     pattern, frequency = getattr(config, "index_topk_pattern", None), getattr(config, "index_topk_freq", None)
     if pattern is None:
@@ -213,6 +213,17 @@ def v4_shared_layers(config: Any) -> set[int]:
             f"index_topk_pattern must not be S for layer {selecting[0]}, the first one with an indexer, got {pattern!r}"
         )
     return shared
+
+
+def _v4_compress_ratios(config: Any) -> list[int]:
+    """The compression ratio of each of DeepSeek-V4's layers, 0 with a window only.
+
+    vLLM's own configuration keeps the checkpoint's ``compress_ratios``. transformers' has ``layer_types`` instead.
+    """
+    ratios = getattr(config, "compress_ratios", None)
+    if ratios is None:
+        return [config.compress_rates.get(kind, 0) for kind in config.layer_types]
+    return list(ratios)
 
 
 def check_indexer(*, compress_ratio: int = 1, **unsupported: Any) -> None:

@@ -54,23 +54,14 @@ def load_rotation(rotation, token, pair, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def rotate_tail(
-    x,
-    cos_sin,
-    position,
-    num_positions,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    INVERSE: tl.constexpr = False,
-):
+def rotate_tail(x, cos_sin, position, num_positions, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr):
     """Rotate pairs (2i, 2i + 1) of the last ROPE elements of float32 x [ROWS, D] by the table row of ``position``.
 
-    A table row holds cosines, then sines. Positions are clamped to the table. INVERSE rotates back.
+    A table row holds cosines, then sines. Positions are clamped to the table.
     """
     pair = (tl.arange(0, D // 2) - (D - ROPE) // 2)[None, :]
     cosine, sine = angles(cos_sin, position, num_positions, pair, ROPE)
-    return rotate_tail_by(x, cosine, -sine if INVERSE else sine, D - ROPE, ROWS, D)
+    return rotate_tail_by(x, cosine, sine, D - ROPE, ROWS, D)
 
 
 @triton.jit

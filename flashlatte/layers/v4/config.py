@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flashlatte.layers import models
-from flashlatte.layers.config import check_indexer_sizes, max_position_embeddings
+from flashlatte.layers.config import MAX_HIDDEN_SIZE, MAX_SIZE, check_indexer_sizes, max_position_embeddings
 from flashlatte.layers.rope_config import Rope
 from flashlatte.runtime import checks
 
@@ -25,7 +25,7 @@ class V4IndexerConfig:
     """The indexer of a layer, which selects the groups that a query attends to.
 
     Attributes:
-        num_heads, head_dim: heads and head dim of its queries; head_dim is 32, 64 or 128.
+        num_heads, head_dim: heads and head dim of its queries; at most 128 heads, head_dim is 32, 64 or 128.
         topk: maximum number of groups that a query selects, at most 4,096.
     """
 
@@ -71,10 +71,10 @@ class V4Config:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "q_lora_rank", "num_attention_heads", "head_dim", "o_groups", "o_lora_rank", "window")
-        for name in sizes:
-            checks.positive_int(name, getattr(self, name))
-        checks.positive_int("ratio", self.ratio, or_zero=True)
+        checks.positive_int("hidden_size", self.hidden_size, maximum=MAX_HIDDEN_SIZE)
+        for name in ("q_lora_rank", "num_attention_heads", "head_dim", "o_groups", "o_lora_rank", "window"):
+            checks.positive_int(name, getattr(self, name), maximum=MAX_SIZE)
+        checks.positive_int("ratio", self.ratio, or_zero=True, maximum=MAX_SIZE)
         checks.epsilon("rms_norm_eps", self.rms_norm_eps)
         checks.instance("indexer", self.indexer, V4IndexerConfig, or_none=True)
         checks.instance("rope", self.rope, Rope)
@@ -138,12 +138,13 @@ class V4Config:
 
         def layer(kind: str) -> V4Config:
             sliding, selects = kind == SLIDING, kind == SELECTING
-            return cls(
-                **shared,
-                ratio=0 if sliding else ratios[kind],
-                indexer=indexer if selects else None,
-                rope=ropes["main" if sliding else "compress"],
-            )
+            with config_names(fields):
+                return cls(
+                    **shared,
+                    ratio=0 if sliding else ratios[kind],
+                    indexer=indexer if selects else None,
+                    rope=ropes["main" if sliding else "compress"],
+                )
 
         return tuple(layer(kind) for kind in kinds)
 
@@ -161,6 +162,12 @@ _SIZES = (
 _INDEXER_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
 
 
+def config_names(fields: Mapping[str, Any]) -> checks.naming:
+    """Names the fields of a model's config in the errors of ``V4Config``."""
+    rope_dim = "qk_rope_head_dim" if _reads_rope_dim(fields) else "partial_rotary_factor times head_dim"
+    return checks.naming(window="sliding_window", rope_dim=rope_dim)
+
+
 def common_fields(fields: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], V4IndexerConfig]:
     """The arguments of ``V4Config`` that all layers of a model have, and its indexer.
 
@@ -176,39 +183,64 @@ def common_fields(fields: Mapping[str, Any], model_type: str) -> tuple[dict[str,
         "rope_dim": _rope_dim(fields),
         "rms_norm_eps": fields.get("rms_norm_eps", 1e-6),
     }
-    return shared, V4IndexerConfig(*(fields[name] for name in _INDEXER_SIZES))
+    with checks.naming(**dict(zip(("num_heads", "head_dim", "topk"), _INDEXER_SIZES, strict=True))):
+        return shared, V4IndexerConfig(*(fields[name] for name in _INDEXER_SIZES))
 
 
 def _kinds(fields: Mapping[str, Any]) -> list[str]:
     """The type of each layer, from ``layer_types`` (transformers) or ``compress_ratios`` (checkpoints)."""
-    count, ratios = checks.positive_int("num_hidden_layers", fields["num_hidden_layers"]), fields.get("compress_ratios")
-    kinds = fields.get("layer_types")
-    if kinds is None and ratios is not None:
-        kind_of_ratio = dict(zip((0, 4, 128), _KINDS, strict=True))
-        if unknown := [ratio for ratio in ratios if ratio not in kind_of_ratio]:
-            raise ValueError(f"compress_ratios must be 0, 4 or 128, got {unknown[0]!r}")
-        kinds = [kind_of_ratio[ratio] for ratio in ratios]
-    if kinds is None or len(kinds) < count:
-        raise ValueError(f"config must have layer_types or compress_ratios for its {count} layers")
-    for layer, kind in enumerate(kinds[:count]):
+    count = models.num_layers(fields)
+    if fields.get("layer_types") is None:
+        ratios = (0, 4, 128)
+        return [_KINDS[ratios.index(ratio)] for ratio in layer_ratios(fields, ratios)]
+    kinds = models.list_of(fields, "layer_types")[:count]
+    if len(kinds) < count:
+        raise ValueError(f"layer_types must have an entry for each of num_hidden_layers {count}, got {len(kinds)}")
+    for layer, kind in enumerate(kinds):
         checks.choice(f"layer_types[{layer}]", kind, _KINDS)
-    return list(kinds[:count])
+    return kinds
+
+
+def layer_ratios(fields: Mapping[str, Any], accepted: tuple[int, ...]) -> list[int]:
+    """The ratio of each layer, from ``compress_ratios``.
+
+    Raises:
+        TypeError, ValueError: no list; fewer entries than layers; another ratio than the accepted.
+    """
+    count = models.num_layers(fields)
+    # Later ratios belong to draft layers (MTP).
+    ratios = models.list_of(fields, "compress_ratios")[:count]
+    if len(ratios) < count:
+        raise ValueError(f"compress_ratios must have an entry for each of num_hidden_layers {count}, got {len(ratios)}")
+    for ratio in ratios:
+        if not checks.is_integer(ratio) or ratio not in accepted:
+            raise ValueError(f"compress_ratios must be {checks.join_or(accepted)}, got {ratio!r}")
+    return ratios
 
 
 def _ratios(fields: Mapping[str, Any]) -> dict[str, int]:
     """Tokens of a group by layer type."""
-    rates = {SELECTING: 4, COMPRESSING: 128} | dict(models.sub_config(fields, "compress_rates"))
+    rates = models.sub_config(fields, "compress_rates")
+    ratios = {}
     # Older field names take precedence in transformers.
-    older = {SELECTING: fields.get("compress_rate_csa"), COMPRESSING: fields.get("compress_rate_hca")}
-    return rates | {kind: rate for kind, rate in older.items() if rate is not None}
+    for kind, default, older in ((SELECTING, 4, "compress_rate_csa"), (COMPRESSING, 128, "compress_rate_hca")):
+        name, ratio = (f"compress_rates.{kind}", rates.get(kind, default))
+        if fields.get(older) is not None:
+            name, ratio = older, fields[older]
+        ratios[kind] = checks.positive_int(name, ratio, maximum=MAX_SIZE)
+    return ratios
 
 
 def _rope_dim(fields: Mapping[str, Any]) -> int:
     """From ``partial_rotary_factor`` (transformers), else ``qk_rope_head_dim`` (checkpoints)."""
-    factor, rope_dim = fields.get("partial_rotary_factor"), fields.get("qk_rope_head_dim")
-    if factor is None and rope_dim is not None:
-        return rope_dim
-    return int(fields["head_dim"] * (0.125 if factor is None else checks.number("partial_rotary_factor", factor)))
+    if _reads_rope_dim(fields):
+        return fields["qk_rope_head_dim"]
+    head_dim, factor = checks.positive_int("head_dim", fields["head_dim"]), fields.get("partial_rotary_factor")
+    return int(head_dim * (0.125 if factor is None else checks.positive_number("partial_rotary_factor", factor)))
+
+
+def _reads_rope_dim(fields: Mapping[str, Any]) -> bool:
+    return fields.get("partial_rotary_factor") is None and fields.get("qk_rope_head_dim") is not None
 
 
 def layer_ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
@@ -220,11 +252,15 @@ def layer_ropes(fields: Mapping[str, Any]) -> dict[str, Rope]:
         # A checkpoint's YaRN scales neither cosines nor the softmax.
         compress = {"attention_factor": 1.0, **parameters, "rope_theta": fields.get("compress_rope_theta", 160000.0)}
         main = {}
-    each = {"main": main, "compress": compress}
-    return {name: _rope(models.standardized_rope(one, theta, max_position), max_position) for name, one in each.items()}
+        with checks.naming(rope_theta="compress_rope_theta"):
+            compressed = _rope(compress, theta, max_position)
+    else:
+        compressed = _rope(compress, theta, max_position)
+    return {"main": _rope(main, theta, max_position), "compress": compressed}
 
 
-def _rope(parameters: Mapping[str, Any], max_position: int) -> Rope:
+def _rope(parameters: Mapping[str, Any], theta: Any, max_position: int) -> Rope:
+    parameters = models.standardized_rope(parameters, theta, max_position)
     rope = Rope.from_rope_parameters(parameters, models.INTERLEAVED, max_position)
     if rope.yarn is not None and not rope.yarn.truncate:
         raise ValueError("truncate must be true in the yarn of DeepSeek-V4, got false")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flashlatte.layers import models
+from flashlatte.layers.config import MAX_SIZE
 from flashlatte.layers.rope_config import Rope
-from flashlatte.layers.v4.config import V4Config, common_fields, layer_ropes
+from flashlatte.layers.v4.config import V4Config, common_fields, config_names, layer_ratios, layer_ropes
 from flashlatte.runtime import checks
 
 MODEL_TYPE = "deepseek_v41"
@@ -31,9 +32,8 @@ class CandidateConfig:
 
     def __post_init__(self) -> None:
         checks.positive_int("source", self.source, or_zero=True)
-        if checks.positive_int("num_blocks", self.num_blocks) > 4096:
-            raise ValueError(f"num_blocks must be at most 4096, got {self.num_blocks}")
-        checks.positive_int("block_size", self.block_size)
+        checks.positive_int("num_blocks", self.num_blocks, maximum=4096)
+        checks.positive_int("block_size", self.block_size, maximum=MAX_SIZE)
 
 
 @dataclass(frozen=True)
@@ -133,25 +133,26 @@ class V41Config(V4Config):
             raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {fields.get('model_type')!r}")
         fields |= models.sub_config(fields, "text_config")
         shared, indexer = common_fields(fields, MODEL_TYPE)
-        ratios = _ratios(fields)
+        ratios = layer_ratios(fields, RATIOS)
         ropes = {name: _unscaled(rope) for name, rope in layer_ropes(fields).items()}
         kv_sources = _sources(fields, "kv_source_layer_ids", len(ratios))
         index_sources = _sources(fields, "index_source_layer_ids", len(ratios))
         candidates = _candidates(fields)
 
         def layer(number: int, ratio: int) -> V41Config:
-            source = _last(index_sources, number) if ratio else None
+            source = _last("index_source_layer_ids", index_sources, number) if ratio else None
             uses_candidates = candidates is not None and source == number and candidates.source <= number
-            return cls(
-                **shared,
-                ratio=ratio,
-                indexer=indexer if ratio else None,
-                rope=ropes["compress" if ratio else "main"],
-                layer=number,
-                kv_source=_last(kv_sources, number) if ratio else None,
-                index_source=source,
-                candidates=candidates if uses_candidates else None,
-            )
+            with config_names(fields):
+                return cls(
+                    **shared,
+                    ratio=ratio,
+                    indexer=indexer if ratio else None,
+                    rope=ropes["compress" if ratio else "main"],
+                    layer=number,
+                    kv_source=_last("kv_source_layer_ids", kv_sources, number) if ratio else None,
+                    index_source=source,
+                    candidates=candidates if uses_candidates else None,
+                )
 
         layers = tuple(layer(number, ratio) for number, ratio in enumerate(ratios))
         check_layers(layers)
@@ -204,27 +205,22 @@ def _unscaled(rope: Rope) -> Rope:
     return replace(rope, yarn=replace(rope.yarn, mscale=0.0, mscale_all_dim=0.0, attention_factor=1.0))
 
 
-def _ratios(fields: Mapping[str, Any]) -> list[int]:
-    count, ratios = fields["num_hidden_layers"], fields.get("compress_ratios") or ()
-    if len(ratios) < count:
-        raise ValueError(f"config must have compress_ratios for its {count} layers, got {len(ratios)}")
-    for ratio in ratios[:count]:
-        if ratio not in RATIOS:
-            raise ValueError(f"compress_ratios must be 0, 1 or 2, got {ratio!r}")
-    return list(ratios[:count])
-
-
 def _sources(fields: Mapping[str, Any], name: str, count: int) -> list[int]:
     """The source layers among the first ``count`` layers; later ones belong to draft layers (MTP)."""
-    return sorted(source for source in fields.get(name) or () if source < count)
+    sources = [checks.positive_int(name, source, or_zero=True) for source in models.list_of(fields, name)]
+    return sorted(source for source in sources if source < count)
 
 
-def _last(sources: Sequence[int], layer: int) -> int | None:
-    return max((source for source in sources if source <= layer), default=None)
+def _last(name: str, sources: Sequence[int], layer: int) -> int:
+    before = [source for source in sources if source <= layer]
+    if not before:
+        raise ValueError(f"{name} must have a layer up to {layer}, which has groups, got {list(sources)}")
+    return max(before)
 
 
 def _candidates(fields: Mapping[str, Any]) -> CandidateConfig | None:
-    source, count = fields.get("candidate_source_layer_id", -1), fields.get("candidate_topk_blocks", 0)
-    if source is None or source < 0 or not count:
+    source, count = fields.get("candidate_source_layer_id"), fields.get("candidate_topk_blocks")
+    if source is None or checks.integer("candidate_source_layer_id", source) < 0 or not count:
         return None
-    return CandidateConfig(source, count, fields.get("candidate_block_size", 0))
+    with checks.naming(num_blocks="candidate_topk_blocks", block_size="candidate_block_size"):
+        return CandidateConfig(source, count, fields.get("candidate_block_size", 0))

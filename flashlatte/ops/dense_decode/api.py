@@ -54,6 +54,7 @@ def dense_decode(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
+    q_rope: torch.Tensor | None = None,
     head_dim_v: int = 512,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -73,12 +74,15 @@ def dense_decode(
 
     Args:
         q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is 576 or 512 in MLA; the reference takes any. b
-            and s_q may be 0.
+            and s_q may be 0. Or the first columns of the queries, if the others are in ``q_rope``.
         k_cache: [pages, page_size, h_kv, d], h_kv dividing h_q; q's dtype, or float8_e4m3fn.
         block_table: int32 or int64 [b, max_pages], the pages of each request in order. Entries beyond a request's
             length are not read.
         cache_seqlens: int32 or int64 [b], keys of each request; clamped to 0 and to the capacity of block_table. Keys
             whose page is not in the cache are masked.
+        q_rope: the last columns of the queries, [b, s_q, h_q, d - width of q], in q's dtype, last stride 1; None: ``q``
+            has all d. The result is that of ``torch.cat((q, q_rope), -1)``. "hopper" reads 512 and 64 columns in place
+            if rows begin at multiples of 16 bytes; the others, and other widths, copy both parts.
         head_dim_v: width of a value, at most d.
         softmax_scale: above 0; d^-0.5 if None.
         causal: query token j attends to keys 0 to n - s_q + j, where n is the clamped cache_seqlens (bottom-right
@@ -107,7 +111,8 @@ def dense_decode(
             backend that cannot run the call.
     """
     checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
-    batch, s_q, h_q, head_dim = q.shape
+    batch, s_q, h_q, _ = q.shape
+    head_dim = checks.query_width(q, q_rope)
     device = q.device
     _check_format(k_cache, head_dim)
     checks.same_dtype("k_cache", k_cache, q, torch.float8_e4m3fn)
@@ -136,7 +141,7 @@ def dense_decode(
             f"{checks.dtype_names([k_cache.dtype])}"
         )
     k_scale_tensor, k_scale_value = scales.split("k_scale", k_scale, device)
-    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache)
+    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, q_rope=q_rope, k_cache=k_cache)
 
     call = dispatch.CallSpec(
         OPERATION,
@@ -151,7 +156,7 @@ def dense_decode(
         rows_aligned=checks.rows_aligned(k_cache, _HOPPER_ALIGNMENT),
         optional_features=None if precision is None else f"precision={precision!r}",
     )
-    gradients.warn_if_dropped(OPERATION, q, k_cache)
+    gradients.warn_if_dropped(OPERATION, q, q_rope, k_cache)
     empty_lse = checks.empty_lse(empty_lse)
     select = dispatch.select if precision is None else dispatch.select_kernel
     backend = select(call, backend)
@@ -159,6 +164,7 @@ def dense_decode(
         return out, lse
     params = DenseDecodeParams(
         q=q,
+        q_rope=q_rope,
         k_cache=k_cache,
         block_table=block_table,
         cache_seqlens=cache_seqlens,

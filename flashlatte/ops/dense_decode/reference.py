@@ -18,6 +18,7 @@ class DenseDecodeParams(NamedTuple):
     """
 
     q: torch.Tensor
+    q_rope: torch.Tensor | None
     k_cache: torch.Tensor
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
@@ -31,11 +32,18 @@ class DenseDecodeParams(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
 
+    @property
+    def whole_q(self) -> torch.Tensor:
+        """The queries in one tensor [b, s_q, h_q, d]."""
+        return self.q if self.q_rope is None else torch.cat((self.q, self.q_rope), -1)
+
 
 @torch.no_grad()
 def dense_decode(params: DenseDecodeParams) -> None:
     k_cache, out = params.k_cache, params.out
-    q = params.q if params.precision is None else fp8_attention.quantize_queries(params.q, out.shape[-1])
+    q = params.whole_q
+    if params.precision is not None:
+        q = fp8_attention.quantize_queries(q, out.shape[-1])
     block_table = params.block_table
     num_pages, page_size, h_kv, head_dim = k_cache.shape
     batch, s_q, h_q, head_dim_v = out.shape

@@ -10,7 +10,7 @@ import torch
 
 from flashlatte.ops.dense_prefill.reference import DensePrefillGradients, DensePrefillParams
 from flashlatte.runtime import checks, dispatch, ragged, refusals
-from flashlatte.runtime.gradients import refuse_tangents
+from flashlatte.runtime.gradients import refuse_transforms
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op, register_op
 
 OPERATION = "dense_prefill"
@@ -118,7 +118,7 @@ def dense_prefill(
     checks.positive_int("max_seqlen_q", max_seqlen_q, or_zero=True)
     checks.positive_int("max_seqlen_k", max_seqlen_k, or_zero=True)
     left, right = ragged.window_sides(window, checks.flag("causal", causal))
-    refuse_tangents(OPERATION, q, k, v)
+    refuse_transforms(OPERATION, q, k, v)
     recorded = records_gradient(q, k, v)
     if out is not None:
         checks.output("out", out, (total_q, h_q, head_dim_v), (q.dtype,), device)

@@ -12,7 +12,7 @@ import torch
 
 from flashlatte.ops.indexer_loss.reference import IndexerLossParams, IndexerLossResults
 from flashlatte.runtime import checks, dispatch, refusals, value_checks
-from flashlatte.runtime.gradients import refuse_tangents
+from flashlatte.runtime.gradients import refuse_transforms
 from flashlatte.runtime.process_groups import group_name
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
 
@@ -146,7 +146,7 @@ def indexer_loss(
         else:
             checks.tensor("topk_length", topk_length, (s_q,), checks.INDEX_DTYPES, device, unit_last_stride=False)
             value_checks.selections("indices", indices, "topk_length", topk_length, s_kv)
-    refuse_tangents(OPERATION, index_q, index_k, index_weights, q, kv)
+    refuse_transforms(OPERATION, index_q, index_k, index_weights, q, kv)
     call = dispatch.CallSpec(
         OPERATION,
         device,

@@ -344,6 +344,9 @@ def merge_kernel(
         maximum = tl.maximum(maximum, part_lse)
     # If all states are empty, -inf - -inf would be NaN.
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
+    if COPIES:
+        # The lse of a copied row may be NaN, which Triton's interpreter propagates.
+        maximum = tl.where(copied, 0.0, maximum)
     total = tl.zeros([BLOCK_R], tl.float32)
     for part in tl.static_range(PARTS):
         lse_offsets = _offsets(index, strides, part * STRIDES + AXES, AXES)

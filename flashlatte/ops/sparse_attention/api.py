@@ -19,7 +19,7 @@ from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
 from flashlatte.ops.sparse_prefill.api import check_operands
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime import checks, dispatch, refusals
-from flashlatte.runtime.gradients import refuse_tangents
+from flashlatte.runtime.gradients import refuse_transforms
 from flashlatte.runtime.torch_op import records_gradient, register_differentiable_op
 
 OPERATION = "sparse_attention"
@@ -93,7 +93,7 @@ def sparse_attention(
     scale = checks.softmax_scale(softmax_scale, head_dim)
     deterministic = checks.flag("deterministic", deterministic)
     differentiable = [x for x in (q, kv, attn_sink) if x is not None]
-    refuse_tangents(OPERATION, *differentiable)
+    refuse_transforms(OPERATION, *differentiable)
 
     def choose(operation: str) -> str:
         call = dispatch.CallSpec(

@@ -375,6 +375,13 @@ def test_v4_layers_that_share_a_selection(options, shared):
     assert support.v4_shared_layers(config) == shared
 
 
+def test_v4_layers_that_share_a_selection_in_transformers_configuration():
+    """vLLM 0.33 has no configuration of its own, and transformers' does not keep ``compress_ratios``."""
+    module = pytest.importorskip("transformers.models.deepseek_v4.configuration_deepseek_v4")
+    config = module.DeepseekV4Config(compress_ratios=[0, 4, 128, 4, 4], num_hidden_layers=4, index_topk_freq=2)
+    assert support.v4_shared_layers(config) == {3}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

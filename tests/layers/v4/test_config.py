@@ -62,7 +62,7 @@ def test_layers_of_a_checkpoint():
             "^config must have head_dim, index_topk, got a deepseek_v4 config without",
         ),
         ({"compress_ratios": [0, 0, 4, 8, 4]}, "^compress_ratios must be 0, 4 or 128, got 8$"),
-        ({"compress_ratios": [0, 0, 4]}, "^config must have layer_types or compress_ratios for its 5 layers$"),
+        ({"compress_ratios": [0, 0, 4]}, "^compress_ratios must have an entry for each of num_hidden_layers 5, got 3$"),
         ({"layer_types": ["full_attention"] * 5}, r"^layer_types\[0\] must be one of sliding_attention, .*full_atten"),
         (
             {"rope_scaling": CHECKPOINT["rope_scaling"] | {"truncate": False}},

@@ -8,6 +8,7 @@ from flashlatte.testing.cases import DenseDecodeCase
 
 VALID = DenseDecodeCase(2, 3, 20, 4, h_kv=2, head_dim=24, head_dim_v=16, page_size=7).inputs()
 Q, CACHE, TABLE, LENGTHS = VALID["q"], VALID["k_cache"], VALID["block_table"], VALID["cache_seqlens"]
+ROPE = Q[..., 16:]
 META = torch.device("meta")
 BF16 = torch.bfloat16
 
@@ -24,6 +25,11 @@ def test_the_arguments_that_the_errors_start_from_are_right():
         ({"q": Q[0]}, ValueError, r"^q must have shape \[b, s_q, h_q, d\] .* got \[3, 4, 24\]$"),
         ({"q": Q[:, :, :0]}, ValueError, r"^q must have shape .* no empty axis .*, got \[2, 3, 0, 24\]$"),
         ({"q": Q.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, "^q must have last stride 1"),
+        ({"q_rope": 1.0}, TypeError, "^q_rope must be a tensor, got float$"),
+        ({"q_rope": ROPE.float()}, TypeError, "^q_rope must be bfloat16, got float32$"),
+        ({"q_rope": ROPE[:1]}, ValueError, r"^q_rope must have shape \[2, 3, 4, rope\] .* got \[1, 3, 4, 8\]$"),
+        ({"q_rope": ROPE.to(META)}, ValueError, "^q_rope must be on cpu"),
+        ({"q_rope": ROPE}, ValueError, r"^k_cache must have shape \[pages, page_size, h_kv, 32\] .* 24\]$"),
         ({"k_cache": None}, TypeError, "^k_cache must be a tensor, got NoneType$"),
         (
             {"k_cache": CACHE.float()},

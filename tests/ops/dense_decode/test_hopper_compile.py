@@ -177,7 +177,17 @@ def test_a_box_is_within_one_page(record, page_size, box):
 def test_queries_with_stride_0_are_not_copied_by_tma():
     """A TMA descriptor cannot have a stride of 0."""
     q = torch.empty(1, 1, 128, 576, dtype=torch.bfloat16).expand(3, 2, 128, 576)
-    assert launch._query_descriptors(q, strides_in_use(q), 128) == (None, None)
+    assert launch._query_descriptors(q, None, 128) == (None, None)
+
+
+def test_separate_rope(record):
+    """Both parts of the queries are copied from their places; rows that are not aligned are joined."""
+    call = record(separate_rope=True).arguments
+    assert (call["query_q"].shape[3], call["query_separate_q_rope"].shape[3]) == (512, 64)
+    assert call["query_rope"].base.data_ptr() == call["query_separate_q_rope"].data_ptr()
+    for joined in (record(separate_rope=True, head_dim=576, d_v=448), record(), record(q_pad=1)):
+        assert joined.arguments["query_q"].shape[3] == 576
+        assert joined.arguments["query_separate_q_rope"] is None
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16, 128, 400])

@@ -31,6 +31,7 @@ CASES = {
     "int64 indices": replace(TOY, index_dtype=torch.int64),
     "fp16": replace(TOY, dtype=torch.float16),
     "fp8": replace(TOY, cache_dtype=FP8, page_size=5),
+    "separate rope": replace(TOY, separate_rope=True),
     "one long request": replace(TOY, batch=1, s_q=1, s_k=300, varlen=False),
     "mla": DenseDecodeCase(batch=2, s_q=1, s_k=40, h_q=16, varlen=True),
 }

@@ -37,6 +37,7 @@ CASES = st.builds(
     causal=st.booleans(),
     zero_lengths=st.booleans(),
     strided=st.booleans(),
+    separate_rope=st.booleans(),
     softmax_scale=st.sampled_from([None, 0.01, 3.0]),
     dtype=st.just(torch.float32),
     index_dtype=st.sampled_from([torch.int32, torch.int64]),

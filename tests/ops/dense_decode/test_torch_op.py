@@ -15,11 +15,13 @@ FP8 = replace(CASE, cache_dtype=torch.float8_e4m3fn)
 
 def test_opcheck():
     opcheck(api, "dense_decode", lambda: dense_decode(**CASE.inputs()))
+    opcheck(api, "dense_decode", lambda: dense_decode(**replace(CASE, separate_rope=True).inputs()))
 
 
 def test_compile():
     cases = [replace(CASE, batch=batch, s_k=s_k).inputs() for batch, s_k in ((2, 20), (3, 33), (5, 40))]
     outputs = {"out": torch.empty(2, 2, 4, 16, dtype=torch.bfloat16), "lse": torch.empty(2, 4, 2)}
+    cases.append(replace(CASE, separate_rope=True).inputs())
     assert_compiles(dense_decode, *cases, FP8.inputs(), FP8.inputs() | {"k_scale": torch.ones(1)}, cases[0] | outputs)
 
 

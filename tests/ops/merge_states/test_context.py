@@ -63,6 +63,16 @@ def test_a_context_of_any_number_on_the_device_is_safe(context):
     assert_close(lse, expected[1], compare.FLOAT32, "lse")
 
 
+def test_a_copied_lse_of_nan_does_not_change_its_out():
+    outs, lses = draw_parts(3, (4, 3, 8), 0, empty=0.0)
+    lses[-1, 2:] = math.nan
+    out, lse = merge_states(outs, lses, context_tokens=2, backend=BACKEND)
+    expected = expected_with_context(outs, lses, 2)
+    assert_close(out, expected[0], EXACT, "out")
+    assert lse[2:].isnan().all()
+    assert_close(lse[:2], expected[1][:2], compare.FLOAT32, "lse")
+
+
 def test_the_first_axis_in_halves():
     """With more axes than a kernel supports, the merge is split, also along the tokens."""
     outs, lses = draw_parts(2, (2, 3, 4, 5, 4), 0, empty=0.0)

@@ -1,4 +1,4 @@
-"""Methods that FlashLatte's vLLM backends share."""
+"""Methods that FlashLatte's vLLM backends and their implementations share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from vllm import envs
 from vllm.v1.attention.backend import MultipleOf
 
 from flashlatte.integrations.vllm import compat, support
-from flashlatte.ops.concat_mla_q import concat_mla_q
+from flashlatte.layers.cache import LatentCache
+from flashlatte.ops.cache_write import cache_write
 
 # Whether the result of a request must be bitwise independent of the other requests.
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
@@ -23,14 +24,6 @@ def query_parts(
         return q, None
     nope, rope = q
     return nope, rope if rope.shape[-1] else None
-
-
-def join_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Queries [T, h, latent + rope] from vLLM's queries, or their two parts. The rotated part may have width 0."""
-    if isinstance(q, torch.Tensor):
-        return q
-    nope, rope = q
-    return concat_mla_q(nope, rope) if rope.shape[-1] else nope
 
 
 def as_wide(rows: torch.Tensor, width: int) -> torch.Tensor:
@@ -80,3 +73,31 @@ class MLABackendMixin(CommonBackendMixin):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
+
+
+class LatentWriterMixin:
+    """Mixin to list before vLLM's base class of an implementation of MLA: writes new tokens to its cache."""
+
+    kv_lora_rank: int
+
+    def _cache(self, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> LatentCache:
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write the latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
+        if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
+            return
+        cache = self._cache(kv_cache, k_scale)
+        rope = as_wide(k_pe.squeeze(1), cache.layout.head_dim - self.kv_lora_rank)
+        cache_write(
+            cache.pages, slot_mapping.flatten(), kv_c_normed, rope=rope, cache_format=cache.layout, scale=cache.scale
+        )

@@ -20,13 +20,12 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from flashlatte.integrations import decode_precision
 from flashlatte.integrations.vllm import compat, support
 from flashlatte.integrations.vllm.backends import common
-from flashlatte.integrations.vllm.backends.common import MLABackendMixin
+from flashlatte.integrations.vllm.backends.common import LatentWriterMixin, MLABackendMixin
 from flashlatte.kv_cache.registry import plain_format
 from flashlatte.layers.absorbed import apply_sink
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.metadata import ContextChunk, PrefillPart
 from flashlatte.layers.prefill import Expansion, attend_heads
-from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.runtime.transfer import to_device
 
@@ -177,7 +176,15 @@ def _padded_rows(counts: torch.Tensor, queries: int, device: torch.device) -> Pa
     return PaddedRows(to_device(tokens.flatten(), device), to_device(rows, device))
 
 
-class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
+def _by_request(queries: torch.Tensor, decode: Any) -> torch.Tensor:
+    """Queries [T, h, d] as [requests, queries, h, d]."""
+    if decode.padded is not None:
+        queries = queries[decode.padded.tokens]
+    requests = decode.seq_lens.shape[0]
+    return queries.unflatten(0, (requests, queries.shape[0] // requests))
+
+
+class FlashLatteMLAImpl(LatentWriterMixin, MLACommonImpl[MLACommonMetadata]):
     """One layer's attention over its paged latent cache."""
 
     can_return_lse_for_decode: bool = True
@@ -245,29 +252,6 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
             v_dim=self.v_head_dim,
         )
 
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
-        if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
-            return
-        cache = self._cache(kv_cache, k_scale)
-        cache_write(
-            cache.pages,
-            slot_mapping.flatten(),
-            kv_c_normed,
-            rope=k_pe.squeeze(1),
-            cache_format=cache.layout,
-            scale=cache.scale,
-        )
-
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -277,16 +261,14 @@ class FlashLatteMLAImpl(MLACommonImpl[MLACommonMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention in absorbed form: [T, h, latent], and lse [T, h] if vLLM merges results over ranks, else None."""
         decode: Any = attn_metadata.decode
-        query = common.join_query(q)
-        if decode.padded is not None:
-            query = query[decode.padded.tokens]
-        requests = decode.seq_lens.shape[0]
+        query, rope = common.query_parts(q)
         cache = self._cache(kv_c_and_k_pe_cache, layer._k_scale)
         out, lse = dense_decode(
-            query.unflatten(0, (requests, query.shape[0] // requests)),
+            _by_request(query, decode),
             cache.pages,
             decode.block_table,
             decode.seq_lens,
+            q_rope=None if rope is None else _by_request(rope, decode),
             head_dim_v=self.kv_lora_rank,
             softmax_scale=self.scale,
             causal=True,

@@ -18,13 +18,12 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from flashlatte.integrations.vllm import support
 from flashlatte.integrations.vllm.backends import common, sparse_host
-from flashlatte.integrations.vllm.backends.common import MLABackendMixin
+from flashlatte.integrations.vllm.backends.common import LatentWriterMixin, MLABackendMixin
 from flashlatte.integrations.vllm.backends.sparse_host import PhaseRows
 from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
 from flashlatte.layers.cache import LatentCache
-from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.sparse_decode import sparse_decode
 
@@ -91,7 +90,7 @@ class FlashLatteSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseML
         return torch.repeat_interleave(requests, starts.diff())
 
 
-class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], SharedTopkIndicesBuffer):
+class FlashLatteSparseMLAImpl(LatentWriterMixin, MLACommonBaseImpl[SparseMLACommonMetadata], SharedTopkIndicesBuffer):
     """One layer's attention. All tokens, also in prefill, attend in absorbed form to their selected tokens."""
 
     is_sparse = True
@@ -169,23 +168,6 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
         """Prepare copies of a batch's rows; needed only for contexts in host memory."""
         if self.host is not None:
             self.host.group.prepare_for_batch(self.host.index, attn_metadata)
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the latents [T, latent] and rotated keys [T, 1, rope] of new tokens."""
-        if kv_cache.numel() == 0:  # vLLM's memory profiling runs without a cache
-            return
-        cache = self._cache(kv_cache)
-        rope = common.as_wide(k_pe.squeeze(1), cache.layout.head_dim - self.kv_lora_rank)
-        cache_write(cache.pages, slot_mapping.flatten(), kv_c_normed, rope=rope, cache_format=cache.layout)
 
     def forward_mqa(
         self,
@@ -283,7 +265,7 @@ class FlashLatteSparseMLAImpl(MLACommonBaseImpl[SparseMLACommonMetadata], Shared
             elif self.dcp_rank == 0:
                 self.group_sinks = sinks
 
-    def _cache(self, kv_cache: torch.Tensor) -> LatentCache:
+    def _cache(self, kv_cache: torch.Tensor, k_scale: torch.Tensor | None = None) -> LatentCache:
         """vLLM's cache: plain values [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
         ds_mla = self.kv_cache_dtype == DS_MLA
         layout = as_format(DS_MLA_FORMAT) if ds_mla else plain_format(kv_cache.dtype, kv_cache.shape[-1])

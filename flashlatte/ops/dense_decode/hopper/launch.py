@@ -18,7 +18,7 @@ from flashlatte.ops.dense_decode.hopper.few_rows.tiles import ROWS as FEW_ROWS
 from flashlatte.ops.dense_decode.hopper.fixup import clear_kernel
 from flashlatte.ops.dense_decode.hopper.kernel import dense_decode_kernel
 from flashlatte.ops.dense_decode.hopper.one_byte_producer import OneByteKeys
-from flashlatte.ops.dense_decode.hopper.producer import DenseDecodeQuery, KeyDescriptors
+from flashlatte.ops.dense_decode.hopper.producer import DenseDecodeQuery, KeyDescriptors, QueryRope
 from flashlatte.ops.dense_decode.hopper.tiles import STEP_KEYS
 from flashlatte.ops.dense_decode.reference import DenseDecodeParams
 from flashlatte.runtime import machine
@@ -70,9 +70,10 @@ class DenseDecodeLaunchPlan:
 
 
 def dense_decode(params: DenseDecodeParams) -> None:
-    q, k_cache, block_table, out = params.q, params.k_cache, params.block_table, params.out
-    batch, s_q, h_q, head_dim = q.shape
-    num_pages, page_size, h_kv, _ = k_cache.shape
+    k_cache, block_table, out = params.k_cache, params.block_table, params.out
+    q, q_rope = _query_parts(params)
+    batch, s_q, h_q, _ = q.shape
+    num_pages, page_size, h_kv, head_dim = k_cache.shape
     max_pages = block_table.shape[1]
     device = q.device
     heads = h_q // h_kv
@@ -84,14 +85,11 @@ def dense_decode(params: DenseDecodeParams) -> None:
         machine.num_sms(device), batch, rows, h_kv, max_pages * page_size, params.batch_invariant, one_byte, fp8
     )
     few_rows = launch_plan.few_rows
-    if row_align(q, _ALIGN) == 1:
-        q = q.clone(memory_format=torch.contiguous_format)
-    q_strides = strides_in_use(q)
     out_align = row_align(out)
-    q_request, q_token, q_head = (stride // _ALIGN for stride in q_strides)
     # The kernels for few rows and in e4m3 load their queries through registers.
-    half, rope = (None, None) if few_rows or fp8 else _query_descriptors(q, q_strides, heads)
-    query = DenseDecodeQuery(half, rope, q, q_request, q_token, q_head, heads, rows)
+    half, rope = (None, None) if few_rows or fp8 else _query_descriptors(q, q_rope, heads)
+    separate = QueryRope(None, 0, 0, 0) if q_rope is None else QueryRope(q_rope, *_aligned_strides(q_rope))
+    query = DenseDecodeQuery(half, rope, q, *_aligned_strides(q), heads, rows, separate)
     descriptors, one_byte_keys = _keys(k_cache, box, few_rows, fp8)
     table = BlockTable(block_table, block_table.stride(0), num_pages)
     limit = min(max_pages * page_size, 2**31 - 1 - STEP_KEYS.value)
@@ -202,14 +200,38 @@ def make_plan(
     )
 
 
-def _query_descriptors(q: torch.Tensor, strides: tuple[int, ...], heads: int) -> tuple[Any, Any]:
-    """TMA descriptors of 64 rows of q: of 256 columns, and of the rope. (None, None) if 64 rows are not a box, or an
-    axis has stride 0."""
-    repeats = any(size > 1 and not stride for size, stride in zip(q.shape, strides, strict=False))
-    if repeats or (heads % ROWS.value and ROWS.value % heads):
-        return None, None
+def _query_parts(params: DenseDecodeParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries, and their rope if it is another tensor, whose rows the kernel can copy. They are joined otherwise."""
+    q, q_rope = params.q, params.q_rope
+    if q_rope is not None:
+        widths = q.shape[3], q_rope.shape[3]
+        if widths == (LATENT.value, ROPE.value) and row_align(q, _ALIGN) == row_align(q_rope, _ALIGN) == _ALIGN:
+            return q, q_rope
+        q = params.whole_q
+    return (q if row_align(q, _ALIGN) == _ALIGN else q.clone(memory_format=torch.contiguous_format)), None
+
+
+def _aligned_strides(q: torch.Tensor) -> tuple[int, int, int]:
+    request, token, head = strides_in_use(q)
+    return request // _ALIGN, token // _ALIGN, head // _ALIGN
+
+
+def _query_descriptors(q: torch.Tensor, q_rope: torch.Tensor | None, heads: int) -> tuple[Any, Any]:
+    """TMA descriptors of 64 rows of queries: of 256 columns, and of the rope. (None, None) if 64 rows are not a box, or
+    an axis has stride 0."""
     box = (1, max(ROWS.value // heads, 1), min(heads, ROWS.value))
-    return _tiles(Address(q.data_ptr(), q.dtype), tuple(q.shape), strides, box)
+    if (heads % ROWS.value and ROWS.value % heads) or _repeats(q) or (q_rope is not None and _repeats(q_rope)):
+        return None, None
+    half, rope = _tiles(Address(q.data_ptr(), q.dtype), tuple(q.shape), strides_in_use(q), box)
+    if q_rope is not None:
+        address = Address(q_rope.data_ptr(), q_rope.dtype)
+        rope = describe(address, tuple(q_rope.shape), strides_in_use(q_rope), (*box, ROPE.value))
+    return half, rope
+
+
+def _repeats(q: torch.Tensor) -> bool:
+    """Whether an axis repeats its elements: TMA requires strides above 0."""
+    return any(size > 1 and not stride for size, stride in zip(q.shape, q.stride(), strict=True))
 
 
 def _keys(k_cache: torch.Tensor, box: int, few_rows: bool, fp8: bool) -> tuple[KeyDescriptors, OneByteKeys]:

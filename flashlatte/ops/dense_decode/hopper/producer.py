@@ -1,8 +1,8 @@
 """The producer: four warps that fill the tiles by TMA; queries by cp.async if TMA cannot copy them."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -39,12 +39,21 @@ from flashlatte.split_kv import device
 _DESCRIPTOR = gl.constexpr("dense_decode_kernel_param_0")
 
 
+class QueryRope(NamedTuple):
+    """The rope of the queries, if it is not in ``DenseDecodeQuery.q``: None and zeros otherwise."""
+
+    q_rope: Pointer
+    stride_request: Int64
+    stride_token: Int64
+    stride_head: Int64
+
+
 class DenseDecodeQuery(NamedTuple):
     """The queries, with strides in units of 8 elements (16 bytes). ``heads``: rows per token; ``rows``: rows per kv
     head.
 
-    ``half`` and ``rope`` are descriptors of q for boxes of tokens and heads with 64 rows; None if there are
-    no such boxes.
+    ``half`` and ``rope`` are descriptors of the latent part and of the rope for boxes of tokens and heads with 64 rows;
+    None if there are no such boxes.
     """
 
     half: Pointer
@@ -55,6 +64,7 @@ class DenseDecodeQuery(NamedTuple):
     stride_head: Int64
     heads: Int32
     rows: Int32
+    separate: QueryRope
 
 
 class QueryTileOrigin(NamedTuple):
@@ -92,7 +102,8 @@ def load_query_ropes(args, request, CONFIG: gl.constexpr):
     query, query_origin, rope = args.query, args.query_origin, args.tiles.q.rope
     if CONFIG.has_rope:
         if query.half is not None:
-            tma_load(query.rope, [request, query_origin.token, query_origin.head, LATENT], args.full.q, rope.index(0))
+            col = LATENT if query.separate.q_rope is None else 0
+            tma_load(query.rope, [request, query_origin.token, query_origin.head, col], args.full.q, rope.index(0))
         else:
             _copy(rope, query, request, args.work, LATENT, ROPE)
 
@@ -124,16 +135,19 @@ def query_pointers(
     FIRST_ROW: gl.constexpr = 0,
 ):
     """Pointers [rows, columns] to a request's queries from row FIRST_ROW of the group on, and the mask [rows, 1] of
-    existing rows."""
+    existing rows. The columns are of the latent part, or all of the rope."""
     row = group.first_row + FIRST_ROW + gl.arange(0, ROW_COUNT, gl.SliceLayout(1, COPY))
     head = group.kv_head * query.heads + row % query.heads
+    SEPARATE: gl.constexpr = FIRST_COL == LATENT and query.separate.q_rope is not None
+    strides = query.separate if SEPARATE else query
     offset = (
-        request.to(gl.int64) * query.stride_request
-        + (row // query.heads).to(gl.int64) * query.stride_token
-        + head.to(gl.int64) * query.stride_head
+        request.to(gl.int64) * strides.stride_request
+        + (row // query.heads).to(gl.int64) * strides.stride_token
+        + head.to(gl.int64) * strides.stride_head
     )
-    col = FIRST_COL + gl.arange(0, COLS, gl.SliceLayout(0, COPY))
-    return query.q + (offset * 8)[:, None] + col[None, :], (row < query.rows)[:, None]
+    col = (0 if SEPARATE else FIRST_COL) + gl.arange(0, COLS, gl.SliceLayout(0, COPY))
+    first = query.separate.q_rope if SEPARATE else query.q
+    return first + (offset * 8)[:, None] + col[None, :], (row < query.rows)[:, None]
 
 
 class KeyDescriptors(NamedTuple):

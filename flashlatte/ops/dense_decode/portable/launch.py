@@ -55,7 +55,7 @@ _FIXED_SPLITS = 128
 
 
 def dense_decode(params: DenseDecodeParams) -> None:
-    q, k_cache, block_table, out = params.q, params.k_cache, params.block_table, params.out
+    q, k_cache, block_table, out = params.whole_q, params.k_cache, params.block_table, params.out
     batch, s_q, h_q, head_dim = q.shape
     num_pages, page_size, h_kv, _ = k_cache.shape
     head_dim_v = out.shape[3]

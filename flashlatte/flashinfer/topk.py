@@ -1,0 +1,142 @@
+"""Top-k selection for sparse attention: ``top_k``, and its forms that convert positions to cache indices."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+from flashlatte.ops.index_convert import index_convert
+from flashlatte.ops.topk import topk as select
+from flashlatte.runtime import checks
+
+
+class TopKTieBreak(IntEnum):
+    """The entry that is preferred among equal ones. FlashLatte prefers smaller indices, and refuses LARGE."""
+
+    NONE = 0
+    SMALL = 1
+    LARGE = 2
+
+
+def top_k(
+    input: torch.Tensor,
+    k: int,
+    sorted: bool = False,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest entries of each row: ``flashlatte.topk``.
+
+    Args:
+        input: [rows, width], float32 or bf16, or fp16, which is converted to float32.
+        k: 1 to 4096, at most width.
+        sorted: sort by descending value instead of by ascending index.
+        deterministic, dsa_graph_safe: unused: results are deterministic, and every call may be captured.
+        tie_break: ``TopKTieBreak.NONE`` or ``SMALL``: smaller indices are preferred.
+
+    Returns:
+        values [rows, k] in input's dtype and indices int64 [rows, k]. NaN is below all other values.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype or shape; ``TopKTieBreak.LARGE``.
+    """
+    scores = _scores(input, tie_break)
+    if checks.positive_int("k", k) > input.shape[1]:
+        raise ValueError(f"k must be at most input's width {input.shape[1]}, got {k}")
+    with checks.naming(logits="input", sort="sorted"):
+        indices, values = select(scores, k, sort=sorted, return_values=True)
+    return values.to(input.dtype), indices.long()
+
+
+def top_k_page_table_transform(
+    input: torch.Tensor,
+    src_page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    row_to_batch: torch.Tensor | None = None,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The entries of a table at the k largest scores of each row: ``flashlatte.topk`` and ``flashlatte.index_convert``.
+
+    Args:
+        input: [rows, width], float32 or bf16, or fp16, which is converted to float32.
+        src_page_table: int32 [b, width], an entry for each position of a request.
+        lengths: int32 or int64 [rows], positions of each row.
+        k: 1 to 4096.
+        row_to_batch: int32 or int64 [rows], the request of each row; if None, row i is of request i.
+        deterministic, tie_break, dsa_graph_safe: as in ``top_k``.
+        row_starts: int32 or int64 [rows], the first position of each row; 0 if None.
+
+    Returns:
+        int32 [rows, k], in ascending order of position, padded with -1. A negative entry of the table becomes -1.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; ``TopKTieBreak.LARGE``.
+    """
+    indices = _selected(input, lengths, k, tie_break, row_starts)
+    if row_starts is not None:
+        indices = _shifted(indices, row_starts)
+    with checks.naming(block_table="src_page_table", request_ids="row_to_batch", indices="input"):
+        return index_convert(indices, src_page_table, 1, request_ids=row_to_batch)
+
+
+def top_k_ragged_transform(
+    input: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The positions of the k largest scores of each row, plus an offset: ``flashlatte.topk``.
+
+    Args:
+        input: [rows, width], float32 or bf16, or fp16, which is converted to float32.
+        offsets: int32 or int64 [rows], added to the positions of a row.
+        lengths: int32 or int64 [rows], positions of each row.
+        k: 1 to 4096.
+        deterministic, tie_break, dsa_graph_safe: as in ``top_k``.
+        row_starts: int32 or int64 [rows], the first column of each row; 0 if None. Positions are relative to it.
+
+    Returns:
+        int32 [rows, k], ascending, padded with -1.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; ``TopKTieBreak.LARGE``.
+    """
+    indices = _selected(input, lengths, k, tie_break, row_starts)
+    checks.indices("offsets", offsets, (input.shape[0],), input.device, may_be_empty=1)
+    return _shifted(indices, offsets)
+
+
+def _selected(
+    input: torch.Tensor, lengths: torch.Tensor, k: int, tie_break: int, row_starts: torch.Tensor | None
+) -> torch.Tensor:
+    """int32 [rows, k], relative to ``row_starts``."""
+    scores = _scores(input, tie_break)
+    checks.indices("lengths", lengths, (scores.shape[0],), scores.device, may_be_empty=1)
+    ends = lengths
+    if row_starts is not None:
+        checks.indices("row_starts", row_starts, (scores.shape[0],), scores.device, may_be_empty=1)
+        ends = row_starts + lengths
+    with checks.naming(logits="input", start="row_starts", end="lengths"):
+        return select(scores, k, start=row_starts, end=ends)
+
+
+def _scores(input: torch.Tensor, tie_break: int) -> torch.Tensor:
+    if checks.integer("tie_break", tie_break) not in (TopKTieBreak.NONE, TopKTieBreak.SMALL):
+        raise ValueError(f"tie_break must be TopKTieBreak.NONE or SMALL, as smaller indices win, got {tie_break}")
+    checks.tensor("input", input, ("rows", "width"), (torch.float32, torch.bfloat16, torch.float16), may_be_empty=1)
+    return input.float() if input.dtype == torch.float16 else input
+
+
+def _shifted(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """``offsets`` [rows] added to the valid indices."""
+    return torch.where(indices < 0, -1, indices + offsets.unsqueeze(1)).int()
