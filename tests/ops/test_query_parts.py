@@ -20,7 +20,7 @@ from support.torch_op import assert_compiles, opcheck
 from flashlatte import sparse_decode, sparse_prefill
 from flashlatte.ops.sparse_decode import api as decode_api
 from flashlatte.ops.sparse_prefill import api as prefill_api
-from flashlatte.runtime import machine, query_parts
+from flashlatte.runtime import gradients, machine, query_parts
 from flashlatte.testing.cases import SparseDecodeCase, SparsePrefillCase
 
 BACKEND = "portable" if machine.interpreting() else "reference"
@@ -189,6 +189,20 @@ def test_errors_name_the_argument(name: str, change: Callable[..., Any], error: 
     FUNCTIONS[name](**valid)
     with pytest.raises(error, match=message):
         FUNCTIONS[name](**(valid | {"q_rope": change(valid["q_rope"])}))
+
+
+@pytest.mark.skipif(machine.interpreting(), reason="the same checks")
+@pytest.mark.parametrize("name", VALID)
+def test_the_rotated_part_is_an_input_like_q(monkeypatch, name: str) -> None:
+    """Its gradient is dropped with a warning, and the output must not begin at its address."""
+    monkeypatch.setattr(gradients, "_warned", set())
+    valid, function = VALID[name], FUNCTIONS[name]
+    with pytest.warns(UserWarning, match="has no backward"):
+        function(**(valid | {"q_rope": valid["q_rope"].detach().clone().requires_grad_()}))
+    rope = valid["q_rope"]
+    out = torch.zeros(*rope.shape[:-1], valid.get("head_dim_v", valid.get("d_v")), dtype=rope.dtype)
+    with pytest.raises(ValueError, match=r"^out must share no memory with q_rope "):
+        function(**(valid | {"q_rope": out[..., : rope.shape[-1]], "out": out}))
 
 
 @pytest.mark.skipif(machine.interpreting(), reason="the same checks")
