@@ -140,12 +140,17 @@ def attend_selected(
     backend: str | None,
     batch_invariant: bool = False,
     sink: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of queries [T, h, head_dim], each over its selected slots ``indices`` (int [T, topk])."""
+    """Attention of queries [T, h, head_dim], each over its selected slots ``indices`` (int [T, topk]).
+
+    ``query_rope`` [T, h, rope]: the last columns of the queries, if ``query`` has only the others.
+    """
     out, _ = sparse_decode(
         query[:, None],
         cache.pages,
         indices[:, None],
+        q_rope=None if query_rope is None else query_rope[:, None],
         cache_format=cache.layout,
         attn_sink=sink,
         softmax_scale=softmax_scale,
@@ -199,11 +204,22 @@ def attend_selected_rows(
     softmax_scale: float,
     backend: str | None,
     sink: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of queries [T, h, head_dim], each over ``indices`` (int32 [T, topk]) of rows, or of slots."""
+    """Attention of queries [T, h, head_dim], each over ``indices`` (int32 [T, topk]) of rows, or of slots.
+
+    ``query_rope``: as for ``attend_selected``.
+    """
     if rows is None:
-        return attend_selected(query, cache, indices, softmax_scale, backend, sink=sink)
+        return attend_selected(query, cache, indices, softmax_scale, backend, sink=sink, query_rope=query_rope)
     out, _, _ = sparse_prefill(
-        query, rows, indices.unsqueeze(1), softmax_scale, d_v=cache.value_dim, attn_sink=sink, backend=backend
+        query,
+        rows,
+        indices.unsqueeze(1),
+        softmax_scale,
+        q_rope=query_rope,
+        d_v=cache.value_dim,
+        attn_sink=sink,
+        backend=backend,
     )
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashlatte import kv_cache
 from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.kv_cache.registry import format_of_rows
+from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
 from flashlatte.layers.attention import MLAAttention
 from flashlatte.layers.builder import MLAMetadataBuilder
+from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
+from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import machine
 
 # Lengths of a short request, whose history needs few splits, and of a long one.
@@ -38,6 +41,8 @@ def warmup_steps(
     device: str = "cpu",
 ) -> Iterator[str]:
     """Run a layer's prefill and decode steps; yields the name of each. Weights and results are uninitialized.
+
+    For a config with an indexer, also the sparse attention of vLLM's and SGLang's steps.
 
     Args:
         cache_format: format of the latents; index keys have the matching format.
@@ -85,6 +90,50 @@ def warmup_steps(
             hidden = torch.zeros(starts[-1], config.hidden_size, dtype=dtype, device=device)
             with NoArithmetic():
                 layer(hidden, caches[0], metadata, index_cache=caches[1])
+    if topk is not None and config.qk_rope_head_dim:
+        queries = config.num_attention_heads if heads is None else heads, dtype
+        layout = format_of_rows(cache_format, config.kv_lora_rank, config.qk_rope_head_dim)
+        cache = LatentCache(caches[0], layout, config.kv_lora_rank)
+        sizes = (batch * count for batch in batches_up_to(max_batch) for count in range(1, max_queries + 1))
+        yield from _plugin_steps(config, *queries, cache, topk, sorted(set(sizes)), (_NEW_TOKENS, chunk))
+
+
+def _plugin_steps(
+    config: MLAConfig,
+    heads: int,
+    dtype: torch.dtype,
+    cache: LatentCache,
+    topk: int,
+    decodes: Iterable[int],
+    prefills: Iterable[int],
+) -> Iterator[str]:
+    """Sparse attention as vLLM's and SGLang's backends call it: the parts of the queries are in two tensors.
+
+    ``decodes``, ``prefills``: numbers of query tokens.
+    """
+    device, rope, nope = cache.pages.device, config.qk_rope_head_dim, config.qk_nope_head_dim
+    sink = torch.zeros(heads, device=device) if config.attn_sink else None
+    dtype = cache.query_dtype(dtype)
+    rows = cache.pages.flatten(0, 1) if cache.layout.plain else None
+    for tokens, in_prompt in (*((count, False) for count in decodes), *((count, True) for count in prefills)):
+        yield f"{'prefill' if in_prompt else 'decode'} of {tokens} with queries in two tensors"
+        query = torch.empty(heads, tokens, config.kv_lora_rank, dtype=dtype, device=device).transpose(0, 1)
+        query_rope = torch.empty(tokens, heads, nope + rope, dtype=dtype, device=device)[..., nope:]
+        indices = torch.zeros(tokens, topk, dtype=torch.int32, device=device)
+        if in_prompt:
+            attend_selected_rows(query, cache, rows, indices, 1.0, None, sink, query_rope)
+            continue
+        attend_selected(query, cache, indices, 1.0, None, sink=sink, query_rope=query_rope)
+        if cache.layout.plain:  # SGLang joins the parts for caches in other formats.
+            sparse_decode(
+                query[:, None],
+                cache.pages,
+                indices[:, None],
+                q_rope=query_rope[:, None],
+                topk_length=torch.zeros(tokens, dtype=torch.int32, device=device),
+                softmax_scale=1.0,
+                head_dim_v=cache.value_dim,
+            )
 
 
 def _steps(length: int, max_batch: int, max_queries: int) -> Iterator[tuple[str, list[int], list[int]]]:

@@ -94,6 +94,7 @@ class SparseDecodeCase:
         empty_rows: fraction of query tokens with only invalid indices.
         zero_lengths: make about half of the requests empty.
         strided: put gaps between the heads of q, the rows of the indices and the pages of the caches.
+        rope: width of the rotated part of the queries in a tensor of its own; 0 if q has it.
         softmax_scale: d^-0.55 if None.
     """
 
@@ -118,6 +119,7 @@ class SparseDecodeCase:
     empty_rows: float = 0.0
     zero_lengths: bool = False
     strided: bool = False
+    rope: int = 0
     softmax_scale: float | None = None
     dtype: torch.dtype = torch.bfloat16
     index_dtype: torch.dtype = torch.int32
@@ -129,7 +131,7 @@ class SparseDecodeCase:
         q = draw.normal(self.batch, self.s_q, self.h_q, layout.head_dim, dtype=self.dtype, factor=1.0)
         k_cache, indices, topk_length = self._scope(draw, self.topk, self.s_k, self.page_size, self.topk_lengths)
         arguments = {
-            "q": with_gaps(q) if self.strided else q,
+            **_queries(q, self.rope, self.strided),
             "k_cache": k_cache,
             "indices": indices,
             "cache_format": layout,
@@ -185,6 +187,7 @@ class SparsePrefillCase:
     Attributes:
         topk_lengths: whether to pass a topk_length [s_q], values from 0 to topk.
         strided: put gaps between the rows of q, kv and the indices.
+        rope: width of the rotated part of the queries in a tensor of its own; 0 if q has it.
     """
 
     s_q: int
@@ -199,6 +202,7 @@ class SparsePrefillCase:
     invalid_share: float = 0.1
     empty_rows: float = 0.0
     strided: bool = False
+    rope: int = 0
     softmax_scale: float = 0.5
     dtype: torch.dtype = torch.bfloat16
     index_dtype: torch.dtype = torch.int32
@@ -217,7 +221,7 @@ class SparsePrefillCase:
         unselected[indices[selection_mask(indices, self.s_kv, topk_length)].long()] = False
         kv[unselected] = torch.nan
         return {
-            "q": with_gaps(q) if self.strided else q,
+            **_queries(q, self.rope, self.strided),
             "kv": with_gaps(kv) if self.strided else kv,
             "indices": with_gaps(indices) if self.strided else indices,
             "softmax_scale": self.softmax_scale,
@@ -294,3 +298,9 @@ class DensePrefillCase:
     def _boundaries(self, lengths: list[int], device: torch.device | str) -> torch.Tensor:
         boundaries = torch.tensor([self.unowned, *lengths], dtype=torch.int64).cumsum(dim=0)
         return boundaries.to(device, self.index_dtype)
+
+
+def _queries(q: torch.Tensor, rope: int, strided: bool) -> dict[str, torch.Tensor]:
+    if rope:
+        return in_two_parts(q, q.shape[-1] - rope, strided)
+    return {"q": with_gaps(q) if strided else q}

@@ -124,10 +124,10 @@ def with_gaps(x: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def in_two_parts(q: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
-    """The first ``width`` columns of queries [b, s_q, h, d] as ``q``, and the others as ``q_rope``, with the strides
-    that a model's have: q is the result of a matmul for each head, q_rope a view of wider rows."""
-    by_head = q[..., :width].permute(2, 0, 1, 3).contiguous()
-    wider = torch.full((*q.shape[:3], q.shape[3] - width + 128), torch.nan, dtype=q.dtype, device=q.device)
+def in_two_parts(q: torch.Tensor, width: int, gaps: bool = False) -> dict[str, torch.Tensor]:
+    """The first ``width`` columns of queries [..., h, d] as ``q``, and the others as ``q_rope``, with the strides that
+    a model's have: q is the result of a matmul for each head, q_rope a view of wider rows. ``gaps``: ``with_gaps``."""
+    by_head = q[..., :width].movedim(-2, 0).contiguous()
+    wider = torch.full((*q.shape[:-1], q.shape[-1] - width + 128), torch.nan, dtype=q.dtype, device=q.device)
     wider[..., 128:] = q[..., width:]
-    return {"q": by_head.permute(1, 2, 0, 3), "q_rope": wider[..., 128:]}
+    return {"q": (with_gaps(by_head) if gaps else by_head).movedim(0, -2), "q_rope": wider[..., 128:]}

@@ -66,6 +66,7 @@ def sparse_decode(
     k_cache: torch.Tensor,
     indices: torch.Tensor,
     *,
+    q_rope: torch.Tensor | None = None,
     cache_format: str | kv_cache.CacheFormat | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
@@ -81,6 +82,7 @@ def sparse_decode(
 
     ``kv_cache.unpack`` dequantizes the pages of a query's keys; ``byte_oracles`` checks it.
     """
+    q = q if q_rope is None else torch.cat((q, q_rope), dim=-1)
     batch, s_q, h_q, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     scopes = [(k_cache, indices.tolist(), _lengths(topk_length))]
@@ -114,6 +116,7 @@ def sparse_prefill(
     indices: torch.Tensor,
     softmax_scale: float | None = None,
     *,
+    q_rope: torch.Tensor | None = None,
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
@@ -121,6 +124,7 @@ def sparse_prefill(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``flashlatte.sparse_prefill``: out [s_q, h_q, d_v] in ``dtype``, max_logits and lse [s_q, h_q] in float64."""
+    q = q if q_rope is None else torch.cat((q, q_rope), dim=-1)
     s_q, h_q, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     lengths = _lengths(topk_length)

@@ -65,6 +65,20 @@ def sparse_prefill(draw: Draw) -> Call:
     return lambda: flashlatte.sparse_prefill(q, kv, indices)
 
 
+def sparse_decode_of_two_parts(draw: Draw) -> Call:
+    cache = rows(draw, 32, 64, 1, 576)
+    indices = torch.arange(32 * 64, device=DEVICE).view(2, 1, 1024).int()
+    q, q_rope = rows(draw, 128, 2, 1, 512).movedim(0, 2), rows(draw, 2, 1, 128, 192)[..., 128:]
+    return lambda: flashlatte.sparse_decode(q, cache, indices, q_rope=q_rope)
+
+
+def sparse_prefill_of_two_parts(draw: Draw) -> Call:
+    q, q_rope = rows(draw, 128, 5, 512).transpose(0, 1), rows(draw, 5, 128, 192)[..., 128:]
+    kv = rows(draw, 300, 1, 576)
+    indices = torch.arange(5 * 128, device=DEVICE, dtype=torch.int32).view(5, 1, 128)
+    return lambda: flashlatte.sparse_prefill(q, kv, indices, q_rope=q_rope)
+
+
 def dense_prefill(draw: Draw) -> Call:
     q, k, v = rows(draw, 300, 4, 192), rows(draw, 300, 4, 192), rows(draw, 300, 4, 128)
     begins = torch.tensor([0, 100, 300], dtype=torch.int32, device=DEVICE)
@@ -100,6 +114,8 @@ OPERATIONS = [
     sparse_decode,
     flash_mla_with_kvcache,
     sparse_prefill,
+    sparse_decode_of_two_parts,
+    sparse_prefill_of_two_parts,
     dense_prefill,
     merge_states,
     cache_write_and_gather,

@@ -300,6 +300,24 @@ def test_decode_that_sglang_gives_to_flash_attention(slots, num_splits):
         assert torch.allclose(out[row].double(), weights @ keys[:, :512], atol=1e-2)
 
 
+def test_both_parts_of_the_queries_are_read_in_place(monkeypatch):
+    """SGLang's latent part is the transposed result of a product, its rotated part the end of the projected queries."""
+    call, given = fa3_call(), []
+    expected = fa3.forward_fa3(untouched, Dsa(), **call)
+    call["q_nope"] = call["q_nope"].transpose(0, 1).contiguous().transpose(0, 1)
+    call["q_rope"] = torch.cat((torch.full((3, 4, 128), torch.nan), call["q_rope"]), dim=-1).bfloat16()[..., 128:]
+    real = fa3.sparse_decode
+
+    def recorded(q, *arguments, q_rope, **options):
+        given.append((q.data_ptr(), q.stride(), q_rope.data_ptr(), q_rope.stride()))
+        return real(q, *arguments, q_rope=q_rope, **options)
+
+    monkeypatch.setattr(fa3, "sparse_decode", recorded)
+    assert fa3.forward_fa3(untouched, Dsa(), **call).equal(expected)
+    nope, rope = (call[name].unsqueeze(1) for name in ("q_nope", "q_rope"))
+    assert given == [(nope.data_ptr(), nope.stride(), rope.data_ptr(), rope.stride())]
+
+
 def test_decode_of_an_sglang_without_pooled_keys():
     call = fa3_call()
     earlier = fa3.forward_fa3(untouched, SimpleNamespace(num_splits=0), **call)

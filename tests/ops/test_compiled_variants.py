@@ -42,6 +42,18 @@ SAME_CODE = [
         {"s_q": [1, 3, 33], "heads": [1, 48, 128], "s_kv": [1, 100], "topk": [1, 17, 300], "kv_pad": [0, 8, 24]},
         1,
     ),
+    (
+        "sparse_decode",
+        "hopper",
+        {**BATCHES, **STRIDES, "topk": [64, 100, 2048], "page_size": [2, 64, 576], "split_q": [True]},
+        5,
+    ),
+    (
+        "sparse_prefill",
+        "hopper",
+        {"s_q": [1, 3, 33], "heads": [1, 48, 128], "s_kv": [1, 100], "q_pad": [0, 8, 24], "split_q": [True]},
+        1,
+    ),
     ("dense_prefill", "hopper", {**TOKENS, **WINDOWS, **STRIDES}, 1),
     ("dense_prefill_backward", "hopper", {**TOKENS, "pad": [0, 8, 24]}, 1),
     (
@@ -62,6 +74,8 @@ SAME_CODE = [
     ("dense_decode", "portable", {**BATCHES, "columns": [1, 64, 3000]}, 2),
     ("sparse_decode", "portable", {**BATCHES, "topk": [200, 2048, 4000], "pages": [2, 9]}, 2),
     ("sparse_prefill", "portable", {"s_q": [1, 64, 200], "topk": [1, 300, 4000], "s_kv": [1, 100, 9000]}, 1),
+    ("sparse_prefill", "portable", {"s_q": [1, 64, 200], "q_pad": [0, 8, 24], "split_q": [True]}, 1),
+    ("sparse_decode", "portable", {**BATCHES, "q_pad": [0, 8, 24], "split_q": [True]}, 2),
     ("sparse_attention_backward", "portable", {"s_q": [1, 64, 200], "topk": [1, 300], "s_kv": [1, 100, 9000]}, 1),
     ("indexer_loss", "portable", {"s_q": [1, 64, 200], "topk": [1, 300], "s_kv": [1, 100, 9000]}, 1),
     ("indexer_loss", "portable", {"s_q": [1, 64, 200], "topk": [None], "s_kv": [1, 100, 9000]}, 1),

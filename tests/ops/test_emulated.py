@@ -88,6 +88,9 @@ SPARSE_DECODE = {
     "v41_fp4, 64 heads": (8, SparseDecodeCase(2, 1, 300, 64, 130, "v41_fp4", page_size=61, duplicates=True)),
     "v32_no_rope": (12, SparseDecodeCase(2, 1, 400, 128, 192, "v32_no_rope", topk_lengths="request")),
     "bf16": (8, SparseDecodeCase(2, 1, 300, 128, 130, "bf16", head_dim=576)),
+    "split queries, one block": (8, SparseDecodeCase(2, 1, 300, 16, 128, rope=64, strided=True)),
+    "split queries, cluster": (12, SparseDecodeCase(2, 2, 300, 128, 192, topk_lengths="token", rope=64)),
+    "split queries, bf16": (8, SparseDecodeCase(3, 1, 300, 100, 130, "bf16", head_dim=576, rope=64)),
     "bf16 without rope": (8, SparseDecodeCase(2, 1, 300, 64, 130, "bf16", head_dim=512, topk_lengths="token")),
     "odd pages": (8, SparseDecodeCase(2, 1, 300, 128, 128, "model1", page_size=61, duplicates=True, empty_rows=0.5)),
 }
@@ -103,6 +106,7 @@ SPARSE_PREFILL = {
     "typical": SparsePrefillCase(2, 200, 128, 130, topk_lengths=True),
     "64 heads without rope": SparsePrefillCase(3, 200, 64, 100, head_dim=512, empty_rows=0.3),
     "few heads": SparsePrefillCase(2, 90, 3, 64, duplicates=True, strided=True),
+    "split queries": SparsePrefillCase(3, 200, 100, 130, topk_lengths=True, rope=64, strided=True),
 }
 
 
@@ -210,7 +214,12 @@ PORTABLE = {
     "model1": (flashlatte.sparse_decode, SparseDecodeCase(2, 1, 300, 64, 128, "model1", topk_lengths="token")),
     "v41_fp4": (flashlatte.sparse_decode, SparseDecodeCase(2, 1, 300, 16, 128, "v41_fp4")),
     "bf16": (flashlatte.sparse_decode, SparseDecodeCase(2, 1, 300, 64, 130, "bf16", head_dim=576, empty_rows=0.5)),
+    "bf16, split queries": (
+        flashlatte.sparse_decode,
+        SparseDecodeCase(2, 1, 300, 64, 130, "bf16", head_dim=576, rope=64),
+    ),
     "sparse prefill": (flashlatte.sparse_prefill, SparsePrefillCase(2, 200, 16, 130, topk_lengths=True)),
+    "sparse prefill, split queries": (flashlatte.sparse_prefill, SparsePrefillCase(2, 200, 16, 130, rope=64)),
     "dense prefill": (flashlatte.dense_prefill, DensePrefillCase(2, 100, 130, 2, 1, causal=True, varlen=True)),
 }
 

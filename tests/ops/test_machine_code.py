@@ -134,6 +134,9 @@ MORE_HOPPER = [
             {"form": "v41_fp4", "heads": 192, **LENGTHS},
             {"form": "v41_fp4", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
             {"form": "bf16", "batch": 128},
+            {"batch": 128, "split_q": True},
+            {"heads": 16, "split_q": True},
+            {"form": "bf16", "split_q": True, **LENGTHS},
             {"form": "bf16", "head_dim": 512, **LENGTHS},
         )
     ),
@@ -141,6 +144,8 @@ MORE_HOPPER = [
     Variant("sparse_prefill", "hopper", {"head_dim": 512}),
     Variant("sparse_prefill", "hopper", {"head_dim": 512, "dtype": FP16, "lengths": True}),
     Variant("sparse_prefill", "hopper", {"sinks": False}),
+    Variant("sparse_prefill", "hopper", {"split_q": True, "lengths": True}),
+    Variant("sparse_prefill", "hopper", {"split_q": True, "heads": 16, "s_q": 2112, "topk": 512, "s_kv": 4096}),
     Variant("dense_prefill", "hopper", {"head_dim": 128}),
     Variant("dense_prefill", "hopper", {"dtype": FP16, "out_pad": 1}),
     *(
@@ -186,6 +191,8 @@ MORE_PORTABLE = [
         for heads in (8, 32)
     ),
     Variant("sparse_prefill", "portable", {"head_dim": 512}, spills=8),
+    Variant("sparse_prefill", "portable", {"split_q": True, "lengths": True}, spills=8),
+    Variant("sparse_decode", "portable", {"form": "bf16", "split_q": True}, spills=8),
     *(Variant("sparse_prefill", "portable", {"heads": heads}, products="hmma") for heads in (8, 16, 32)),
     Variant("dense_prefill", "portable", {"head_dim": 128}),
     *(

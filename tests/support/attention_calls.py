@@ -142,6 +142,18 @@ def paged_attention(
     return record("paged_attention", backend, problem, arch=arch)
 
 
+def queries(
+    rows: tuple[int, ...], width: int, pad: int, dtype: torch.dtype, split: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries [*rows, width] and None, or their two parts as layers compute them: the latent part with the heads before
+    the tokens, the rotated one behind columns that are not rotated."""
+    if not split:
+        return torch.empty(*rows, width + pad, dtype=dtype)[..., :width], None
+    *tokens, heads = rows
+    latent = torch.empty(heads, *tokens, width - 64 + pad, dtype=dtype)[..., : width - 64].movedim(0, -2)
+    return latent, torch.empty(*rows, 128 + 64 + pad, dtype=dtype)[..., 128 : 128 + 64]
+
+
 def sparse_decode(
     record: Callable[..., list[Recorded]],
     backend: str,
@@ -161,6 +173,7 @@ def sparse_decode(
     dtype: torch.dtype = BF16,
     index_dtype: torch.dtype = torch.int32,
     q_pad: int = 0,
+    split_q: bool = False,
     out_pad: int = 0,
     batch_invariant: bool = False,
     arch: int | None = 90,
@@ -171,11 +184,12 @@ def sparse_decode(
     storage = torch.empty(pages * stride, dtype=layout.record_dtype)
     cache = storage.as_strided((pages, page_size, 1, width), (stride, width, width, 1))
     length = torch.empty(batch, dtype=index_dtype) if lengths else None
+    q, q_rope = queries((batch, s_q, heads), layout.head_dim, q_pad, dtype, split_q)
     return record(
         "sparse_decode",
         backend,
         SparseDecodeParams(
-            q=torch.empty(batch, s_q, heads, layout.head_dim + q_pad, dtype=dtype)[..., : layout.head_dim],
+            q=q,
             k_cache=cache,
             indices=torch.empty(batch, s_q, topk, dtype=index_dtype),
             cache_format=layout.name,
@@ -189,6 +203,7 @@ def sparse_decode(
             batch_invariant=batch_invariant,
             out=torch.empty(batch, s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
             lse=torch.empty(batch, s_q, heads).transpose(1, 2),
+            q_rope=q_rope,
         ),
         arch=arch,
     )
@@ -208,14 +223,17 @@ def sparse_prefill(
     lengths: bool = False,
     sinks: bool = True,
     kv_pad: int = 0,
+    q_pad: int = 0,
+    split_q: bool = False,
     out_pad: int = 0,
     arch: int | None = 90,
 ) -> list[Recorded]:
+    q, q_rope = queries((s_q, heads), head_dim, q_pad, dtype, split_q)
     return record(
         "sparse_prefill",
         backend,
         SparsePrefillParams(
-            q=torch.empty(s_q, heads, head_dim, dtype=dtype),
+            q=q,
             kv=torch.empty(s_kv, 1, head_dim + kv_pad, dtype=dtype)[..., :head_dim],
             indices=torch.empty(s_q, 1, topk, dtype=index_dtype),
             topk_length=torch.empty(s_q, dtype=index_dtype) if lengths else None,
@@ -225,6 +243,7 @@ def sparse_prefill(
             out=torch.empty(s_q, heads, d_v + out_pad, dtype=dtype)[..., :d_v],
             max_logits=torch.empty(s_q, heads),
             lse=torch.empty(s_q, heads),
+            q_rope=q_rope,
         ),
         arch=arch,
     )

@@ -43,6 +43,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "v41_fp4, ranges, alone": {"form": "v41_fp4", "heads": 192, **LENGTHS},
     "v41_fp4, blocks": {"form": "v41_fp4", "batch": 2, "heads": 64, "topk": 128, "extra_topk": 512},
     "bf16 576, whole items": {"form": "bf16", "batch": 128},
+    "v32, whole items, query parts": {"batch": 128, "split_q": True},
+    "v32, ranges, query parts": {"split_q": True, **LENGTHS},
+    "v32, equal splits, alone, query parts": {"heads": 16, "split_q": True},
+    "v32, blocks, query parts": {"batch": 2, "s_q": 1, "heads": 16, "split_q": True},
+    "bf16 576, whole items, query parts": {"form": "bf16", "batch": 128, "split_q": True},
     "bf16 512, ranges": {"form": "bf16 512", **LENGTHS},
 }
 

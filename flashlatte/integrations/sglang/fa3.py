@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.ops.sparse_decode import sparse_decode
 
 # SGLang allocates its pools in whole pages of this many tokens.
@@ -60,9 +59,10 @@ def forward_fa3(
         return original(self, q_rope, kv_cache, v_head_dim, q_nope, page_table, *rest)
     page = _PAGE if kv_cache.shape[0] % _PAGE == 0 else 1
     out, _ = sparse_decode(
-        concat_mla_q(q_nope, q_rope).unsqueeze(1),
+        q_nope.unsqueeze(1),
         kv_cache.view(-1, page, 1, width),
         page_table.unsqueeze(1),
+        q_rope=q_rope.unsqueeze(1),
         topk_length=cache_seqlens[:tokens],
         softmax_scale=sm_scale,
         head_dim_v=v_head_dim,

@@ -99,6 +99,18 @@ def load_tile(base, offsets, in_use, step: tl.constexpr):
 
 
 @triton.jit
+def load_query(base, offsets, rope, request, token, head, in_use, step: tl.constexpr):
+    """The queries at ``offsets``, with the rotated part of ``rope``, a ``rows.QueryRope``, if that has it."""
+    if rope.start is None:
+        return load_tile(base, offsets, in_use, step)
+    else:
+        latent = load_rows(base, offsets, in_use, 0, step.latent_dim, step.latent)
+        offsets = request * rope.stride_request + token * rope.stride_token + head.to(tl.int64) * rope.stride_head
+        rope_dim: tl.constexpr = step.head_dim - step.latent_dim
+        return RowTile(latent, load_rows(rope.start, offsets * rope.align, in_use, 0, rope_dim, step.rope))
+
+
+@triton.jit
 def load_keys(kv, index, valid, step: tl.constexpr):
     """The rows of kv, a ``rows.TokenRows``, at ``index`` [block_n]; 0 where not ``valid``."""
     return load_tile(kv.start, tl.where(valid, index, 0) * kv.stride * kv.align, valid, step)

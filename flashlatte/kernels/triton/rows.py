@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_layout import row_alignment
-from flashlatte.runtime.kernel_records import Constant, ElementPointer, Int32, Int64, Pointer
-from flashlatte.runtime.strides import stride_in_use
+from flashlatte.runtime import query_parts
+from flashlatte.runtime.kernel_records import Constant, ElementPointer, Int32, Int64, OptionalInt32, Pointer
+from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 
 
 class TokenRows(NamedTuple):
@@ -41,6 +42,17 @@ class BatchQuery(NamedTuple):
     stride_request: Int64
     stride_token: Int64
     stride_head: Int64
+
+
+class QueryRope(NamedTuple):
+    """The rotated part of queries in a tensor of its own, with strides in units of ``align`` elements. Without
+    such a tensor, start and strides are None."""
+
+    start: Pointer
+    stride_request: OptionalInt32
+    stride_token: OptionalInt32
+    stride_head: OptionalInt32
+    align: Constant
 
 
 class CacheRows(NamedTuple):
@@ -82,6 +94,25 @@ def head_rows(x: torch.Tensor | None, align: int | None = None) -> HeadRows:
         return HeadRows(None, 0, 0, 1)
     align = align or row_alignment(x, 0, 1)
     return HeadRows(x, stride_in_use(x, 0) // align, stride_in_use(x, 1) // align, align)
+
+
+def query_and_rope(
+    q: torch.Tensor, q_rope: torch.Tensor | None, latent: int, rope_tile: int
+) -> tuple[torch.Tensor, QueryRope]:
+    """The queries [b, s_q, h_q, d] or [s_q, h_q, d], and the record of their rotated part.
+
+    That part is joined to ``q`` if a kernel cannot load it by itself.
+
+    Args:
+        latent: width of the latent part in a kernel's tiles.
+        rope_tile: width of the tiles of the rotated part; 0 without one.
+    """
+    if q_rope is not None:
+        align = row_align(q_rope)
+        request, token, head = (0, *(stride // align for stride in strides_in_use(q_rope)))[-3:]
+        if q.shape[-1] == latent and rope_tile > 0 and max(request, token, head) < 2**31:
+            return q, QueryRope(q_rope, request, token, head, align)
+    return query_parts.join(q, q_rope), QueryRope(None, None, None, None, 1)
 
 
 def cache_rows(cache: torch.Tensor | None, *, strided: bool, align: int | None = None) -> CacheRows:

@@ -11,7 +11,7 @@ from flashlatte.kv_cache.codec import as_cache
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format, format_class, names_of
 from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
-from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, refusals, value_checks
+from flashlatte.runtime import checks, decode_outputs, dispatch, gradients, query_parts, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.strides import strides_in_use
 from flashlatte.runtime.torch_op import register_op
@@ -88,6 +88,7 @@ def sparse_decode(
     k_cache: torch.Tensor,
     indices: torch.Tensor,
     *,
+    q_rope: torch.Tensor | None = None,
     cache_format: str | CacheFormat | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
@@ -115,11 +116,16 @@ def sparse_decode(
 
     Args:
         q: [b, s_q, h_q, d], bf16, fp16, or float32 (reference only). d is the format's: 576 for ``v32``, 512 for
-            ``model1``, ``v41`` and ``v41_fp4``, the row width for the others. b and s_q may be 0.
+            ``model1``, ``v41`` and ``v41_fp4``, the row width for the others. b and s_q may be 0. Or the
+            first columns of the queries, if the others are in ``q_rope``.
         k_cache: [pages, page_size, 1, width] of any page size, in format ``v32``, ``model1``, ``v41``, ``v41_fp4``,
             ``bf16``, ``fp16`` or ``fp32``; on the reference also ``nvfp4_ds_mla``.
         indices: int32 or int64 [b, s_q, topk], topk ≥ 1: page · page_size + offset. A value outside the cache, such as
             -1, selects nothing; a token that is selected twice is attended to twice.
+        q_rope: the last columns of the queries, [b, s_q, h_q, d - width of q], in q's dtype, last stride 1; None: ``q``
+            has all d. The result is that of ``torch.cat((q, q_rope), -1)``. "hopper" reads 512 and 64 columns in place
+            if rows begin at multiples of 16 bytes, "portable" as many columns of q as a value has. Other widths are
+            copied together first.
         cache_format: format of k_cache; None infers it.
         topk_length: int32 or int64 [b] or [b, s_q]: only the first topk_length indices are used; all if None.
         attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it. -inf has no
@@ -146,20 +152,22 @@ def sparse_decode(
             backend that cannot run the call.
     """
     checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
-    batch, s_q, h_q, head_dim = q.shape
+    batch, s_q, h_q, _ = q.shape
+    head_dim = checks.query_width(q, q_rope)
     k_cache, layout = as_cache(k_cache, cache_format, "k_cache")
     if layout.takes_scale:
         raise ValueError(f"k_cache must be in {names_of(_reference_reads)} for sparse_decode, got {layout.name}")
-    _check_cache("k_cache", k_cache, layout, q)
+    _check_cache("k_cache", k_cache, layout, q, q_rope)
     _check_selection("indices", indices, "topk_length", topk_length, q, k_cache)
-    extra_k_cache, extra_format = _extra_cache(extra_k_cache, extra_indices, extra_topk_length, layout, q)
+    extra_k_cache, extra_format = _extra_cache(extra_k_cache, extra_indices, extra_topk_length, layout, q, q_rope)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (h_q,), (torch.float32,), q.device, unit_last_stride=False)
     if checks.positive_int("head_dim_v", head_dim_v) > head_dim:
-        raise ValueError(f"head_dim_v must be at most q's last dimension {head_dim}, got {head_dim_v}")
+        raise ValueError(f"head_dim_v must be at most {query_parts.last_dimension(q, q_rope)}, got {head_dim_v}")
     checks.flag("batch_invariant", batch_invariant)
     scale = checks.softmax_scale(softmax_scale, head_dim)
-    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, k_cache=k_cache, extra_k_cache=extra_k_cache)
+    inputs = {"q_rope": q_rope, "k_cache": k_cache, "extra_k_cache": extra_k_cache}
+    out, lse = decode_outputs.prepare(q, head_dim_v, out, lse, **inputs)
 
     caches = [cache for cache in (k_cache, extra_k_cache) if cache is not None]
     call = dispatch.CallSpec(
@@ -177,7 +185,7 @@ def sparse_decode(
         slots=max(cache.shape[0] * cache.shape[1] for cache in caches),
         stride_bytes=max(stride * cache.element_size() for cache in caches for stride in strides_in_use(cache)),
     )
-    gradients.warn_if_dropped(OPERATION, q, k_cache, extra_k_cache, attn_sink)
+    gradients.warn_if_dropped(OPERATION, q, q_rope, k_cache, extra_k_cache, attn_sink)
     empty_lse = checks.empty_lse(empty_lse)
     backend = dispatch.select(call, backend)
     if batch == 0 or s_q == 0:
@@ -197,6 +205,7 @@ def sparse_decode(
         batch_invariant=batch_invariant,
         out=out,
         lse=lse,
+        q_rope=q_rope,
     )
     _sparse_decode(params, backend)
     return out, lse
@@ -215,12 +224,15 @@ def _sparse_decode(params: SparseDecodeParams, backend: str) -> None:
     sparse_decode(params)
 
 
-def _check_cache(name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.Tensor) -> None:
+def _check_cache(
+    name: str, cache: torch.Tensor, layout: CacheFormat, q: torch.Tensor, q_rope: torch.Tensor | None
+) -> None:
     if cache.device != q.device:
         raise ValueError(f"{name} must be on {q.device} like the other arguments, got {cache.device}")
-    if layout.head_dim != q.shape[-1]:
+    head_dim, owners = query_parts.width(q, q_rope), query_parts.owners(q_rope)
+    if layout.head_dim != head_dim:
         raise ValueError(
-            f"{name} of format {layout.name} must have rows of q's {q.shape[-1]} elements, got {layout.head_dim}"
+            f"{name} of format {layout.name} must have rows of {owners} {head_dim} elements, got {layout.head_dim}"
         )
     if layout.plain:
         checks.same_dtype(name, cache, q)
@@ -232,6 +244,7 @@ def _extra_cache(
     length: torch.Tensor | None,
     layout: CacheFormat,
     q: torch.Tensor,
+    q_rope: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, str | None]:
     """The checked second cache and the name of its format. ``layout``: the format of the first."""
     if cache is None:
@@ -244,7 +257,7 @@ def _extra_cache(
     if isinstance(cache, torch.Tensor) and cache.dim():
         layout = layout.second_format(cache.shape[-1])
     cache, _ = as_cache(cache, layout, "extra_k_cache")
-    _check_cache("extra_k_cache", cache, layout, q)
+    _check_cache("extra_k_cache", cache, layout, q, q_rope)
     _check_selection("extra_indices", indices, "extra_topk_length", length, q, cache)
     return cache, layout.name
 

@@ -10,6 +10,7 @@ from flashlatte.kernels.softmax import attend, sink_weight
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.kv_cache.registry import as_format
 from flashlatte.kv_cache.slots import in_cache, read_slots
+from flashlatte.runtime import query_parts
 
 
 class SparseDecodeParams(NamedTuple):
@@ -29,11 +30,17 @@ class SparseDecodeParams(NamedTuple):
     batch_invariant: bool
     out: torch.Tensor
     lse: torch.Tensor
+    q_rope: torch.Tensor | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """The width of the queries, of both parts if there are two."""
+        return query_parts.width(self.q, self.q_rope)
 
     @property
     def layout(self) -> CacheFormat:
         """The format of k_cache."""
-        return as_format(self.cache_format, self.q.shape[-1])
+        return as_format(self.cache_format, self.head_dim)
 
     @property
     def extra_layout(self) -> CacheFormat:
@@ -49,7 +56,7 @@ class SparseDecodeParams(NamedTuple):
 
 @torch.no_grad()
 def sparse_decode(params: SparseDecodeParams) -> None:
-    q, out = params.q, params.out
+    q, out = query_parts.join(params.q, params.q_rope), params.out
     extra_k_cache, extra_indices = params.extra_k_cache, params.extra_indices
     scopes = [(params.k_cache, params.layout, params.indices, params.topk_length)]
     if extra_k_cache is not None and extra_indices is not None:

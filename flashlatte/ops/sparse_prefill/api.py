@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
-from flashlatte.runtime import checks, dispatch, gradients, refusals, value_checks
+from flashlatte.runtime import checks, dispatch, gradients, query_parts, refusals, value_checks
 from flashlatte.runtime.repeat import repeats_launches
 from flashlatte.runtime.torch_op import register_op
 
@@ -41,6 +41,7 @@ def sparse_prefill(
     indices: torch.Tensor,
     softmax_scale: float | None = None,
     *,
+    q_rope: torch.Tensor | None = None,
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
@@ -55,11 +56,16 @@ def sparse_prefill(
     pass, and warns once if gradients are enabled and an input requires one. ``sparse_attention`` has gradients.
 
     Args:
-        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0. d is 576 or 512 in MLA.
+        q: [s_q, h_q, d], bf16, fp16, or float32 (reference only); s_q may be 0. d is 576 or 512 in MLA. Or the
+            first columns of the queries, if the others are in ``q_rope``.
         kv: [s_kv, 1, d] in q's dtype.
         indices: int32 or int64 [s_q, 1, topk], topk ≥ 1. A value outside 0 to s_kv - 1 selects nothing; a token
             selected twice counts twice.
         softmax_scale: above 0; d^-0.5 if None.
+        q_rope: the last columns of the queries, [s_q, h_q, d - width of q], in q's dtype, last stride 1; None: ``q``
+            has all d. The result is that of ``torch.cat((q, q_rope), -1)``. "hopper" reads 512 and 64 columns in place
+            if rows begin at multiples of 16 bytes, "portable" as many columns of q as a value has. Other widths, and
+            those of ``precision="fp8"``, are copied together first.
         d_v: width of a value, at most d.
         attn_sink: float32 [h_q]: out is scaled by e^lse / (e^lse + e^sink). lse does not include it.
         topk_length: int32 or int64 [s_q]: the number of indices that count, from the first; all if None.
@@ -83,8 +89,8 @@ def sparse_prefill(
         TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
             backend that cannot run the call.
     """
-    check_operands(q, kv, indices, topk_length, attn_sink, d_v, checks.FLOAT_DTYPES)
-    s_q, h_q, head_dim = q.shape
+    head_dim = check_operands(q, kv, indices, topk_length, attn_sink, d_v, checks.FLOAT_DTYPES, q_rope)
+    s_q, h_q, _ = q.shape
     device = q.device
     if precision not in _PRECISIONS:
         raise ValueError(f"precision must be None or 'fp8', got {precision!r}")
@@ -93,7 +99,7 @@ def sparse_prefill(
         out = q.new_empty(s_q, h_q, d_v)
     else:
         checks.output("out", out, (s_q, h_q, d_v), (q.dtype,), device)
-        checks.no_overlap("out", out, q=q, kv=kv)
+        checks.no_overlap("out", out, q=q, q_rope=q_rope, kv=kv)
     max_logits = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
     lse = torch.empty_like(max_logits)
 
@@ -105,10 +111,11 @@ def sparse_prefill(
         head_dim_v=d_v,
         h_q=h_q,
         h_kv=1,
-        rows_aligned=all(checks.rows_aligned(rows) for rows in (q, kv, out)),
+        # Parts of queries that are not aligned are joined.
+        rows_aligned=all(checks.rows_aligned(rows) for rows in ((q, kv, out) if q_rope is None else (kv, out))),
         optional_features=None if precision is None else f"precision={precision!r}",
     )
-    gradients.warn_if_dropped(OPERATION, q, kv, attn_sink)
+    gradients.warn_if_dropped(OPERATION, q, q_rope, kv, attn_sink)
     empty_lse = checks.empty_lse(empty_lse)
     select = dispatch.select if precision is None else dispatch.select_kernel
     backend = select(call, backend)
@@ -126,6 +133,7 @@ def sparse_prefill(
         max_logits=max_logits,
         lse=lse,
         precision=precision,
+        q_rope=q_rope,
     )
     _sparse_prefill(params, backend)
     return out, max_logits, lse
@@ -152,13 +160,20 @@ def check_operands(
     attn_sink: torch.Tensor | None,
     d_v: int,
     dtypes: Sequence[torch.dtype],
-) -> None:
-    """Check the operands; shared with ``sparse_attention``. ``dtypes``: accepted dtypes of q."""
+    q_rope: torch.Tensor | None = None,
+) -> int:
+    """Check the operands, and return the width of the queries; shared with ``sparse_attention``.
+
+    ``dtypes``: accepted dtypes of q.
+    """
     checks.tensor("q", q, ("s_q", "h_q", "d"), dtypes, may_be_empty=1)
-    s_q, h_q, head_dim = q.shape
+    s_q, h_q, _ = q.shape
+    head_dim = checks.query_width(q, q_rope)
     device = q.device
     may_be_empty = 0 if s_q else 3
     checks.same_dtype("kv", kv, q)
+    if q_rope is not None and isinstance(kv, torch.Tensor) and kv.dim() == 3 and kv.shape[2] != head_dim:
+        raise ValueError(f"kv must have rows of q's and q_rope's {head_dim} elements, got {kv.shape[2]}")
     checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
     checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)
     if attn_sink is not None:
@@ -170,4 +185,5 @@ def check_operands(
     else:
         value_checks.entries("indices", indices, kv.shape[0])
     if checks.positive_int("d_v", d_v) > head_dim:
-        raise ValueError(f"d_v must be at most q's last dimension {head_dim}, got {d_v}")
+        raise ValueError(f"d_v must be at most {query_parts.last_dimension(q, q_rope)}, got {d_v}")
+    return head_dim

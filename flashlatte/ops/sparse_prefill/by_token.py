@@ -25,13 +25,21 @@ from flashlatte.kernels.triton.online_softmax import (
     empty_state,
     gpu_class,
     load_keys,
-    load_tile,
+    load_query,
     no_prefetch,
     normalize,
     sink_weight,
     within,
 )
-from flashlatte.kernels.triton.rows import HeadRows, TokenRows, head_row, head_rows, token_rows
+from flashlatte.kernels.triton.rows import (
+    HeadRows,
+    QueryRope,
+    TokenRows,
+    head_row,
+    head_rows,
+    query_and_rope,
+    token_rows,
+)
 from flashlatte.kernels.triton.selections import TokenSelections, first_index, selected_count, selections_of
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime.kernel_records import ElementPointer, Float32, Int64
@@ -69,6 +77,7 @@ def _load_rows(keys, ahead, start, stop, dtype: tl.constexpr, config: tl.constex
 @kernel
 def sparse_prefill_kernel(
     q: HeadRows,
+    q_rope: QueryRope,
     kv: TokenRows,
     selections: TokenSelections,
     out: HeadRows,
@@ -92,7 +101,8 @@ def sparse_prefill_kernel(
             return
     head = (tl.program_id(0) % head_blocks) * STEP.block_h + tl.arange(0, STEP.block_h)
     in_heads = head < h_q
-    q_tile = load_tile(q.start, (token * q.token_stride + head * q.head_stride) * q.align, in_heads, STEP)
+    q_offset = (token * q.token_stride + head * q.head_stride) * q.align
+    q_tile = load_query(q.start, q_offset, q_rope, 0, token, head, in_heads, STEP)
     length = selected_count(selections, token, selections.topk)
     scale = softmax_scale * LOG2_E
 
@@ -117,11 +127,13 @@ def sparse_prefill_kernel(
 
 def sparse_prefill(params: SparsePrefillParams, damaged: torch.Tensor | None = None, group: int = 1) -> None:
     """``damaged``, int32: tokens i with damaged[i // group] = 0 are not written."""
-    q, kv, out, attn_sink = params.q, params.kv, params.out, params.attn_sink
-    s_q, h_q, head_dim = q.shape
-    config, step = _config(gpu_class(q.device), h_q, head_dim, out.shape[2])
+    kv, out, attn_sink = params.kv, params.out, params.attn_sink
+    s_q, h_q, d_v = out.shape
+    config, step = _config(gpu_class(out.device), h_q, params.head_dim, d_v)
+    q, q_rope = query_and_rope(params.q, params.q_rope, step.latent_dim, step.rope)
     sparse_prefill_kernel[(s_q * -(-h_q // config.block_h),)](
         head_rows(q),
+        q_rope,
         token_rows(kv[:, 0]),
         selections_of(params.indices, params.topk_length, kv.shape[0]),
         head_rows(out),

@@ -8,6 +8,7 @@ import torch
 
 from flashlatte.kernels import fp8_attention
 from flashlatte.kernels.softmax import attend, sink_weight
+from flashlatte.runtime import query_parts
 
 GATHERED_BYTES = 64 * 2**20
 
@@ -27,11 +28,22 @@ class SparsePrefillParams(NamedTuple):
     max_logits: torch.Tensor
     lse: torch.Tensor
     precision: str | None = None
+    q_rope: torch.Tensor | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """The width of the queries, of both parts if there are two."""
+        return query_parts.width(self.q, self.q_rope)
+
+    def with_joined_queries(self) -> SparsePrefillParams:
+        """The arguments with both parts of the queries in one tensor."""
+        return self._replace(q=query_parts.join(self.q, self.q_rope), q_rope=None)
 
     def of_tokens(self, tokens: slice) -> SparsePrefillParams:
         """The arguments of a part of the query tokens."""
         return self._replace(
             q=self.q[tokens],
+            q_rope=None if self.q_rope is None else self.q_rope[tokens],
             indices=self.indices[tokens],
             topk_length=None if self.topk_length is None else self.topk_length[tokens],
             out=self.out[tokens],
@@ -42,7 +54,7 @@ class SparsePrefillParams(NamedTuple):
 
 @torch.no_grad()
 def sparse_prefill(params: SparsePrefillParams) -> None:
-    q, kv, indices, out = params.q, params.kv, params.indices, params.out
+    q, kv, indices, out = query_parts.join(params.q, params.q_rope), params.kv, params.indices, params.out
     if params.precision is not None:
         kv = fp8_attention.quantize_keys(kv)
     s_q, _, topk = indices.shape

@@ -58,9 +58,9 @@ def test_a_request_has_the_same_bits_in_any_batch(checkpoint, batch_invariant, m
 
     flags = []
 
-    def attend_selected(query, cache, slots, scale, backend, invariant, sink):
+    def attend_selected(query, cache, slots, scale, backend, invariant, *rest):
         flags.append(invariant)
-        return absorbed.attend_selected(query, cache, slots, scale, backend, invariant, sink)
+        return absorbed.attend_selected(query, cache, slots, scale, backend, invariant, *rest)
 
     monkeypatch.setattr(sparse, "attend_selected", attend_selected)
     # Their kernels sum in another order than those of decode.

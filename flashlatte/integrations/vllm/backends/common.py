@@ -11,7 +11,6 @@ from vllm.v1.attention.backend import MultipleOf
 from flashlatte.integrations.vllm import compat, support
 from flashlatte.layers.cache import LatentCache
 from flashlatte.ops.cache_write import cache_write
-from flashlatte.ops.concat_mla_q import concat_mla_q
 
 # Whether the result of a request must be bitwise independent of the other requests.
 BATCH_INVARIANT = bool(envs.VLLM_BATCH_INVARIANT)
@@ -25,14 +24,6 @@ def query_parts(
         return q, None
     nope, rope = q
     return nope, rope if rope.shape[-1] else None
-
-
-def join_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Queries [T, h, latent + rope] from vLLM's queries, or their two parts. The rotated part may have width 0."""
-    if isinstance(q, torch.Tensor):
-        return q
-    nope, rope = q
-    return concat_mla_q(nope, rope) if rope.shape[-1] else nope
 
 
 def as_wide(rows: torch.Tensor, width: int) -> torch.Tensor:

@@ -178,9 +178,14 @@ class FlashLatteSparseMLAImpl(LatentWriterMixin, MLACommonBaseImpl[SparseMLAComm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of every token over its selected tokens: [T, h, latent], and lse [T, h] if ranks share contexts."""
         cache = self._cache(kv_c_and_k_pe_cache)
-        query = common.as_wide(common.join_query(q), cache.layout.head_dim)
+        query, rope = common.query_parts(q)
+        width = cache.layout.head_dim
+        if rope is None:
+            query = common.as_wide(query, width)
+        else:
+            rope = common.as_wide(rope, width - query.shape[-1])
         if self.need_to_return_lse_for_decode:
-            return self._attend_shard(query, cache, attn_metadata)
+            return self._attend_shard(query, rope, cache, attn_metadata)
         tokens = query.shape[0]
         topk = self.topk_indices_buffer[:tokens]
         if self.host is not None:
@@ -191,7 +196,10 @@ class FlashLatteSparseMLAImpl(LatentWriterMixin, MLACommonBaseImpl[SparseMLAComm
             parts = _by_phase(kv_c_and_k_pe_cache, slots, attn_metadata.num_decode_tokens)
         out = None
         for part in parts:
-            attended = self._attend_rows(query[part.tokens], self._cache(part.pages), part.slots, part.in_prompt)
+            part_rope = None if rope is None else rope[part.tokens]
+            attended = self._attend_rows(
+                query[part.tokens], part_rope, self._cache(part.pages), part.slots, part.in_prompt
+            )
             if attended.shape[0] == tokens:
                 return attended, None
             out = query.new_empty(tokens, *attended.shape[1:]) if out is None else out
@@ -200,18 +208,27 @@ class FlashLatteSparseMLAImpl(LatentWriterMixin, MLACommonBaseImpl[SparseMLAComm
         return out, None
 
     def _attend_rows(
-        self, query: torch.Tensor, cache: LatentCache, slots: torch.Tensor, in_prompt: bool
+        self,
+        query: torch.Tensor,
+        rope: torch.Tensor | None,
+        cache: LatentCache,
+        slots: torch.Tensor,
+        in_prompt: bool,
     ) -> torch.Tensor:
         # Batch invariance: sparse prefill sums in another order than sparse decode, and the last token of a prompt may
         # be alone in its chunk, and so a decode token, or not.
         if not in_prompt or common.BATCH_INVARIANT:
-            return attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT, self.sinks)
+            return attend_selected(query, cache, slots, self.scale, None, common.BATCH_INVARIANT, self.sinks, rope)
         # Tokens of a prompt select from the same rows: sparse prefill reads a plain contiguous cache in place.
         rows = cache.pages.flatten(0, 1) if cache.layout.plain and cache.pages.is_contiguous() else None
-        return attend_selected_rows(query, cache, rows, slots, self.scale, None, self.sinks)
+        return attend_selected_rows(query, cache, rows, slots, self.scale, None, self.sinks, rope)
 
     def _attend_shard(
-        self, query: torch.Tensor, cache: LatentCache, attn_metadata: SparseMLACommonMetadata
+        self,
+        query: torch.Tensor,
+        rope: torch.Tensor | None,
+        cache: LatentCache,
+        attn_metadata: SparseMLACommonMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the selected tokens that are on this rank, for the heads of all ranks; vLLM merges by lse."""
         tokens = query.shape[0]
@@ -228,6 +245,7 @@ class FlashLatteSparseMLAImpl(LatentWriterMixin, MLACommonBaseImpl[SparseMLAComm
             query[:, None],
             cache.pages,
             slots[:, None],
+            q_rope=None if rope is None else rope[:, None],
             cache_format=cache.layout,
             topk_length=counts[:, None],
             attn_sink=self.group_sinks,

@@ -51,19 +51,26 @@ from flashlatte.kernels.triton.online_softmax import sink_weight
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import SelectedRows, copy_words, tokens_layout
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, OUTPUT, OUTPUT_ROWS, PLAIN
-from flashlatte.runtime.kernel_records import Int32, Pointer
+from flashlatte.runtime.kernel_records import OptionalInt32, Pointer
 from flashlatte.split_kv import fp24_partials
 from flashlatte.split_kv.gluon_device import PARTIAL, write_partial
 from flashlatte.split_kv.outputs import head_pointers, write_lse
 
 
-class SparseDecodeQuery(NamedTuple):
-    """The queries, with strides in units of 16 bytes."""
+class SparseDecodeQueryRows(NamedTuple):
+    """Rows of the queries, with strides in units of 16 bytes; all None if there are none."""
 
-    q: Pointer
-    stride_request: Int32
-    stride_token: Int32
-    stride_head: Int32
+    start: Pointer
+    stride_request: OptionalInt32
+    stride_token: OptionalInt32
+    stride_head: OptionalInt32
+
+
+class SparseDecodeQuery(NamedTuple):
+    """The queries. ``rope``: their rotated part, if ``rows`` has only the latent part; else nothing."""
+
+    rows: SparseDecodeQueryRows
+    rope: SparseDecodeQueryRows
 
 
 class SparseDecodeArgs(NamedTuple):
@@ -99,6 +106,20 @@ class SparseDecodeArgs(NamedTuple):
 
 
 @gluon.jit
+def _query_rows(rows, item, head, args):
+    """The rows of an item's heads."""
+    tokens = args.key_lengths.tokens
+    offset = (
+        (item // tokens).to(gl.int64) * rows.stride_request
+        + (item % tokens).to(gl.int64) * rows.stride_token
+        + head.to(gl.int64) * rows.stride_head
+    )
+    words = rows.start.to(gl.pointer_type(gl.int32), bitcast=True) + offset * 4
+    exists = head < args.outputs.heads
+    return SelectedRows(words, exists, exists)
+
+
+@gluon.jit
 def copy_query(args, item, cost, CONFIG: gl.constexpr):
     """Start copying the queries of the item that starts at ``cost``, if the CTA has a split of it; 0 after the last
     head.
@@ -107,20 +128,14 @@ def copy_query(args, item, cost, CONFIG: gl.constexpr):
     """
     if schedule.has_split(item, cost, args.work, CONFIG):
         query = args.query
-        tokens = args.key_lengths.tokens
         # Opaque: values that depend on it would otherwise be hoisted out of the main loop and kept in registers.
         head = opaque(args.work.group * ROWS + gl.arange(0, ROWS, tokens_layout(False)))
-        offset = (
-            (item // tokens).to(gl.int64) * query.stride_request
-            + (item % tokens).to(gl.int64) * query.stride_token
-            + head.to(gl.int64) * query.stride_head
-        )
-        words = query.q.to(gl.pointer_type(gl.int32), bitcast=True) + offset * 4
-        exists = head < args.outputs.heads
-        rows = SelectedRows(words, exists, exists)
+        rows = _query_rows(query.rows, item, head, args)
         copy_words(args.tiles.q.left, rows, 0, 0, 128, False)
         copy_words(args.tiles.q.right, rows, 128, 0, 128, False)
-        if CONFIG.has_rope:
+        if query.rope.start is not None:
+            copy_words(args.tiles.q.rope, _query_rows(query.rope, item, head, args), 0, 0, 32, False)
+        elif CONFIG.has_rope:
             copy_words(args.tiles.q.rope, rows, 256, 0, 32, False)
         async_copy.mbarrier_arrive(args.full.q, increment_count=False)
 

@@ -11,12 +11,12 @@ import torch
 from flashlatte.kernels.hopper.mla_tiles import KEYS, LATENT, ROPE, ROWS
 from flashlatte.kv_cache.formats import CacheFormat, Tiling
 from flashlatte.ops.sparse_decode.hopper import schedule
-from flashlatte.ops.sparse_decode.hopper.consumers import SparseDecodeQuery
+from flashlatte.ops.sparse_decode.hopper.consumers import SparseDecodeQuery, SparseDecodeQueryRows
 from flashlatte.ops.sparse_decode.hopper.kernel import cluster_kernel, kernel
 from flashlatte.ops.sparse_decode.hopper.rows import CacheSelection
 from flashlatte.ops.sparse_decode.hopper.tiles import MODEL1, PLAIN, V32, V41, V41_FP4, producer_warps
 from flashlatte.ops.sparse_decode.reference import SparseDecodeParams
-from flashlatte.runtime import machine
+from flashlatte.runtime import machine, query_parts
 from flashlatte.runtime.strides import row_align, stride_in_use, strides_in_use
 from flashlatte.runtime.triton_internals import clusters_fill
 from flashlatte.split_kv import combine, plan
@@ -34,6 +34,7 @@ _OVERHEAD = 2
 _MAX_BLOCK_ROWS = 3000
 # Alignment of rows of q that the copies require: 16 bytes, in two-byte elements.
 _ALIGN = 8
+_NO_ROWS = SparseDecodeQueryRows(None, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class SparseDecodeLaunchPlan:
 def sparse_decode(params: SparseDecodeParams) -> None:
     q, indices, out = params.q, params.indices, params.out
     extra_k_cache, extra_indices = params.extra_k_cache, params.extra_indices
-    batch, s_q, h_q, head_dim = q.shape
+    batch, s_q, h_q, _ = q.shape
     device = q.device
     topk = indices.shape[2]
     extra_topk = None if extra_indices is None else extra_indices.shape[2]
@@ -85,9 +86,7 @@ def sparse_decode(params: SparseDecodeParams) -> None:
     if extra_k_cache is not None and extra_indices is not None:
         extra, extra_alignment, extra_flat = _selection(extra_k_cache, extra_indices, "extra_k_cache", layout)
         alignment, flat = min(alignment, extra_alignment), flat and extra_flat
-    if row_align(q, _ALIGN) == 1 or any(stride // _ALIGN >= 2**31 for stride in strides_in_use(q)):
-        q = q.clone(memory_format=torch.contiguous_format)
-    query = SparseDecodeQuery(q, *(stride // _ALIGN for stride in strides_in_use(q)))
+    query = _query(q, params.q_rope)
     out_align = row_align(out)
     lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
     outputs = outputs_of(out, params.lse, params.attn_sink, params.empty_lse, out_align)
@@ -110,7 +109,7 @@ def sparse_decode(params: SparseDecodeParams) -> None:
         CONFIG=schedule.SparseDecodeConfig(
             format=kind,
             producer_threads=32 * producer_warps(kind),
-            has_rope=head_dim == LATENT.value + ROPE.value,
+            has_rope=params.head_dim == LATENT.value + ROPE.value,
             alignment=alignment,
             flat=flat,
             out_align=out_align,
@@ -129,6 +128,22 @@ def sparse_decode(params: SparseDecodeParams) -> None:
         )
     elif scratch is not None:
         combine.launch_combine(split, scratch, outputs, out_align, 0, batch * s_q)
+
+
+def _query(q: torch.Tensor, q_rope: torch.Tensor | None) -> SparseDecodeQuery:
+    if q_rope is not None and (q.shape[3] != LATENT.value or not (_can_copy(q) and _can_copy(q_rope))):
+        q, q_rope = query_parts.join(q, q_rope), None
+    elif q_rope is None and not _can_copy(q):
+        q = q.clone(memory_format=torch.contiguous_format)
+    return SparseDecodeQuery(_query_rows(q), _NO_ROWS if q_rope is None else _query_rows(q_rope))
+
+
+def _can_copy(q: torch.Tensor) -> bool:
+    return row_align(q, _ALIGN) > 1 and all(stride // _ALIGN < 2**31 for stride in strides_in_use(q))
+
+
+def _query_rows(q: torch.Tensor) -> SparseDecodeQueryRows:
+    return SparseDecodeQueryRows(q, *(stride // _ALIGN for stride in strides_in_use(q)))
 
 
 def _kind(layout: CacheFormat) -> int:

@@ -14,8 +14,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashlatte.kernels.triton.online_softmax import LOG2_E, attend, empty_state, load_tile, no_prefetch, normalize
-from flashlatte.kernels.triton.rows import BatchQuery
+from flashlatte.kernels.triton.online_softmax import (
+    LOG2_E,
+    attend,
+    empty_state,
+    load_query,
+    load_tile,
+    no_prefetch,
+    normalize,
+)
+from flashlatte.kernels.triton.rows import BatchQuery, QueryRope
 from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.kernel_records import Int64, Pointer
@@ -137,6 +145,7 @@ class SelectedKeys(NamedTuple):
 @kernel(same={"outputs_tokens": "key_lengths_tokens", "outputs_rows": "outputs_heads"})
 def sparse_decode_kernel(
     query: BatchQuery,
+    query_rope: QueryRope,
     own: SelectedKeys,
     extra: SelectedKeys,
     key_lengths: KeyLengths,
@@ -172,7 +181,7 @@ def sparse_decode_kernel(
         if split.first < split.stop:
             request, token = device.request_and_token(item, outputs.tokens)
             q_offset = request * query.stride_request + token * query.stride_token + head * query.stride_head
-            q_tile = load_tile(query.q, q_offset * CONFIG.q_align, in_heads, step)
+            q_tile = load_query(query.q, q_offset * CONFIG.q_align, query_rope, request, token, head, in_heads, step)
             length = device.key_count(item, key_lengths)
             indices = own.indices + request * own.stride_request + token * own.stride_token
             state = empty_state(step)

@@ -10,7 +10,7 @@ from flashlatte.kernels.triton.cache_layout import alignment_bytes, as_bytes
 from flashlatte.kernels.triton.config import INTERPRETER_CONFIGS, SELECTED_ROWS, AttentionConfig, Table, choose
 from flashlatte.kernels.triton.fp8 import converts_e4m3
 from flashlatte.kernels.triton.online_softmax import gpu_class
-from flashlatte.kernels.triton.rows import BatchQuery
+from flashlatte.kernels.triton.rows import BatchQuery, query_and_rope
 from flashlatte.kv_cache.formats import CacheFormat
 from flashlatte.ops.sparse_decode.portable.kernel import PortableSparseDecodeConfig, SelectedKeys, sparse_decode_kernel
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, TokenAddress
@@ -49,10 +49,10 @@ _PACKED_LATENT = 512
 
 
 def sparse_decode(params: SparseDecodeParams) -> None:
-    q, indices, out = params.q, params.indices, params.out
-    batch, s_q, h_q, head_dim = q.shape
+    indices, out = params.indices, params.out
+    batch, s_q, h_q, _ = params.q.shape
     head_dim_v = out.shape[3]
-    device = q.device
+    device = out.device
     topk = indices.shape[2]
     extra_topk = None if params.extra_indices is None else params.extra_indices.shape[2]
     launch_plan = make_plan(
@@ -60,7 +60,7 @@ def sparse_decode(params: SparseDecodeParams) -> None:
         machine.num_sms(device),
         batch * s_q,
         h_q,
-        head_dim,
+        params.head_dim,
         head_dim_v,
         _table(params.layout, params.extra_layout),
         topk,
@@ -70,15 +70,17 @@ def sparse_decode(params: SparseDecodeParams) -> None:
     )
     main_layout, own = _selection(params.k_cache, indices, params.layout)
     second_layout, extra = _selection(params.extra_k_cache, params.extra_indices, params.extra_layout)
+    step, split = launch_plan.step, launch_plan.split
+    q, query_rope = query_and_rope(params.q, params.q_rope, step.latent_dim, step.rope)
     q_align, out_align = row_align(q), row_align(out)
     query = BatchQuery(q, *(stride // q_align for stride in q.stride()[:3]))
     lengths = key_lengths(batch, s_q, params.topk_length, topk, params.extra_topk_length, extra_topk)
     outputs = outputs_of(out, params.lse, params.attn_sink, params.empty_lse, out_align)
-    step, split = launch_plan.step, launch_plan.split
 
     scratch = torch.empty(split.scratch, dtype=torch.float32, device=device) if split.scratch else None
     sparse_decode_kernel[(split.ctas(batch * s_q),)](
         query,
+        query_rope,
         own,
         extra,
         lengths,

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashlatte.kernels.hopper.mla_tiles import LATENT
 from flashlatte.ops.sparse_prefill import by_token
 from flashlatte.ops.sparse_prefill.hopper.fp8.launch import sparse_prefill_fp8
 from flashlatte.ops.sparse_prefill.hopper.kernel import sparse_prefill_kernel
@@ -14,6 +15,7 @@ from flashlatte.ops.sparse_prefill.hopper.records import output_of, work_of
 from flashlatte.ops.sparse_prefill.hopper.unions import MAX_POSITIONS, build_unions
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime import checks, machine
+from flashlatte.runtime.strides import strides_in_use
 
 ROWS_PER_TILE = 64
 # 16 bytes, the size of a copy from global memory, in two-byte elements.
@@ -28,6 +30,8 @@ MAX_ROUNDS_RATIO = 1.1
 
 
 def sparse_prefill(params: SparsePrefillParams) -> None:
+    if params.q_rope is not None and not _reads_parts(params, params.q_rope):
+        params = params.with_joined_queries()
     q, kv, indices = params.q, params.kv, params.indices
     checks.begins_aligned(q=q, kv=kv, out=params.out)
     if params.precision is not None:
@@ -45,6 +49,17 @@ def sparse_prefill(params: SparsePrefillParams) -> None:
         union = build_unions(part.indices, part.topk_length, kv.shape[0], group)
         _launch(part, union.entries, union.counts, union.damaged, group)
         by_token.sparse_prefill(part, union.damaged, group)
+
+
+def _reads_parts(params: SparsePrefillParams, q_rope: torch.Tensor) -> bool:
+    """Whether the kernel can copy the two parts of the queries."""
+    return (
+        params.precision is None
+        and params.q.shape[2] == LATENT.value
+        and checks.rows_aligned(params.q)
+        and checks.rows_aligned(q_rope)
+        and all(stride // ALIGNMENT < 2**31 for stride in strides_in_use(q_rope))
+    )
 
 
 def queries_per_tile(s_q: int, heads: int, topk: int, s_kv: int, num_sms: int) -> int:
@@ -70,19 +85,20 @@ def _launch(
     group: int = 1,
 ) -> None:
     """``lists``: the indices [s_q, 1, topk], or with group > 1 the entries of each group's union."""
-    q, kv = params.q, params.kv
-    s_q, heads, head_dim = q.shape
+    q, q_rope, kv = params.q, params.q_rope, params.kv
+    s_q, heads, _ = q.shape
+    rope_strides = () if q_rope is None else (stride // ALIGNMENT for stride in strides_in_use(q_rope))
     heads_per_tile = ROWS_PER_TILE // group
     head_blocks = -(-heads // heads_per_tile)
     tiles = -(-s_q // group) * head_blocks
     sparse_prefill_kernel[(min(tiles, machine.num_sms(q.device)),)](
         output_of(params, group, heads_per_tile, damaged),
-        SparsePrefillQueries(q, q.stride(0) // ALIGNMENT, q.stride(1) // ALIGNMENT, heads),
+        SparsePrefillQueries(q, q.stride(0) // ALIGNMENT, q.stride(1) // ALIGNMENT, heads, q_rope, *rope_strides),
         work_of(params, lists, lengths, head_blocks, tiles),
         kv=kv,
         kv_stride=kv.stride(0) // ALIGNMENT,
         scale_log2=params.softmax_scale * math.log2(math.e),
-        HEAD_DIM=head_dim,
+        HEAD_DIM=params.head_dim,
         GROUP=group,
         num_warps=4,
     )

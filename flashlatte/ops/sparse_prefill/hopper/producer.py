@@ -21,7 +21,7 @@ from flashlatte.kernels.hopper.ptx.copies import PIECE_ROWS, load_evict_first
 from flashlatte.ops.sparse_prefill.hopper.state import Q_EMPTY, indices_of, num_selected, num_steps, row_exists, rows_of
 from flashlatte.ops.sparse_prefill.hopper.unions import MEMBER_BITS, MEMBERS
 from flashlatte.runtime.gluon_compat import cp_async
-from flashlatte.runtime.kernel_records import Int32, Int64, Pointer
+from flashlatte.runtime.kernel_records import Int32, Int64, OptionalInt32, Pointer
 
 # A thread copies 16 bytes at a time, eight adjacent threads the 128 bytes of a swizzled row.
 _ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
@@ -29,12 +29,16 @@ _COLUMNS = gl.constexpr(gl.SliceLayout(0, COPY))
 
 
 class SparsePrefillQueries(NamedTuple):
-    """q in global memory, with strides in units of 16 bytes."""
+    """q in global memory, with strides in units of 16 bytes. ``rope``: its rotated part, if ``q`` has only the latent
+    part; else None, as its strides."""
 
     q: Pointer
     token_stride: Int64
     head_stride: Int64
     heads: Int32
+    rope: Pointer = None
+    rope_token_stride: OptionalInt32 = None
+    rope_head_stride: OptionalInt32 = None
 
 
 class GatheredTokens(NamedTuple):
@@ -125,7 +129,11 @@ def _load_q(queries, work, tile, shared, HEAD_DIM: gl.constexpr, GROUP: gl.const
         pointers = of_token + gl.where(inside, head, 0).to(gl.int64) * queries.head_stride * 8
         load_evict_first(pointers, inside, row, shared.q_offsets.left, 256)
         load_evict_first(pointers + 256, inside, row, shared.q_offsets.right, 256)
-        if HEAD_DIM == 576:
+        if queries.rope is not None:
+            of_token = queries.rope + token.to(gl.int64) * queries.rope_token_stride * 8
+            pointers = of_token + gl.where(inside, head, 0).to(gl.int64) * queries.rope_head_stride * 8
+            load_evict_first(pointers, inside, row, shared.q_offsets.rope, 64)
+        elif HEAD_DIM == 576:
             load_evict_first(pointers + 512, inside, row, shared.q_offsets.rope, 64)
     _signal(shared.q_full)
 
