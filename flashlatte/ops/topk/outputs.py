@@ -30,14 +30,23 @@ class TopkOutputs(NamedTuple):
     k: Int32
 
 
+class RowTable(NamedTuple):
+    """The block table of a row's request, and its number of pages: 0 if the request does not exist."""
+
+    pages: Any
+    max_pages: Any
+    page_size: Any
+
+
 class RowResults(NamedTuple):
-    """The outputs of a row, and the block table of its request: ``indices`` are slots. None: they are columns."""
+    """The outputs of a row: ``indices`` are slots of the ``RowTable``, or columns if it is None.
+
+    Kernels make it in their bodies, because Triton 3.6 functions cannot return None in a tuple.
+    """
 
     indices: Any
     top_values: Any
     table: Any
-    max_pages: Any
-    page_size: Any
 
 
 def outputs_of(params: TopkParams) -> tuple[TopkOutputs, RowTables]:
@@ -48,18 +57,10 @@ def outputs_of(params: TopkParams) -> tuple[TopkOutputs, RowTables]:
 
 
 @triton.jit
-def results_of_row(outputs, tables, row):
-    """The outputs of a row (int64)."""
-    value_row = None
-    if outputs.top_values is not None:
-        value_row = outputs.top_values + row * outputs.value_stride
-    table = None
-    max_pages = tl.zeros([], tl.int32)
-    if tables.block_table is not None:
-        table, exists = table_of_row(tables, row)
-        max_pages = tl.where(exists, tables.max_pages, 0).to(tl.int32)
-    index_row = outputs.indices + row * outputs.index_stride
-    return RowResults(index_row, value_row, table, max_pages, tables.page_size.to(tl.int32))
+def row_table_of(tables, row):
+    """The ``RowTable`` of a row (int64)."""
+    pages, exists = table_of_row(tables, row)
+    return RowTable(pages, tl.where(exists, tables.max_pages, 0).to(tl.int32), tables.page_size.to(tl.int32))
 
 
 @triton.jit
@@ -70,7 +71,8 @@ def results_of_columns(results, columns, chosen):
     else:
         largest = tl.full([], LARGEST_SLOT, tl.int32)
         position = tl.where(chosen, columns, 0)
-        slot, valid = slots_in_table(results.table, position, chosen, results.max_pages, results.page_size, largest)
+        table = results.table
+        slot, valid = slots_in_table(table.pages, position, chosen, table.max_pages, table.page_size, largest)
         return tl.where(valid & (slot <= LARGEST_SLOT), slot, -1).to(tl.int32)
 
 

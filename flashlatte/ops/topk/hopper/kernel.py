@@ -30,7 +30,7 @@ from flashlatte.ops.topk.hopper.shared_layout import COUNTER, num_words
 from flashlatte.ops.topk.hopper.short_row import PART, SHORT_ROW, store_largest_of_short_row
 from flashlatte.ops.topk.hopper.store_largest import select_largest, store_in_order
 from flashlatte.ops.topk.order import TopkRows, ordered, row_range
-from flashlatte.ops.topk.outputs import TopkOutputs, results_of_row, store_all
+from flashlatte.ops.topk.outputs import RowResults, TopkOutputs, row_table_of, store_all
 from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
@@ -87,7 +87,11 @@ def topk_kernel(
     length = (last - first).to(tl.int32)
     first += number * rows.stride
     entries = rows.logits + first
-    results = results_of_row(outputs, tables, number)
+    results = RowResults(
+        outputs.indices + number * outputs.index_stride,
+        None if outputs.top_values is None else outputs.top_values + number * outputs.value_stride,
+        None if tables.block_table is None else row_table_of(tables, number),
+    )
     k = outputs.k
     memory = interpreted_memory if INTERPRETED else shared_words.allocate(num_words(CAPACITY))
 

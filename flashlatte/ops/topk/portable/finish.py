@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashlatte.kernels.triton.block_tables import RowTables
 from flashlatte.ops.topk.order import OUTSIDE, TopkRows, load_values, ordered, row_range
-from flashlatte.ops.topk.outputs import TopkOutputs, results_of_row, store_all, store_chosen, store_reaching
+from flashlatte.ops.topk.outputs import RowResults, TopkOutputs, row_table_of, store_all, store_chosen, store_reaching
 from flashlatte.ops.topk.portable.filter import TopkCandidates, threshold
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -35,7 +35,11 @@ def finish_kernel(
     first, last = row_range(rows, row, PER_REQUEST)
     length = (last - first).to(tl.int32)
     entries = rows.logits + row * rows.stride + first
-    results = results_of_row(outputs, tables, row)
+    results = RowResults(
+        outputs.indices + row * outputs.index_stride,
+        None if outputs.top_values is None else outputs.top_values + row * outputs.value_stride,
+        None if tables.block_table is None else row_table_of(tables, row),
+    )
     k = outputs.k
 
     position = tl.arange(0, CAPACITY)
