@@ -194,8 +194,11 @@ def test_paged_index_logits(emulation, name):
     check(flashlatte.paged_index_logits, arguments, emulation, seed=7, num_sms=num_sms, statistics=LOGITS)
 
 
+TOPK = [(1, 600, 512), (3, 9000, 64), (9, 9000, 128), (2, 4100, 2048)]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("rows", "columns", "k"), [(1, 600, 512), (3, 9000, 64), (9, 9000, 128), (2, 4100, 2048)])
+@pytest.mark.parametrize(("rows", "columns", "k"), TOPK)
 def test_topk(emulation, rows, columns, k):
     torch.manual_seed(0)
     logits = torch.randn(rows, columns)
@@ -204,6 +207,18 @@ def test_topk(emulation, rows, columns, k):
     expected = logits.topk(k).values
     assert values.sort(1, descending=True).values.equal(expected)
     assert logits.gather(1, indices.long()).equal(values)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("rows", "columns", "k"), [*TOPK, (2, 100, 512)])
+def test_topk_as_slots(emulation, rows, columns, k):
+    torch.manual_seed(0)
+    logits, requests = torch.randn(rows, columns), torch.arange(rows).flip(0)
+    table = torch.randperm(rows * 300).view(rows, 300)[:, : columns // 16].int()  # the last columns are outside
+    pages = {"block_table": table, "page_size": 16, "request_ids": requests}
+    expected = flashlatte.topk(logits, k, **pages, backend="reference")
+    emulation(num_sms=132, seed=8)
+    assert flashlatte.topk(logits, k, **pages, backend="hopper").equal(expected)
 
 
 PORTABLE = {
