@@ -263,6 +263,7 @@ INDEXER = (
     *(Case(problems.SparseIndexLogits(rows, 131072, 1024)) for rows in (64, 2048)),
     *(Case(problems.TopK(rows, width)) for rows in (1, 64, 4096) for width in (32768, 131072)),
     Case(problems.TopK(4096, 32768, 512)),
+    *(Case(problems.TopK(rows, 4096, page_size=64)) for rows in (1, 32, 128)),
     *(Case(problems.TopK(rows, 32768, values=values)) for rows in (64, 4096) for values in problems.ROW_VALUES[1:]),
     *(Case(problems.IndexSelect(problems.IndexLogits(4096, 32768, 64), workspace_mib=mib)) for mib in (512, 64)),
     Case(problems.PagedIndexSelect(problems.PagedIndexLogits(64, 32768)), "graph"),

@@ -83,3 +83,26 @@ def write_slots(
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
     for view, plane in zip(layout.page_views(cache), planes, strict=True):
         view[page, offset] = plane
+
+
+def slots_in_table(
+    positions: torch.Tensor, block_table: torch.Tensor, page_size: int, requests: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots of positions within the requests of their rows, and whether those are in the table.
+
+    Args:
+        positions: int64 [rows, n], below 0 for none.
+        block_table: int32 or int64 [b, max_pages].
+        requests: int64 [rows], the request of each row.
+        dtype: dtype that the caller stores slots in; a page beyond its largest slot is not valid.
+
+    Returns:
+        int64 and bool [rows, n].
+    """
+    count, max_pages = block_table.shape
+    request, entry = requests.unsqueeze(1), positions // page_size
+    valid = (positions >= 0) & (entry < max_pages) & (request >= 0) & (request < count)
+    page = block_table[request.clamp(0, count - 1), entry.clamp(0, max_pages - 1)].long()
+    # An invalid page in the table must not overflow to a valid slot.
+    valid = valid & (page >= 0) & (page <= torch.iinfo(dtype).max // page_size)
+    return page * page_size + positions % page_size, valid

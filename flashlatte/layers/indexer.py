@@ -213,7 +213,8 @@ class StepIndexer:
             keys, scales = index_gather(
                 self.pages, chunk.block_table, chunk.cu_keys, chunk.num_keys, head_dim=head_dim, backend=self.backend
             )
-        positions = index_select(
+        gathered, page_size = chunk.use_gathered_rows, self.pages.shape[1]
+        selected = index_select(
             q,
             keys,
             weights,
@@ -221,20 +222,25 @@ class StepIndexer:
             chunk.key_end,
             selection.topk,
             k_scale=scales,
+            block_table=None if gathered else chunk.block_table,
+            page_size=None if gathered else page_size,
+            request_ids=None if gathered else chunk.request_ids,
             workspace_bytes=selection.logit_bytes,
+            indices=None if gathered else slots,
             backend=self.backend,
         )
-        index_convert(
-            positions,
-            chunk.block_table,
-            self.pages.shape[1],
-            request_ids=chunk.request_ids,
-            # Gathered rows are concatenated by request.
-            workspace_ids=chunk.request_ids if chunk.use_gathered_rows else None,
-            workspace_starts=chunk.cu_keys if chunk.use_gathered_rows else None,
-            slots=slots,
-            backend=self.backend,
-        )
+        if gathered:
+            index_convert(
+                selected,
+                chunk.block_table,
+                page_size,
+                request_ids=chunk.request_ids,
+                # Gathered rows are concatenated by request.
+                workspace_ids=chunk.request_ids,
+                workspace_starts=chunk.cu_keys,
+                slots=slots,
+                backend=self.backend,
+            )
 
     def _rope_first(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., head_dim] with the rotated dims first. Scores do not depend on the order of dims, if queries and keys

@@ -182,13 +182,21 @@ def topk() -> Iterator[tuple[str, Run, Tolerances]]:
         logits = Draw(0, DEVICE).normal(rows, width, dtype=torch.float32)
         end = torch.full((rows,), width - 3, dtype=torch.int32, device=DEVICE)
         end[0], end[-1] = 2**31 - 1, 40 - width
+        # Too short for the row, and with entries that are no pages.
+        table = torch.arange(-3, rows * (width // 70) - 3, dtype=torch.int32, device=DEVICE).view(rows, -1)
+        for pages in ({}, {"block_table": table, "page_size": 64}):
 
-        def run(
-            backend: str, *, logits: torch.Tensor = logits, end: torch.Tensor = end, k: int = k
-        ) -> dict[str, torch.Tensor]:
-            return {"indices": flashlatte.topk(logits, k, end=end, backend=backend)}
+            def run(
+                backend: str,
+                *,
+                logits: torch.Tensor = logits,
+                end: torch.Tensor = end,
+                k: int = k,
+                pages: dict[str, Any] = pages,
+            ) -> dict[str, torch.Tensor]:
+                return {"indices": flashlatte.topk(logits, k, end=end, **pages, backend=backend)}
 
-        yield f"{k} of {rows} x {width}", run, {"indices": EQUAL}
+            yield f"{k} of {rows} x {width}{', slots' if pages else ''}", run, {"indices": EQUAL}
 
 
 def write_and_gather() -> Iterator[tuple[str, Run, Tolerances]]:

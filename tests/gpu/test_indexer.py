@@ -308,6 +308,18 @@ def check_topk(logits: torch.Tensor, k: int, backend: str) -> None:
             indices, values = topk(logits, k, start=start, end=end, return_values=True, backend=backend)
         assert indices.equal(expected[0])
         assert harness.bits(values).equal(harness.bits(expected[1]))
+    check_topk_slots(logits, k, backend, start=start, end=end)
+
+
+def check_topk_slots(logits: torch.Tensor, k: int, backend: str, **options: Any) -> None:
+    """With a table that is too short for some rows and has entries that are no pages."""
+    rows, width = logits.shape
+    positions = chosen(logits, k, **options, backend="reference")
+    for page_size, ids in ((64, None), (1, integers(-1, 4, rows))):
+        table = integers(-3, 10_000, rows if ids is None else 3, max(width // page_size - 1, 1))
+        expected = index_convert(positions, table, page_size, request_ids=ids, backend="reference")
+        pages = {"block_table": table, "page_size": page_size, "request_ids": ids}
+        assert chosen(logits, k, **options, **pages, backend=backend).equal(expected)
 
 
 def chosen(logits: torch.Tensor, k: int, **options: Any) -> torch.Tensor:
@@ -327,17 +339,25 @@ def test_topk_beyond_2_31_entries(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "rows"), [("portable", 64), ("hopper", 64), ("hopper", 600)])
-def test_topk_in_a_graph_follows_lengths_and_logits(backend: str, rows: int) -> None:
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_topk_in_a_graph_follows_lengths_logits_and_tables(page_size: int | None, backend: str, rows: int) -> None:
     logits = normal(rows, 40000)
-    end = torch.full((rows,), 40000, device=DEVICE, dtype=torch.int32)
+    table = None if page_size is None else integers(0, 10, rows, 625)
+    options = {
+        "end": torch.full((rows,), 40000, device=DEVICE, dtype=torch.int32),
+        "block_table": table,
+        "page_size": page_size,
+    }
     with harness.refusals_skip(backend):
-        replay, indices = harness.captured(lambda: topk(logits, 2048, end=end, backend=backend))
+        replay, indices = harness.captured(lambda: topk(logits, 2048, **options, backend=backend))
     assert isinstance(indices, torch.Tensor)
-    for length in (40000, 3, 2048, 2049, 9000, 0):
-        end.fill_(length)
+    for length in (40000, 3, 2048, 2049, 8000, 9000, 0):
+        options["end"].fill_(length)
         logits.normal_()
+        if table is not None:
+            table.random_(0, 10_000)
         replay()
-        assert indices.equal(chosen(logits, 2048, end=end, backend="reference"))
+        assert indices.equal(chosen(logits, 2048, **options, backend="reference"))
 
 
 @pytest.mark.parametrize("cache_format", INDEX_FORMATS)
@@ -414,7 +434,7 @@ def test_converted_indices(dtype: torch.dtype, compact: bool) -> None:
 
 @pytest.mark.parametrize("requests", [1, 20])
 def test_slots_in_a_graph_follow_lengths(requests: int) -> None:
-    """Each of the three kernels is launched before the preceding one has ended."""
+    """With one request, top-k is launched before the logits' kernel has ended."""
     arguments = paged_arguments(requests, 1, 64, 64, "index_fp8", E4M3, longest=40000)
     lengths = arguments["cache_seqlens"]
     replay, slots = harness.captured(lambda: paged_index_select(**arguments, num_selected=2048, slots=True))

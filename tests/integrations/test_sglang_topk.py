@@ -80,6 +80,34 @@ def test_top_k_of_a_prefill_as_slots():
     assert prefill(page_table_size_1=table[requests], cu_seqlens_q=torch.arange(6)).tolist() == expected
 
 
+@pytest.mark.parametrize("rows_of_requests", [[0, 1, 2, 3], [0, 3]])
+def test_top_k_of_a_decode_as_slots(rows_of_requests):
+    """A row for each request, or, for drafts, several."""
+    scores, lengths = draw(3, 30), [30, 3, 20]
+    table = 100 + torch.randperm(90, generator=torch.Generator().manual_seed(1)).view(3, 30).int()
+    table, first_rows = table[: len(rows_of_requests) - 1], torch.tensor(rows_of_requests, dtype=torch.int32)
+    columns = chosen_columns(scores, [0] * 3, lengths, 8)
+    requests = range(3) if len(table) == 3 else [0] * 3
+    expected = [[int(table[b, i]) if i >= 0 else -1 for i in row] for b, row in zip(requests, columns, strict=True)]
+    row_lengths = torch.tensor(lengths, dtype=torch.int32)
+    slots = indexer.fast_topk_transform_fused(untouched, scores, row_lengths, table[:, :1], first_rows, 8)
+    assert (slots.dtype, slots.tolist()) == (torch.int32, expected)
+
+
+def test_slots_take_one_launch(monkeypatch):
+    """The kernel of top-k reads the page table."""
+
+    def converted(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(indexer, "index_convert", converted)
+    scores, lengths = draw(2, 12), torch.tensor([12, 3], dtype=torch.int32)
+    out = torch.empty(2, 4, dtype=torch.int32)
+    indexer.topk_transform_paged_v2(untouched, scores, lengths, torch.zeros(2, 3).int(), out, 4, None)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    assert indexer.fast_topk_transform_fused(untouched, scores, lengths, out, starts, 4).shape == (2, 4)
+
+
 @pytest.mark.parametrize("with_starts", [False, True])
 def test_topk_of_rows_as_indices_into_the_batch(with_starts):
     scores, starts, lengths = (

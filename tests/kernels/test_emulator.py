@@ -147,17 +147,20 @@ LOAD = """
     ld.shared.b32 %r2, [%r1];
     add.s32 %r2, %r2, 1;
     st.global.b32 [%rd1], %r2;
+    {at_end}
 """
 WAIT = "LOOP: mbarrier.try_wait.parity.shared::cta.b64 %p3, [512], 0; @!%p3 bra LOOP;"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_bulk_load_completes_on_its_mbarrier(seed):
-    assert run(LOAD.format(wait=WAIT), seed=seed) == list(range(1, 65))
+    assert run(LOAD.format(wait=WAIT, at_end=""), seed=seed) == list(range(1, 65))
 
 
 def test_a_bulk_load_that_is_not_waited_for():
-    assert any(run(LOAD.format(wait=""), seed=seed) != list(range(1, 65)) for seed in range(5))
+    assert any(run(LOAD.format(wait="", at_end=WAIT), seed=seed) != list(range(1, 65)) for seed in range(5))
+    with pytest.raises(Fault, match="arrives in the shared memory of a CTA that has ended"):
+        [run(LOAD.format(wait="", at_end=""), seed=seed) for seed in range(5)]
 
 
 def test_mbarriers_that_are_missing_or_complete():
@@ -165,3 +168,15 @@ def test_mbarriers_that_are_missing_or_complete():
         run("@%p0 mbarrier.arrive.shared::cta.b64 _, [512], 1;")
     with pytest.raises(Fault, match="more threads arrive at an mbarrier than it expects"):
         run("@%p0 mbarrier.init.shared::cta.b64 [512], 3; bar.sync 0; mbarrier.arrive.shared::cta.b64 _, [512], 2;")
+
+
+@pytest.mark.parametrize("barrier", ["", "bar.sync 0;"])
+def test_an_mbarrier_needs_a_barrier_after_its_initialization(barrier):
+    initialize = "@%p0 mbarrier.init.shared::cta.b64 [512], 64;"
+    faults = []
+    for seed in range(10):
+        try:
+            run(f"{initialize} {barrier} mbarrier.arrive.shared::cta.b64 _, [512], 1;", seed=seed)
+        except Fault as fault:
+            faults.append("uses an mbarrier that warp 0 has initialized, with no barrier between" in str(fault))
+    assert any(faults) if barrier == "" else not faults

@@ -71,6 +71,7 @@ SAME_CODE = [
     ("indexer_loss", "hopper", {"s_q": [1, 64, 200], "topk": [None], "s_kv": [1, 100, 9000]}, 1),
     # One for each number of CTAs and of warps.
     ("topk", "hopper", {"rows": [1, 16, 60, 100, 300], "width": [9, 4097, 2**18], "k": [1100, 2048]}, 4),
+    ("topk", "hopper", {"rows": [1, 16, 60, 100, 300], "width": [9, 4097], "page_size": [1, 64]}, 4),
     ("dense_decode", "portable", {**BATCHES, "columns": [1, 64, 3000]}, 2),
     ("sparse_decode", "portable", {**BATCHES, "topk": [200, 2048, 4000], "pages": [2, 9]}, 2),
     ("sparse_prefill", "portable", {"s_q": [1, 64, 200], "topk": [1, 300, 4000], "s_kv": [1, 100, 9000]}, 1),

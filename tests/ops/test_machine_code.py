@@ -100,10 +100,12 @@ MORE_HOPPER = [
     Variant("dense_decode", "hopper", {"batch": 128, "page_size": 16}, spills=1),
     Variant("dense_decode", "hopper", {"page_size": 48}, spills=1),
     *(Variant("topk", "hopper", {"rows": rows}, products=None) for rows in (1, 64)),
+    *(Variant("topk", "hopper", {"rows": rows, "page_size": 64}, products=None) for rows in (1, 64, 100)),
     # Outside of the innermost loops.
     Variant("topk", "hopper", {"rows": 4096}, products=None, spills=16),
     Variant("topk", "hopper", {"rows": 4096, "dtype": BF16, "with_start": True}, products=None, spills=64),
     Variant("topk", "hopper", {"rows": 4096, "with_values": True, "k": 1024}, products=None, spills=64),
+    Variant("topk", "hopper", {"rows": 4096, "page_size": 64, "by_id": True}, products=None, spills=16),
     *(
         Variant("dense_decode", "hopper", call)
         for call in (

@@ -90,7 +90,7 @@ def test_a_room_imports_from_lower_floors_or_itself():
 
 
 # Operations that run the kernels of others: several in a row, or as their forward pass.
-COMPOSED = {"index_select": {"index_logits", "topk", "index_convert"}, "sparse_attention": {"sparse_prefill"}}
+COMPOSED = {"index_select": {"index_logits", "topk"}, "sparse_attention": {"sparse_prefill"}}
 
 
 def test_operations_do_not_import_each_other():

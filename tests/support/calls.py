@@ -133,13 +133,19 @@ def topk(
     dtype: torch.dtype = torch.float32,
     with_start: bool = False,
     with_values: bool = False,
+    page_size: int = 0,
+    by_id: bool = False,
     arch: int | None = 90,
 ) -> list[Recorded]:
+    """Slots of pages of ``page_size`` if it is not 0."""
     ends = torch.empty(rows, dtype=torch.int32)
     logits = torch.empty(1, 1, dtype=dtype).expand(rows, width)
     indices, values = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k) if with_values else None
     start = ends if with_start else None
-    return record("topk", backend, TopkParams(logits, start, ends, 1, indices, values), arch=arch)
+    pages: tuple[Any, ...] = ()
+    if page_size:
+        pages = torch.empty(rows, -(-width // page_size), dtype=torch.int32), page_size, ends if by_id else None
+    return record("topk", backend, TopkParams(logits, start, ends, 1, indices, values, *pages), arch=arch)
 
 
 def latent_rows(

@@ -215,6 +215,12 @@ def _topk(backend: str, rows: int, width: int) -> None:
     flashlatte.topk(torch.zeros(rows, width), 64, return_values=True, backend=backend)
 
 
+def _topk_slots(backend: str) -> None:
+    pages = {"block_table": _ints(2, 4), "page_size": 64}
+    flashlatte.topk(torch.zeros(4, 300), 64, next_n=2, **pages, backend=backend)
+    flashlatte.topk(torch.zeros(4, 300), 64, request_ids=_ints(4), **pages, backend=backend)
+
+
 def _index_convert() -> None:
     flashlatte.index_convert(_ints(3, 64), _ints(3, 4), 64, return_counts=True, backend="portable")
 
@@ -284,6 +290,7 @@ CALLS: list[Callable[[], None]] = [
     _sparse_index_logits,
     *(functools.partial(_topk, "portable", 2, width) for width in (100, 100_000)),
     *(functools.partial(_topk, "hopper", rows, 100) for rows in (2, 60, 100, 200)),
+    *(functools.partial(_topk_slots, backend) for backend in ("portable", "hopper")),
     _index_convert,
     _paged_attention,
     lambda: _paged_attention(tokens=1100, backend="hopper"),

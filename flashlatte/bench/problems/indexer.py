@@ -117,9 +117,11 @@ class TopK(Problem, operation="topk", pattern="r{rows}-w{width}-top{k}"):
 
     Attributes:
         values: the distribution of a row's values, one of ``ROW_VALUES``; all except normal values are hard cases.
+        page_size: tokens in a page, if the results are slots of pages in random order; 0: they are columns.
     """
 
     rows: int
     width: int
     k: int = 2048
     values: str = named("normal", "-{}")
+    page_size: int = named(0, "-slots-p{}")

@@ -136,7 +136,7 @@ def indexer_loss(rng: Random) -> problems.IndexerLoss:
 def topk(rng: Random) -> problems.TopK:
     rows = log_uniform(rng, 1, 4096)
     width = log_uniform(rng, 1, min(300_000, MOST_LOGITS // rows))
-    return problems.TopK(rows, width, rng.choice((512, 2048)), rng.choice(ROW_VALUES))
+    return problems.TopK(rows, width, rng.choice((512, 2048)), rng.choice(ROW_VALUES), rng.choice((0, 64)))
 
 
 def index_gather(rng: Random) -> problems.IndexGather:

@@ -146,7 +146,9 @@ class TopKWorkload(Workload, problem=TopK):
     def __init__(self, problem: TopK, device: torch.device) -> None:
         rng = draw.generator(device)
         self.logits = row_values(draw.normal((problem.rows, problem.width), torch.float32, rng), problem.values)
-        self.k = problem.k
+        self.k, self.page_size, self.table = problem.k, problem.page_size or None, None
+        if problem.page_size:
+            self.table = draw.block_table(problem.rows, -(-problem.width // problem.page_size), rng)
         self.chosen = spread(problem.rows, COMPARED_ROWS, device)
 
         self.bytes_moved = 4 * problem.rows * (problem.width + problem.k)
@@ -156,7 +158,9 @@ class TopKWorkload(Workload, problem=TopK):
         )
 
     def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
-        indices = topk(self.logits[rows], self.k, **outputs, backend=backend)
+        table = None if self.table is None else self.table[rows]
+        pages = {"block_table": table, "page_size": self.page_size}
+        indices = topk(self.logits[rows], self.k, **pages, **outputs, backend=backend)
         assert isinstance(indices, torch.Tensor)
         return {"indices": indices}
 

@@ -94,11 +94,22 @@ def fast_topk_transform_fused(
     """
     if topk > _MAX_TOPK:
         return original(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts)
-    selected = _select(score, lengths, topk, row_starts)
-    rows = torch.arange(score.shape[0], dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
-    requests = torch.searchsorted(cu_seqlens_q[1:], rows, right=True)
+    rows, requests = score.shape[0], cu_seqlens_q.shape[0] - 1
+    request_ids = None
+    # Without row_starts and with as many requests as rows, each request has one row, as in SGLang's kernel.
+    if row_starts is not None or rows != requests:
+        row = torch.arange(rows, dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
+        request_ids = torch.searchsorted(cu_seqlens_q[1:], row, right=True)
     with checks.naming(block_table="page_table_size_1"):
-        return index_convert(selected, whole_rows(page_table_size_1), 1, request_ids=requests)
+        return _select(
+            score,
+            lengths,
+            topk,
+            row_starts,
+            block_table=whole_rows(page_table_size_1),
+            page_size=1,
+            request_ids=request_ids,
+        )
 
 
 def fast_topk_transform_ragged_fused(
@@ -150,13 +161,15 @@ def topk_transform_paged_v2(
     if k > _MAX_TOPK:
         original(scores, seq_lens, page_tables, out_page_indices, page_size, metadata, out_raw_indices)
         return
-    raw = out_page_indices if page_tables is None else out_raw_indices
     with checks.naming(logits="scores", end="seq_lens", block_table="page_tables"):
-        selected = select_topk(scores, k, end=seq_lens, indices=raw)
-        if page_tables is not None:
-            index_convert(selected, whole_rows(page_tables), page_size, slots=out_page_indices)
-        elif out_raw_indices is not None:
-            out_raw_indices.copy_(selected)
+        if page_tables is None or out_raw_indices is None:
+            table = {} if page_tables is None else {"block_table": whole_rows(page_tables), "page_size": page_size}
+            select_topk(scores, k, end=seq_lens, indices=out_page_indices, **table)
+            if out_raw_indices is not None:
+                out_raw_indices.copy_(out_page_indices)
+        else:
+            select_topk(scores, k, end=seq_lens, indices=out_raw_indices)
+            index_convert(out_raw_indices, whole_rows(page_tables), page_size, slots=out_page_indices)
 
 
 def topk_transform_ragged_v2(
@@ -202,9 +215,12 @@ def _schedule_is_read() -> bool:
     return machine.compute_capability(torch.device("cuda"))[0] == 10
 
 
-def _select(score: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None) -> torch.Tensor:
+def _select(
+    score: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None, **table: Any
+) -> torch.Tensor:
+    """``table``: ``topk``'s arguments of a block table, if slots are to be returned."""
     with checks.naming(logits="score", end="lengths", start="row_starts", k="topk"):
-        return select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts))
+        return select_topk(score, topk, start=row_starts, end=_ends(lengths, row_starts), **table)
 
 
 def _add_offsets(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """``index_convert`` in Triton: one program per row."""
 
+# Triton's annotations and calls are not Python's.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -8,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlatte.kernels.triton.block_tables import RowTables, row_tables, slots_in_table, table_of_row
 from flashlatte.kernels.triton.dependent_launch import gdc_wait, launch_options, launches_overlap
 from flashlatte.kv_cache.sharding import Sharding
 from flashlatte.ops.index_convert.reference import IndexConvertParams
@@ -29,19 +33,6 @@ class SelectedPositions(NamedTuple):
     sinks: Int64
     window: Int64
     width: Int32
-
-
-class RowTables(NamedTuple):
-    """block_table [requests, max_pages], and the request of each row: ``request_ids`` [rows], or row // next_n."""
-
-    block_table: Pointer
-    stride: Int64
-    requests: Int64
-    max_pages: Int64
-    page_size: Int64
-    request_ids: ElementPointer
-    request_stride: Int64
-    next_n: Int64
 
 
 class ContextRank(NamedTuple):
@@ -75,9 +66,8 @@ def index_convert(params: IndexConvertParams) -> None:
     indices, block_table, request_ids, slots = params.indices, params.block_table, params.request_ids, params.slots
     query_positions, ids, starts = params.query_positions, params.workspace_ids, params.workspace_starts
     sharding = Sharding(*params.sharding)
-    requests, max_pages = block_table.shape
     # The number of tokens that fit this rank's table and those of the other ranks.
-    reach = (max_pages * params.page_size + sharding.interleave) * sharding.size
+    reach = (block_table.shape[1] * params.page_size + sharding.interleave) * sharding.size
     overlapped = launches_overlap(slots.device)
     index_convert_kernel[(slots.shape[0],)](
         SelectedPositions(
@@ -89,16 +79,7 @@ def index_convert(params: IndexConvertParams) -> None:
             params.window,
             slots.shape[1],
         ),
-        RowTables(
-            block_table,
-            stride_in_use(block_table, 0),
-            requests,
-            max_pages,
-            params.page_size,
-            request_ids,
-            first_stride(request_ids),
-            params.next_n,
-        ),
+        row_tables(block_table, params.page_size, request_ids, params.next_n),
         ContextRank(*sharding),
         RowWorkspaces(ids, first_stride(ids), starts, first_stride(starts), 0 if starts is None else starts.shape[0]),
         ConvertedSlots(slots, stride_in_use(slots, 0), params.counts),
@@ -134,11 +115,7 @@ def index_convert_kernel(
     if OVERLAPPED:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    request = row // tables.next_n
-    if tables.request_ids is not None:
-        request = tl.load(tables.request_ids + row * tables.request_stride).to(tl.int64)
-    in_table = (request >= 0) & (request < tables.requests)
-    table = tables.block_table + tl.where(in_table, request, 0) * tables.stride
+    table, in_table = table_of_row(tables, row)
     workspace = tl.full([], -1, tl.int64)
     workspace_start = tl.zeros([], tl.int64)
     if workspaces.ids is not None:
@@ -166,12 +143,7 @@ def index_convert_kernel(
         if SHARDED:
             owned = owned & ((local // interleave) % size == ranks.rank)
             local = local // (interleave * size) * interleave + local % interleave
-        entry = local // page_size
-        readable = owned & in_table & (entry < tables.max_pages)
-        page = tl.load(table + entry, mask=readable, other=-1).to(tl.int64)
-        # A page whose slots would overflow is invalid.
-        valid = (page >= 0) & (page <= largest // page_size)
-        slot = tl.where(valid, page, 0) * page_size + (local - entry * page_size)
+        slot, valid = slots_in_table(table, local, owned & in_table, tables.max_pages, page_size, largest)
         if workspaces.ids is not None:
             slot = tl.where(workspace >= 0, workspace_start + position, slot)
             valid = tl.where(workspace >= 0, exists & (workspace < workspaces.count), valid)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flashlatte.kv_cache.sharding import Sharding
+from flashlatte.kv_cache.slots import slots_in_table
 
 
 class IndexConvertParams(NamedTuple):
@@ -35,16 +36,10 @@ def index_convert(params: IndexConvertParams) -> None:
     request_ids, workspace_ids, workspace_starts = params.request_ids, params.workspace_ids, params.workspace_starts
     position = _positions(params)
     row = torch.arange(slots.shape[0], device=slots.device)
-    request = (row // params.next_n if request_ids is None else request_ids.long()).unsqueeze(1)
-    requests, max_pages = block_table.shape
+    request = row // params.next_n if request_ids is None else request_ids.long()
 
     local = Sharding(*params.sharding).local_positions(position)  # -1 for tokens of other ranks
-    column = local // page_size
-    valid = (local >= 0) & (column < max_pages) & (request >= 0) & (request < requests)
-    page = block_table[request.clamp(0, requests - 1), column.clamp(0, max_pages - 1)].long()
-    slot = page * page_size + local % page_size
-    # An invalid page in the table must not overflow to a valid slot.
-    valid = valid & (page >= 0) & (page <= torch.iinfo(slots.dtype).max // page_size)
+    slot, valid = slots_in_table(local, block_table, page_size, request, slots.dtype)
     if workspace_ids is not None and workspace_starts is not None:
         workspace = workspace_ids.long().unsqueeze(1)
         count = workspace_starts.shape[0]

@@ -1,13 +1,12 @@
-"""``index_select`` and ``paged_index_select``: logits, top-k and slots, in chunks of rows whose logits fit a workspace.
+"""``index_select`` and ``paged_index_select``: logits and top-k, in chunks of rows whose logits fit a workspace.
 
-Composed of the operations ``index_logits``, ``topk`` and ``index_convert``.
+Composed of the operations ``index_logits`` and ``topk``.
 """
 
 from __future__ import annotations
 
 import torch
 
-from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_logits import index_logits, paged_index_logits
 from flashlatte.ops.index_logits.api import check_paged
 from flashlatte.ops.topk import topk
@@ -28,6 +27,9 @@ def index_select(
     num_selected: int,
     *,
     k_scale: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    page_size: int | None = None,
+    request_ids: torch.Tensor | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     indices: torch.Tensor | None = None,
     backend: str | None = None,
@@ -37,14 +39,20 @@ def index_select(
     Args:
         q, k, weights, key_start, key_end, k_scale: as for ``index_logits``.
         num_selected: 1 to 4096.
+        block_table: int32 or int64 [b, max_pages]. If given, the results are slots (page · page_size + offset) of this
+            table instead of positions, still in ascending order of position.
+        page_size: tokens in a page of ``block_table``; given with it.
+        request_ids: int32 or int64 [M], the request of each query, a row of ``block_table``. None: each query is a
+            request.
         workspace_bytes: maximum bytes of the logits of a chunk; a chunk has at least one row.
         indices: int32 [M, num_selected] to write to.
         backend: backend of the logits: "hopper", "portable" or "reference"; None selects one. "reference" and
             "portable" also apply to the top-k.
 
     Returns:
-        int32 [M, num_selected]: positions relative to key_start, ascending, then -1. Ties are resolved in favor of the
-        lower position. If a range has at most ``num_selected`` keys, all are selected.
+        int32 [M, num_selected]: positions relative to key_start, ascending, then -1; or their slots, -1 also for a
+        position without one (``topk``). Ties are resolved in favor of the lower position. If a range has at most
+        ``num_selected`` keys, all are selected.
 
     Raises:
         TypeError, ValueError: as ``index_logits`` and ``topk``.
@@ -57,6 +65,13 @@ def index_select(
     for name, value in (("weights", weights), ("key_start", key_start), ("key_end", key_end)):
         if value.shape[0] != rows:
             raise ValueError(f"{name} must have q's {rows} rows, got {value.shape[0]}")
+    per_query = None
+    if block_table is not None:
+        if request_ids is None:
+            checks.tensor("block_table", block_table, (rows, "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
+            per_query = block_table
+        else:
+            checks.indices("request_ids", request_ids, (rows,))
     indices = _indices(indices, rows, num_selected, q)
     at_a_time = max(1, workspace_bytes // (LOGIT_BYTES * max(num_keys, 1)))
     # At least one iteration, also without rows, because the operations check the arguments.
@@ -77,6 +92,9 @@ def index_select(
             num_selected,
             start=key_start[part],
             end=key_end[part],
+            block_table=block_table if per_query is None else per_query[part],
+            page_size=page_size,
+            request_ids=None if request_ids is None else request_ids[part],
             indices=indices[part],
             backend=_shared(backend),
         )
@@ -111,7 +129,7 @@ def paged_index_select(
         cache is all zeros, and its slot is outside the cache: -1, or beyond the last slot.
 
     Raises:
-        TypeError, ValueError: as ``paged_index_logits``, ``topk`` and ``index_convert``.
+        TypeError, ValueError: as ``paged_index_logits`` and ``topk``.
     """
     workspace_bytes = checks.positive_int("workspace_bytes", workspace_bytes)
     checks.flag("slots", slots)
@@ -128,19 +146,16 @@ def paged_index_select(
         logits = paged_index_logits(
             q[part], cache, weights[rows], lengths, block_table[part], clean=False, backend=backend
         )
-        selected = torch.empty_like(indices[rows]) if slots else indices[rows]
         topk(
             logits,
             num_selected,
             end=lengths if lengths.dim() == 1 else lengths.flatten(),
             next_n=next_n,
-            indices=selected,
+            block_table=block_table[part] if slots else None,
+            page_size=page_size if slots else None,
+            indices=indices[rows],
             backend=_shared(backend),
         )
-        if slots:
-            index_convert(
-                selected, block_table[part], page_size, next_n=next_n, slots=indices[rows], backend=_shared(backend)
-            )
     return indices
 
 
@@ -150,5 +165,5 @@ def _indices(indices: torch.Tensor | None, rows: int, num_selected: int, q: torc
 
 
 def _shared(backend: str | None) -> str | None:
-    """The backend of top-k and conversion: "portable" or "reference" if given for the logits, else None."""
+    """The backend of top-k: "portable" or "reference" if given for the logits, else None."""
     return backend if backend in ("portable", "reference") else None

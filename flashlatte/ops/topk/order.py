@@ -32,23 +32,10 @@ class TopkRows(NamedTuple):
     next_n: Int32
 
 
-class TopkOutputs(NamedTuple):
-    """indices [rows, k], and values [rows, k] or None. Triton's tuples have another attribute ``values``."""
-
-    indices: ElementPointer
-    index_stride: Int64
-    top_values: ElementPointer
-    value_stride: Int64
-    k: Int32
-
-
-def records_of(params: TopkParams) -> tuple[TopkRows, TopkOutputs]:
-    """The arguments of all kernels."""
-    logits, start, end, indices, values = params.logits, params.start, params.end, params.indices, params.values
+def rows_of(params: TopkParams) -> TopkRows:
+    logits, start, end = params.logits, params.start, params.end
     columns = start, first_stride(start), end, first_stride(end)
-    rows = TopkRows(logits, stride_in_use(logits, 0), logits.shape[1], *columns, params.next_n)
-    value_stride = 0 if values is None else stride_in_use(values, 0)
-    return rows, TopkOutputs(indices, stride_in_use(indices, 0), values, value_stride, indices.shape[1])
+    return TopkRows(logits, stride_in_use(logits, 0), logits.shape[1], *columns, params.next_n)
 
 
 @triton.jit
@@ -83,41 +70,3 @@ def ordered(x, inside):
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = tl.where(x == x, keys, LOWEST)
     return tl.where(inside, keys, OUTSIDE)
-
-
-@triton.jit
-def store_all(entries, index_row, value_row, position, length, k):
-    """Write all ``length`` <= k entries, followed by padding."""
-    inside = position < length
-    tl.store(index_row + position, tl.where(inside, position, -1), mask=position < k)
-    if value_row is not None:
-        value = to_float32(tl.load(entries + position, mask=inside, other=0.0))
-        tl.store(value_row + position, tl.where(inside, value, float("-inf")), mask=position < k)
-
-
-@triton.jit
-def store_chosen(entries, index_row, value_row, chosen, position, columns):
-    tl.store(index_row + position, columns.to(tl.int32), mask=chosen)
-    if value_row is not None:
-        value = to_float32(tl.load(entries + columns, mask=chosen, other=0.0))
-        tl.store(value_row + position, value, mask=chosen)
-
-
-@triton.jit
-def store_reaching(entries, index_row, value_row, length, kth_key, ties, BLOCK: tl.constexpr):
-    """Store the entries of a row whose keys are above ``kth_key``, and the first ``ties`` of those that equal it."""
-    above_before = tl.zeros([], tl.int32)
-    ties_before = tl.zeros([], tl.int32)
-    for block in range(0, length, BLOCK):
-        column = block + tl.arange(0, BLOCK)
-        valid = column < length
-        keys = ordered(load_values(entries + column, valid), valid)
-        above = (valid & (keys > kth_key)).to(tl.int32)
-        tied = (valid & (keys == kth_key)).to(tl.int32)
-        above_inclusive = above_before + tl.cumsum(above, axis=0)
-        ties_inclusive = ties_before + tl.cumsum(tied, axis=0)
-        selected = (above == 1) | ((tied == 1) & (ties_inclusive <= ties))
-        position = above_inclusive - above + tl.minimum(ties_inclusive - tied, ties)
-        store_chosen(entries, index_row, value_row, selected, position, column)
-        above_before = tl.max(above_inclusive, axis=0)
-        ties_before = tl.max(ties_inclusive, axis=0)

@@ -1,7 +1,7 @@
 """``topk`` in plain PyTorch: the specification.
 
 Entries are ordered by value, with NaN below all others and -0 equal to 0; ties are resolved in favor of the lower
-index.
+index. With a block table, the selected columns are converted to slots as by ``index_convert``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from flashlatte.kv_cache.slots import slots_in_table
+
 # Entries that are sorted together.
 ENTRIES = 2**25
 # Below every ordered value: no entry of the row.
@@ -17,7 +19,7 @@ OUTSIDE = torch.iinfo(torch.int32).min
 
 
 class TopkParams(NamedTuple):
-    """The checked arguments of ``api.topk``; k is the width of ``indices``."""
+    """The checked arguments of ``api.topk``; k is the width of ``indices``. ``page_size`` is 1 without a table."""
 
     logits: torch.Tensor
     start: torch.Tensor | None
@@ -25,6 +27,9 @@ class TopkParams(NamedTuple):
     next_n: int
     indices: torch.Tensor
     values: torch.Tensor | None
+    block_table: torch.Tensor | None = None
+    page_size: int = 1
+    request_ids: torch.Tensor | None = None
 
     @property
     def per_request(self) -> bool:
@@ -49,10 +54,24 @@ def topk(params: TopkParams) -> None:
         # In ascending order of index, as every implementation returns them.
         position = order.where(chosen, width).sort(dim=1).values
         position = position.where(chosen, -1)
-        indices[part] = torch.where(chosen, position - first[part].unsqueeze(1), -1).to(indices.dtype)
+        columns = torch.where(chosen, position - first[part].unsqueeze(1), -1)
+        indices[part] = slots_of(params, part, columns).to(indices.dtype)
         if values is not None:
             taken = logits[part].float().gather(1, position.clamp(min=0)) if width else values[part]
             values[part] = taken.where(chosen, -torch.inf)
+
+
+def slots_of(params: TopkParams, part: slice, columns: torch.Tensor) -> torch.Tensor:
+    """The slots of selected ``columns`` [n, k] of some rows if there is a block table, else the columns."""
+    block_table, request_ids = params.block_table, params.request_ids
+    if block_table is None:
+        return columns
+    if request_ids is None:
+        requests = torch.arange(params.logits.shape[0], device=columns.device)[part] // params.next_n
+    else:
+        requests = request_ids[part].long()
+    slots, valid = slots_in_table(columns, block_table, params.page_size, requests, params.indices.dtype)
+    return slots.where(valid & (slots <= torch.iinfo(params.indices.dtype).max), -1)
 
 
 def ordered(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from flashlatte import kv_cache
 from flashlatte.kv_cache.index_formats import index_format
+from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_quantize import index_quantize
 from flashlatte.ops.index_select import index_select, paged_index_select
 
@@ -71,6 +72,23 @@ def test_ragged(backend, rows, num_keys, heads, dtype, bounds, selected, workspa
         first, last = max(int(start[row]), 0), min(int(end[row]), num_keys)
         expected = largest(logits[row, first:last].tolist(), selected)
         assert actual[row].tolist() == expected + [-1] * (selected - len(expected))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("workspace", [1, 2**26])
+def test_ragged_as_slots(workspace, backend):
+    rows, num_keys, selected = 5, 40, 8
+    q, k = integers(-2, 3, rows, 4, 32, seed=0).to(torch.bfloat16), integers(-2, 3, num_keys, 32, seed=1).bfloat16()
+    weights = integers(-3, 4, rows, 4, seed=2).float()
+    keys = q, k, weights, torch.tensor([0, 0, 3, 3, 20]), torch.tensor([3, 20, 20, 40, 40])
+    options = {"workspace_bytes": workspace, "backend": backend}
+    positions = index_select(*keys, selected, **options)
+    for ids in (torch.tensor([0, 0, 2, 2, 1]), None):
+        table = torch.randperm(60, generator=generator(3)).view(-1, 12)[: 3 if ids is not None else rows, :5]
+        slots = index_select(*keys, selected, block_table=table, page_size=6, request_ids=ids, **options)
+        assert slots.equal(index_convert(positions, table, 6, request_ids=ids))
+    with pytest.raises(ValueError, match=r"^block_table must have shape \[5, max_pages\]"):
+        index_select(*keys, selected, block_table=table[:3], page_size=6, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,18 +22,21 @@ def recorders(monkeypatch):
     return found
 
 
-def run(rows=64, width=131072, k=2048, with_start=False, next_n=1):
+def run(rows=64, width=131072, k=2048, with_start=False, next_n=1, page_size=0):
     # Contents do not matter, nor is there so much memory.
     logits = torch.empty(1, 1).expand(rows, width)
     end = torch.empty(rows // next_n, dtype=torch.int32)
     start = torch.empty(rows, dtype=torch.int32) if with_start else None
-    launch.topk(TopkParams(logits, start, end, next_n, torch.empty(rows, k, dtype=torch.int32), None))
+    indices = torch.empty(rows, k, dtype=torch.int32)
+    table = torch.empty(rows // next_n, 9, dtype=torch.int32) if page_size else None
+    launch.topk(TopkParams(logits, start, end, next_n, indices, None, table, page_size or 1))
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.full), 90])
 @pytest.mark.parametrize("rows", [pytest.param(64, marks=pytest.mark.full), 4096])
-def test_kernels_fit(rows, arch, recorders):
-    run(rows)
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_kernels_fit(page_size, rows, arch, recorders):
+    run(rows, page_size=page_size)
     for recorder in recorders:
         compiled = compile_launch(recorder.fn, recorder.launches[0], arch)
         # A few around the sample, which is read once a program, cost little.

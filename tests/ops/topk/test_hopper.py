@@ -51,14 +51,16 @@ def test_the_list_of_the_largest_k_fits_shared_memory():
 
 
 @functools.cache
-def compiled(rows, dtype, with_values):
+def compiled(rows, dtype, with_values, with_table):
     """The kernel of one CTA per row, and the launch."""
+    table = torch.empty(rows, 500, dtype=torch.int32) if with_table else None
     logits, indices = torch.empty(1, 1, dtype=dtype).expand(rows, 30_000), torch.empty(rows, 2048, dtype=torch.int32)
     recorder = Recorder(kernel.kernel_1_cta)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(launch.KERNELS, 1, recorder)
         patch.setattr(machine, "num_sms", lambda device: 132)
-        launch.topk(TopkParams(logits, None, None, 1, indices, indices.to(dtype) if with_values else None))
+        values = indices.to(dtype) if with_values else None
+        launch.topk(TopkParams(logits, None, None, 1, indices, values, table, 64 if with_table else 1))
     (launched,) = recorder.launches
     return compile_launch(recorder.fn, launched, 90), launched
 
@@ -67,9 +69,10 @@ def compiled(rows, dtype, with_values):
 @pytest.mark.parametrize("rows", [100, 700])
 @pytest.mark.parametrize("with_values", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
-def test_shared_memory_fits_48_kib(dtype, with_values, rows):
+@pytest.mark.parametrize("with_table", [False, True])
+def test_shared_memory_fits_48_kib(dtype, with_values, with_table, rows):
     """Triton's own shared memory plus the words of the list."""
-    code, launched = compiled(rows, dtype, with_values)
+    code, launched = compiled(rows, dtype, with_values, with_table)
     assert code.shared + 4 * shared_layout.num_words(launched.arguments["CONFIG"].capacity) <= 48 * 1024
 
 

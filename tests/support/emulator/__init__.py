@@ -8,6 +8,8 @@ copies complete at random times, at the latest when the kernel's waits require i
 * a read of shared memory that another warp has written, without a barrier in between;
 * a read by TMA or by tensor cores without a ``fence.proxy.async`` after writes by threads;
 * a write to shared memory before a tensor core or a TMA store has read it;
+* a copy that arrives in shared memory after its CTA has ended;
+* a use of an mbarrier that another warp has initialized, without a barrier in between;
 * a barrier at which more threads arrive than it expects, and deadlocks.
 
 It measures no time, and does not run ptxas, whose defects it cannot find. ``emulated.Emulation`` is the entry point.

@@ -18,9 +18,11 @@ class Mbarrier:
         pending: arrivals that the phase still expects. ``transactions``: bytes that it still expects.
         phases: number of complete phases.
         released: the ordering established by the arrivals of the last complete phase.
+        initializer: number of the warp that initialized it, and the time.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, warp: Warp, count: int) -> None:
+        self.initializer = warp.number, warp.cta.machine.clock
         self.count = self.pending = count
         self.transactions = self.phases = 0
         self.released = Ordering()
@@ -49,7 +51,11 @@ def mbarrier_at(warp: Warp, where: int) -> Mbarrier:
     cta, offset = warp.cta.resolve(int(where))
     if offset not in cta.mbarriers:
         raise Fault(f"no mbarrier at {offset}")
-    return cta.mbarriers[offset]
+    mbarrier = cta.mbarriers[offset]
+    initializer, time = mbarrier.initializer
+    if cta.machine.finds_races and warp.ordering.seen[initializer] < time:
+        raise Fault(f"uses an mbarrier that warp {initializer} has initialized, with no barrier between")
+    return mbarrier
 
 
 def arrive(machine: Machine, ins: Instruction) -> Callable[[Warp, Array | None], None]:
@@ -65,7 +71,7 @@ def arrive(machine: Machine, ins: Instruction) -> Callable[[Warp, Array | None],
             number = 1 if amount is None else int(spread(amount(warp))[lane])
             position = int(where(warp)[lane])
             if "init" in ins.modifiers:
-                warp.cta.mbarriers[position] = Mbarrier(number)
+                warp.cta.mbarriers[position] = Mbarrier(warp, number)
             elif "inval" in ins.modifiers:
                 warp.cta.mbarriers.pop(position, None)
             else:

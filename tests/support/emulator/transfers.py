@@ -158,10 +158,16 @@ def _tensor_copy(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
+def _check_running(cta: Cta) -> None:
+    if cta.ended:
+        raise Fault("a copy arrives in the shared memory of a CTA that has ended")
+
+
 def _load_box(machine: Machine, warp: Warp, box: Any, origin: list[int], where: Array, barrier: int) -> None:
     values, cta, mbarrier = box.load(machine.memory, origin), warp.cta, mbarrier_at(warp, barrier)
 
     def land() -> None:
+        _check_running(cta)
         cta.shared[where] = values
         cta.writes[:, np.unique(where // 4)] = 0
         mbarrier.transfer(box.bytes)
@@ -211,6 +217,7 @@ def _load_bulk(machine: Machine, warp: Warp, target: int, begin: int, count: int
         source = origin.shared
 
     def land() -> None:
+        _check_running(cta)
         cta.shared[offset : offset + count] = source[position : position + count]
         cta.writes[:, _words(offset, count)] = 0
         mbarrier.transfer(count)

@@ -97,7 +97,9 @@ def paged(params: PagedIndexLogitsParams) -> None:
         HEAD_DIM=head_dim,
         COLUMNS=columns,
         BOX=box,
+        ONE_BOX=box == page_size,
         num_warps=4,
+        launch_pdl=True,
     )
     if params.clean:
         rows = requests * next_n

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from flashlatte.kernels.hopper.ptx import shared_words
+from flashlatte.kernels.triton.block_tables import RowTables
 from flashlatte.kernels.triton.dependent_launch import gdc_launch_dependents, gdc_wait
 from flashlatte.ops.topk.hopper.candidates import (
     TopkRow,
@@ -28,7 +29,8 @@ from flashlatte.ops.topk.hopper.radix_select import (
 from flashlatte.ops.topk.hopper.shared_layout import COUNTER, num_words
 from flashlatte.ops.topk.hopper.short_row import PART, SHORT_ROW, store_largest_of_short_row
 from flashlatte.ops.topk.hopper.store_largest import select_largest, store_in_order
-from flashlatte.ops.topk.order import TopkOutputs, TopkRows, ordered, row_range, store_all
+from flashlatte.ops.topk.order import TopkRows, ordered, row_range
+from flashlatte.ops.topk.outputs import RowResults, TopkOutputs, row_table_of, store_all
 from flashlatte.runtime.triton_internals import ClusterLaunch
 from flashlatte.runtime.triton_kernel import INTERPRETED, kernel
 
@@ -63,6 +65,7 @@ class TopkConfig(NamedTuple):
 def topk_kernel(
     rows: TopkRows,
     outputs: TopkOutputs,
+    tables: RowTables,
     interpreted_memory,
     target: tl.int32,
     CONFIG: tl.constexpr,
@@ -84,33 +87,32 @@ def topk_kernel(
     length = (last - first).to(tl.int32)
     first += number * rows.stride
     entries = rows.logits + first
-    index_row = outputs.indices + number * outputs.index_stride
-    value_row = None
-    if outputs.top_values is not None:
-        value_row = outputs.top_values + number * outputs.value_stride
+    results = RowResults(
+        outputs.indices + number * outputs.index_stride,
+        None if outputs.top_values is None else outputs.top_values + number * outputs.value_stride,
+        None if tables.block_table is None else row_table_of(tables, number),
+    )
     k = outputs.k
     memory = interpreted_memory if INTERPRETED else shared_words.allocate(num_words(CAPACITY))
 
     if length <= k:
         if cta == 0:
-            store_all(entries, index_row, value_row, tl.arange(0, CAPACITY), length, k)
+            store_all(entries, results, length, k, CAPACITY, CONFIG.masked_block)
     elif CONFIG.short_rows:
         if length <= PART:
             if cta == 0:
-                store_largest_of_short_row(entries, index_row, value_row, length, k, memory, PART, CAPACITY)
+                store_largest_of_short_row(entries, results, length, k, memory, PART, CAPACITY)
         elif length <= SHORT_ROW:
             if cta == 0:
-                store_largest_of_short_row(entries, index_row, value_row, length, k, memory, SHORT_ROW, CAPACITY)
+                store_largest_of_short_row(entries, results, length, k, memory, SHORT_ROW, CAPACITY)
         else:
-            store_largest_of_long_row(rows.logits, first, index_row, value_row, length, k, target, cta, memory, CONFIG)
+            store_largest_of_long_row(rows.logits, first, results, length, k, target, cta, memory, CONFIG)
     else:
-        store_largest_of_long_row(rows.logits, first, index_row, value_row, length, k, target, cta, memory, CONFIG)
+        store_largest_of_long_row(rows.logits, first, results, length, k, target, cta, memory, CONFIG)
 
 
 @triton.jit
-def store_largest_of_long_row(
-    logits, first, index_row, value_row, length, k, target, cta, memory, CONFIG: tl.constexpr
-):
+def store_largest_of_long_row(logits, first, results, length, k, target, cta, memory, CONFIG: tl.constexpr):
     """Store the k largest of the ``length`` > k entries from element ``first`` on, by all CTAs of the row."""
     CAPACITY: tl.constexpr = CONFIG.capacity
     CTAS: tl.constexpr = CONFIG.ctas
@@ -124,15 +126,18 @@ def store_largest_of_long_row(
             shared_words.cluster_arrive()
         keys = ordered(bits.to(tl.float32, bitcast=True), valid)
         selected = select_largest(keys, column, valid, low, length, k, memory, 10)
-        store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS)
-        if CTAS > 1:
+        if CTAS > 1 and results.table is not None:
+            # All CTAs have read the list before it is replaced.
+            shared_words.cluster_wait()
+        store_in_order(results, selected, bits, column, begin, stop, memory, CAPACITY, CTAS)
+        if CTAS > 1 and results.table is None:
             # A CTA must not exit before all CTAs have read its list.
             shared_words.cluster_wait()
     else:
         # A CTA must not exit before all CTAs have read its counter.
         sync_row(CTAS)
         if cta == 0:
-            store_largest_of_row(logits + first, index_row, value_row, length, k, memory, CONFIG.masked_block)
+            store_largest_of_row(logits + first, results, length, k, memory, CONFIG.masked_block)
 
 
 @triton.jit

@@ -10,7 +10,8 @@ import torch
 from flashlatte.kernels.triton.dependent_launch import launch_options
 from flashlatte.ops.topk.hopper.kernel import TopkConfig, kernel_1_cta, kernel_2_ctas, kernel_8_ctas
 from flashlatte.ops.topk.hopper.shared_layout import num_words
-from flashlatte.ops.topk.order import records_of
+from flashlatte.ops.topk.order import rows_of
+from flashlatte.ops.topk.outputs import outputs_of
 from flashlatte.ops.topk.reference import TopkParams
 from flashlatte.runtime import machine
 
@@ -52,7 +53,8 @@ def topk(params: TopkParams) -> None:
         overlapped=overlapped,
     )
     KERNELS[ctas][(rows,)](
-        *records_of(params),
+        rows_of(params),
+        *outputs_of(params),
         interpreted_memory=torch.empty(num_words(capacity), dtype=torch.int32) if interpreting else None,
         target=int(TARGET_FILL * capacity),
         CONFIG=config,

@@ -11,7 +11,8 @@ import triton.language as tl
 from flashlatte.kernels.hopper.ptx import shared_scan, shared_words
 from flashlatte.ops.topk.hopper.digits import clear_bins, count_digits, resolve_digit
 from flashlatte.ops.topk.hopper.shared_layout import BINS, SCRATCH
-from flashlatte.ops.topk.order import load_values, ordered, store_reaching
+from flashlatte.ops.topk.order import load_values, ordered
+from flashlatte.ops.topk.outputs import store_reaching
 
 # Adjacent entries of a sample: a cache line.
 RUN = tl.constexpr(32)
@@ -101,11 +102,11 @@ def _entries_at(entries, position, count, spread):
 
 
 @triton.jit
-def store_largest_of_row(entries, index_row, value_row, length, k, memory, BLOCK: tl.constexpr):
+def store_largest_of_row(entries, results, length, k, memory, BLOCK: tl.constexpr):
     """Store the k largest entries of a row with more than k entries, for any distribution of values."""
     low = tl.full([], -(2**31), tl.int64)
     bits = tl.full([], 32, tl.int32)
     low, ties, inside = kth_largest(entries, length, RUN, low, bits, k, length, 0, memory, 11, BLOCK)
     kth_key = low.to(tl.int32)
     ties = tl.where(inside == ties, NO_LIMIT, ties)
-    store_reaching(entries, index_row, value_row, length, kth_key, ties, BLOCK)
+    store_reaching(entries, results, length, kth_key, ties, BLOCK)

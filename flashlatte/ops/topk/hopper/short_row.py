@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashlatte.kernels.hopper.ptx import shared_scan, shared_words
 from flashlatte.ops.topk.hopper.shared_layout import BEFORE, BITMAP, BITMAP_WORDS, LIST, SCRATCH
-from flashlatte.ops.topk.hopper.store_largest import select_largest
+from flashlatte.ops.topk.hopper.store_largest import select_largest, store_staged
 from flashlatte.ops.topk.order import HIGHEST, load_values, ordered
 
 # Maximum length of a short row: its bitmap has a byte per column.
@@ -20,9 +20,7 @@ PART = tl.constexpr(SHORT_ROW.value // 2)
 
 
 @triton.jit
-def store_largest_of_short_row(
-    entries, index_row, value_row, length, k, memory, BLOCK: tl.constexpr, CAPACITY: tl.constexpr
-):
+def store_largest_of_short_row(entries, results, length, k, memory, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
     """Store the k largest entries, in ascending order of their columns, of a row with more than k and at most BLOCK
     entries. BLOCK is PART or SHORT_ROW; CAPACITY is at least 2 k.
     """
@@ -41,12 +39,12 @@ def store_largest_of_short_row(
     rank = shared_words.count_bits_before(memory, BITMAP, BEFORE, 8 * column, selected)
     # Stage the results in shared memory, so that neighboring threads store neighboring entries.
     shared_words.store(memory, LIST + rank, column, selected)
-    if value_row is not None:
+    if results.top_values is not None:
         shared_words.store(memory, LIST + CAPACITY + rank, values.to(tl.int32, bitcast=True), selected)
     tl.debug_barrier()
     position = tl.arange(0, CAPACITY // 2)
     stored = position < k
-    tl.store(index_row + position, shared_words.load(memory, LIST + position, stored), mask=stored)
-    if value_row is not None:
+    store_staged(results, position, stored, memory)
+    if results.top_values is not None:
         bits = shared_words.load(memory, LIST + CAPACITY + position, stored)
-        tl.store(value_row + position, bits.to(tl.float32, bitcast=True), mask=stored)
+        tl.store(results.top_values + position, bits.to(tl.float32, bitcast=True), mask=stored)

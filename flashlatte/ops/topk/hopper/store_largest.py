@@ -7,7 +7,8 @@ import triton.language as tl
 
 from flashlatte.kernels.hopper.ptx import shared_scan, shared_words
 from flashlatte.ops.topk.hopper.digits import clear_bins, count_digits, resolve_digit
-from flashlatte.ops.topk.hopper.shared_layout import BEFORE, BITMAP, BITMAP_WORDS, SCRATCH, SEGMENT
+from flashlatte.ops.topk.hopper.shared_layout import BEFORE, BITMAP, BITMAP_WORDS, LIST, SCRATCH, SEGMENT
+from flashlatte.ops.topk.outputs import results_of_columns
 
 
 @triton.jit
@@ -47,15 +48,17 @@ def _kth_largest(keys, valid, low, bits, k, memory, DIGIT: tl.constexpr):
 
 
 @triton.jit
-def store_in_order(index_row, value_row, selected, bits, column, begin, stop, memory, CTAS: tl.constexpr):
+def store_in_order(results, selected, bits, column, begin, stop, memory, CAPACITY: tl.constexpr, CTAS: tl.constexpr):
     """Store the selected entries of columns ``begin`` to ``stop``; the output position is the number of selected
     columns below.
 
-    The positions are prefix sums over a bitmap of the columns, one segment at a time.
+    The positions are prefix sums over a bitmap of the columns, one segment at a time. With a block table, the columns
+    replace the list: no CTA reads it any more.
     """
     before = tl.zeros([], tl.int32)
     if CTAS > 1:
         before = tl.sum((selected & (column < begin)).to(tl.int32), axis=0)
+    first_rank = before
     word = tl.arange(0, BITMAP_WORDS)
     bit = tl.zeros_like(column) + 1
     for segment in range(begin, stop, SEGMENT):
@@ -66,7 +69,20 @@ def store_in_order(index_row, value_row, selected, bits, column, begin, stop, me
         shared_words.set_bits(memory, BITMAP + (offset >> 5), bit << (offset & 31), stored)
         before = shared_scan.popcount_prefix_sums(memory, BITMAP, BEFORE, SCRATCH, before, BITMAP_WORDS)
         rank = shared_words.count_bits_before(memory, BITMAP, BEFORE, offset, stored)
-        tl.store(index_row + rank, column, mask=stored)
-        if value_row is not None:
-            tl.store(value_row + rank, bits.to(tl.float32, bitcast=True), mask=stored)
+        if results.table is None:
+            tl.store(results.indices + rank, column, mask=stored)
+        else:
+            shared_words.store(memory, LIST + rank, column, stored)
+        if results.top_values is not None:
+            tl.store(results.top_values + rank, bits.to(tl.float32, bitcast=True), mask=stored)
         tl.debug_barrier()
+    if results.table is not None:
+        position = tl.arange(0, CAPACITY // 2)
+        store_staged(results, position, (position >= first_rank) & (position < before), memory)
+
+
+@triton.jit
+def store_staged(results, position, stored, memory):
+    """Store the columns that LIST holds, or their slots: neighboring threads store neighboring entries."""
+    column = shared_words.load(memory, LIST + position, stored)
+    tl.store(results.indices + position, results_of_columns(results, column, stored), mask=stored)

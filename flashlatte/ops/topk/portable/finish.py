@@ -8,17 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashlatte.ops.topk.order import (
-    OUTSIDE,
-    TopkOutputs,
-    TopkRows,
-    load_values,
-    ordered,
-    row_range,
-    store_all,
-    store_chosen,
-    store_reaching,
-)
+from flashlatte.kernels.triton.block_tables import RowTables
+from flashlatte.ops.topk.order import OUTSIDE, TopkRows, load_values, ordered, row_range
+from flashlatte.ops.topk.outputs import RowResults, TopkOutputs, row_table_of, store_all, store_chosen, store_reaching
 from flashlatte.ops.topk.portable.filter import TopkCandidates, threshold
 from flashlatte.runtime.triton_kernel import kernel
 
@@ -29,6 +21,7 @@ DIGITS = tl.constexpr(256)
 def finish_kernel(
     rows: TopkRows,
     outputs: TopkOutputs,
+    tables: RowTables,
     candidates: TopkCandidates,
     first_row: tl.int64,
     PER_REQUEST: tl.constexpr,
@@ -42,19 +35,20 @@ def finish_kernel(
     first, last = row_range(rows, row, PER_REQUEST)
     length = (last - first).to(tl.int32)
     entries = rows.logits + row * rows.stride + first
-    index_row = outputs.indices + row * outputs.index_stride
-    value_row = None
-    if outputs.top_values is not None:
-        value_row = outputs.top_values + row * outputs.value_stride
+    results = RowResults(
+        outputs.indices + row * outputs.index_stride,
+        None if outputs.top_values is None else outputs.top_values + row * outputs.value_stride,
+        None if tables.block_table is None else row_table_of(tables, row),
+    )
     k = outputs.k
 
     position = tl.arange(0, CAPACITY)
     if length <= k:
-        store_all(entries, index_row, value_row, position, length, k)
+        store_all(entries, results, length, k, CAPACITY, BLOCK)
     elif candidates.keys is None:
         keys = ordered(load_values(entries + position, position < length), position < length)
         chosen, rank = find_largest(keys, k)
-        store_chosen(entries, index_row, value_row, chosen, rank, position)
+        store_chosen(entries, results, chosen, rank, position)
     else:
         # [CAPACITY]: indices of the concatenated candidates of all chunks
         source = position
@@ -74,9 +68,9 @@ def finish_kernel(
             keys = tl.load(candidates.keys + base + source, mask=taken, other=OUTSIDE)
             chosen, rank = find_largest(keys, k)
             columns = tl.load(candidates.columns + base + source, mask=chosen, other=0)
-            store_chosen(entries, index_row, value_row, chosen, rank, columns)
+            store_chosen(entries, results, chosen, rank, columns)
         else:
-            store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK)
+            store_largest_by_radix(entries, results, length, k, BLOCK)
 
 
 @triton.jit
@@ -95,7 +89,7 @@ def find_largest(keys, k):
 
 
 @triton.jit
-def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.constexpr):
+def store_largest_by_radix(entries, results, length, k, BLOCK: tl.constexpr):
     """Select the k largest of ``length`` > k entries by radix: one pass for every eight bits of the keys, and one to
     write."""
     settled = tl.zeros([], tl.int64)
@@ -118,4 +112,4 @@ def store_largest_by_radix(entries, index_row, value_row, length, k, BLOCK: tl.c
         settled = settled * 256 + chosen
     cutoff = (settled - 0x80000000).to(tl.int32)
     # ``rank`` of the entries that equal the k-th are taken, the first ones.
-    store_reaching(entries, index_row, value_row, length, cutoff, rank, BLOCK)
+    store_reaching(entries, results, length, cutoff, rank, BLOCK)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from flashlatte.kernels.triton.cache_layout import cdiv
-from flashlatte.ops.topk.order import records_of
+from flashlatte.ops.topk.order import rows_of
+from flashlatte.ops.topk.outputs import outputs_of
 from flashlatte.ops.topk.portable.filter import TopkCandidates, filter_kernel
 from flashlatte.ops.topk.portable.finish import finish_kernel
 from flashlatte.ops.topk.reference import TopkParams
@@ -73,7 +74,7 @@ def topk(params: TopkParams) -> None:
     for first_row in range(0, rows, at_a_time):
         count = min(at_a_time, rows - first_row)
         filter_kernel[(count * chunks,)](
-            records_of(params)[0],
+            rows_of(params),
             candidates,
             first_row=first_row,
             target=int(regime.fill * capacity),
@@ -90,7 +91,8 @@ def _finish(
     params: TopkParams, candidates: TopkCandidates, first_row: int, rows: int, capacity: int, warps: int
 ) -> None:
     finish_kernel[(rows,)](
-        *records_of(params),
+        rows_of(params),
+        *outputs_of(params),
         candidates,
         first_row=first_row,
         PER_REQUEST=params.per_request,
