@@ -123,8 +123,9 @@ def test_kernels_of_an_indexer_cover_short_and_long_prefills(compile_ahead):
     indexer = {"model_type": "deepseek_v32", "index_n_heads": 32, "index_head_dim": 128, "index_topk": 1024}
     options = ("--target", "sm_90", "--sms", "114", "--max-batch", "1", "--list")
     counts = Counter(compile_ahead(*options, config=CONFIG | indexer)["kernels"])
-    # One kernel for single tokens, one for groups, and one that repeats groups with nonfinite values token by token.
-    assert (counts["sparse_prefill_kernel"], counts["union_kernel"]) == (3, 1)
+    # One kernel for single tokens, one for groups, and one that repeats groups with nonfinite values token by token;
+    # each also for vLLM's queries, which are in two tensors.
+    assert (counts["sparse_prefill_kernel"], counts["union_kernel"]) == (6, 1)
 
 
 DOTS3 = CONFIG | {

@@ -100,7 +100,7 @@ def load_tile(base, offsets, in_use, step: tl.constexpr):
 
 @triton.jit
 def load_query(base, offsets, rope, request, token, head, in_use, step: tl.constexpr):
-    """The queries at ``offsets``, with the rotated part of ``rope``, a ``rows.QueryRope``, if that has it."""
+    """The queries at ``offsets``, with the rotated part of ``rope``, a ``rows.QueryRopeRows``, if that has it."""
     if rope.start is None:
         return load_tile(base, offsets, in_use, step)
     else:

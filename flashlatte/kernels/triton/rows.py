@@ -44,7 +44,7 @@ class BatchQuery(NamedTuple):
     stride_head: Int64
 
 
-class QueryRope(NamedTuple):
+class QueryRopeRows(NamedTuple):
     """The rotated part of queries in a tensor of its own, with strides in units of ``align`` elements. Without
     such a tensor, start and strides are None."""
 
@@ -98,7 +98,7 @@ def head_rows(x: torch.Tensor | None, align: int | None = None) -> HeadRows:
 
 def query_and_rope(
     q: torch.Tensor, q_rope: torch.Tensor | None, latent: int, rope_tile: int
-) -> tuple[torch.Tensor, QueryRope]:
+) -> tuple[torch.Tensor, QueryRopeRows]:
     """The queries [b, s_q, h_q, d] or [s_q, h_q, d], and the record of their rotated part.
 
     That part is joined to ``q`` if a kernel cannot load it by itself.
@@ -111,8 +111,8 @@ def query_and_rope(
         align = row_align(q_rope)
         request, token, head = (0, *(stride // align for stride in strides_in_use(q_rope)))[-3:]
         if q.shape[-1] == latent and rope_tile > 0 and max(request, token, head) < 2**31:
-            return q, QueryRope(q_rope, request, token, head, align)
-    return query_parts.join(q, q_rope), QueryRope(None, None, None, None, 1)
+            return q, QueryRopeRows(q_rope, request, token, head, align)
+    return query_parts.join(q, q_rope), QueryRopeRows(None, None, None, None, 1)
 
 
 def cache_rows(cache: torch.Tensor | None, *, strided: bool, align: int | None = None) -> CacheRows:

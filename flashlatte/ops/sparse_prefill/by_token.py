@@ -33,7 +33,7 @@ from flashlatte.kernels.triton.online_softmax import (
 )
 from flashlatte.kernels.triton.rows import (
     HeadRows,
-    QueryRope,
+    QueryRopeRows,
     TokenRows,
     head_row,
     head_rows,
@@ -77,7 +77,7 @@ def _load_rows(keys, ahead, start, stop, dtype: tl.constexpr, config: tl.constex
 @kernel
 def sparse_prefill_kernel(
     q: HeadRows,
-    q_rope: QueryRope,
+    q_rope: QueryRopeRows,
     kv: TokenRows,
     selections: TokenSelections,
     out: HeadRows,

@@ -23,7 +23,7 @@ from flashlatte.kernels.triton.online_softmax import (
     no_prefetch,
     normalize,
 )
-from flashlatte.kernels.triton.rows import BatchQuery, QueryRope
+from flashlatte.kernels.triton.rows import BatchQuery, QueryRopeRows
 from flashlatte.ops.sparse_decode.portable.staged import dequantize, load_codes, load_scales
 from flashlatte.ops.sparse_decode.portable.tiles import SparseCache, load_packed, locate_rows, unpack
 from flashlatte.runtime.kernel_records import Int64, Pointer
@@ -145,7 +145,7 @@ class SelectedKeys(NamedTuple):
 @kernel(same={"outputs_tokens": "key_lengths_tokens", "outputs_rows": "outputs_heads"})
 def sparse_decode_kernel(
     query: BatchQuery,
-    query_rope: QueryRope,
+    query_rope: QueryRopeRows,
     own: SelectedKeys,
     extra: SelectedKeys,
     key_lengths: KeyLengths,
