@@ -258,6 +258,8 @@ def _selected_lengths(
 
     In a packed cache, ``seq_lens`` are these numbers; else the keys of each request.
     """
+    if is_packed and cum_seq_lens_q is not None:
+        raise ValueError("cum_seq_lens_q must be None for a cache of 656 bytes a token, got a tensor")
     if cum_seq_lens_q is not None:
         lengths = checks.indices("seq_lens", seq_lens, (cum_seq_lens_q.shape[0] - 1,), query.device)
         return page_tables.token_rows(cum_seq_lens_q, lengths, query.shape[0])[1]

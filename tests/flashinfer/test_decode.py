@@ -214,6 +214,14 @@ def test_sparse_over_a_cache_of_656_bytes(queries, given_lengths):
     )
 
 
+def test_lengths_of_indices_belong_to_requests_with_equal_numbers_of_queries():
+    case = MLARequests([1] * 2, [8, 20], 8, True)
+    changes = {"query": case.q, "cum_seq_lens_q": case.lists[0], "sparse_mla_top_k": 4}
+    changes |= {"kv_cache": torch.zeros(2, 8, 656, dtype=torch.uint8), "block_tables": torch.zeros(2, 4).int()}
+    with pytest.raises(ValueError, match="cum_seq_lens_q must be None for a cache of 656 bytes a token"):
+        decode(case, **changes)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
