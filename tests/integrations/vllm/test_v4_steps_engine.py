@@ -7,8 +7,9 @@ from support import tiny_v4, vllm_v4_cuda_engine
 from flashlatte import bench
 from flashlatte.bench.serving import vllm_steps
 
-# Largest difference of a logprob between the backends, which differ in nothing but the order of sums.
-CLOSE = 0.1
+# Largest difference of a logprob between the backends, which round differently. With the first groups instead of the
+# selected ones it is 0.15.
+CLOSE = 0.05
 
 
 def test_both_backends_generate_from_the_same_random_contexts(tmp_path, monkeypatch):
