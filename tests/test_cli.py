@@ -77,6 +77,8 @@ def test_doctor_of_a_model_counts_its_heads(tmp_path):
     [
         ("{", "model must be a config.json, and .* is not JSON"),
         ("[]", "model must be a config.json, and .* holds no object"),
+        ("[" * 10**5, "model must be a config.json, and .* is not JSON: maximum recursion depth exceeded"),
+        ('{"num_hidden_layers": ' + "9" * 5000 + "}", "model must be a config.json, and .* is not JSON: Exceeds the"),
         ('{"model_type": "llama"}', "config must be an MLA model's, with kv_lora_rank, got model_type llama"),
         ('{"model_type": "deepseek_v4", "head_dim": 512}', "config must have num_hidden_layers, .* without"),
         ('{"model_type": "glm5_next", "kv_lora_rank": 512}', "model_type 'glm5_next' is not supported: its indexer"),

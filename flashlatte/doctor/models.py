@@ -71,7 +71,8 @@ def read_fields(path: str | Path) -> dict[str, Any]:
         raise OSError(
             f"model must be a config.json or its folder, and {file} cannot be read: {error.strerror}"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    # Also integers of more digits than Python converts, and deeper nesting than it reads.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"model must be a config.json, and {file} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"model must be a config.json, and {file} holds no object")

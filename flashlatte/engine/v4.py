@@ -65,9 +65,10 @@ class V4Model(PagedModel):
         ranks: Ranks | None = None,
     ) -> None:
         check_type(config := config_of(model), (MODEL_TYPE,))
+        # Before the weights are loaded: transformers would allocate tensors of any size.
+        self.layers = self.config = V4Config.layers(config)
         opened = open_model(model, config, dtype, device, ranks)
         model = opened.model
-        self.layers = self.config = V4Config.layers(model.config)
         if ranks is not None:
             pairs = zip(self.layers, model.model.layers, strict=True)
             self.layers = tuple(_keep_share(config, layer, ranks) for config, layer in pairs)

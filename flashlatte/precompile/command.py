@@ -119,8 +119,8 @@ def _variants(arguments: argparse.Namespace, fields: dict[str, Any]) -> list[pre
                 if "allocate memory" not in str(error):
                     raise
                 raise ValueError(
-                    f"--model and --max-batch must be of steps that fit this machine's memory, got {arguments.model} "
-                    f"and {arguments.max_batch}: {str(error).splitlines()[0]}"
+                    f"--model, --page-size and --max-batch must be of steps that fit this machine's memory, got "
+                    f"{arguments.model}, {arguments.page_size} and {arguments.max_batch}: {str(error).splitlines()[0]}"
                 ) from error
     return found
 

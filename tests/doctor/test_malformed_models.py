@@ -230,7 +230,7 @@ def test_a_config_of_as_many_layers_as_accepted():
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("deepseek_v3", {"num_attention_heads": 8192, "q_lora_rank": 8192}, "--model and --max-batch must be of steps"),
+        ("deepseek_v3", {"num_attention_heads": 8192, "q_lora_rank": 8192}, "--model, --page-size and --max-batch"),
         ("deepseek_v4", {"hc_mult": 10**6}, "hc_mult must be at most 32, got 1000000"),
     ],
 )

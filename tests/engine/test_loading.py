@@ -290,3 +290,12 @@ def test_a_model_that_transformers_lacks_is_refused_with_the_reason(tmp_path):
         ValueError, match=r"^model must be of a type .*, got 'deepseek_v41': transformers has no such model"
     ):
         Engine(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "DeepseekV4"])
+def test_sizes_are_checked_before_weights_are_loaded(family, tmp_path):
+    model(family).config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 10**6}))
+    with pytest.raises(ValueError, match=r"^num_attention_heads must be at most 8192, got 1000000$"):
+        Engine(tmp_path)
