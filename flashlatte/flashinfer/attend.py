@@ -29,6 +29,7 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     backend: str | None,
+    q_rope: torch.Tensor | None = None,
     causal: bool = False,
     k_scale: float | None = None,
     selects: bool = False,
@@ -37,7 +38,8 @@ def attend(
     """Attention of q [rows · queries, heads, d], written to ``out`` and, as a natural logarithm, to ``lse``.
 
     Args:
-        q: packed queries, ``queries`` for each row of ``table``.
+        q: packed queries, ``queries`` for each row of ``table``. Or their first columns, if the others are in
+            ``q_rope``.
         cache: [pages, page_size, 1, d].
         table: [rows, max_pages]: pages, or slots if it ``selects``.
         lengths: [rows], keys of each row, or the number of slots it reads; None for all slots.
@@ -46,6 +48,7 @@ def attend(
     """
     shape, head_dim_v = (table.shape[0], queries), out.shape[-1]
     q, out = q.unflatten(0, shape), out.unflatten(0, shape)
+    q_rope = None if q_rope is None else q_rope.unflatten(0, shape)
     lse = None if lse is None else lse.unflatten(0, shape).transpose(1, 2)
     if not selects and not (queries == 1 and by_token(cache.shape[1], cache.dtype, q.dtype)):
         dense_decode(
@@ -53,6 +56,7 @@ def attend(
             cache,
             table,
             checks.given("cache_seqlens", lengths),
+            q_rope=q_rope,
             head_dim_v=head_dim_v,
             softmax_scale=softmax_scale,
             causal=causal,
@@ -67,6 +71,7 @@ def attend(
             q,
             cache,
             table.unsqueeze(1),
+            q_rope=q_rope,
             # DeepSeek-V3.2's cache, or rows as they are.
             cache_format="v32" if cache.dtype == torch.uint8 else plain_format(cache.dtype).name,
             topk_length=lengths,

@@ -6,9 +6,8 @@ import torch
 
 from flashlatte.flashinfer import page_tables, plans
 from flashlatte.flashinfer.attend import attend, by_token
-from flashlatte.flashinfer.conventions import LOG2_E, joined, joined_cache, own_backend, refuse, rows_of
+from flashlatte.flashinfer.conventions import LOG2_E, joined_cache, own_backend, refuse, rows_of
 from flashlatte.flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
-from flashlatte.ops.concat_mla_q import concat_mla_q
 from flashlatte.runtime import checks
 
 __all__ = [
@@ -161,9 +160,8 @@ class BatchMLAPagedAttentionWrapper:
         """Attention of the planned requests. It does not synchronize, and may be captured.
 
         Args:
-            q_nope, q_pe: [T, num_heads, head_dim_ckv] and [T, num_heads, head_dim_kpe] in the planned dtype. If they
-                are not adjacent columns of one tensor [T, num_heads, head_dim_ckv + head_dim_kpe], ``concat_mla_q``
-                copies them. T may exceed the planned tokens: out of the others is 0, lse -inf.
+            q_nope, q_pe: [T, num_heads, head_dim_ckv] and [T, num_heads, head_dim_kpe] in the planned dtype, with any
+                strides except the last. T may exceed the planned tokens: out of the others is 0, lse -inf.
             ckv_cache, kpe_cache: [pages, page_size, head_dim_ckv] and [pages, page_size, head_dim_kpe], adjacent
                 columns of one tensor [pages, page_size, head_dim_ckv + head_dim_kpe]: no kernel reads two.
             out: [T, num_heads, head_dim_ckv] in q_nope's dtype to write to.
@@ -199,10 +197,6 @@ class BatchMLAPagedAttentionWrapper:
         checks.tensor("kpe_cache", kpe_cache, (pages, page_size, added), (kv_dtype,), self._device)
         cache = joined_cache(ckv_cache, kpe_cache)
         k_scale, q_pe = _scaled(q_pe, kv_dtype, ckv_scale, kpe_scale)
-        q = joined(q_nope, q_pe)
-        if q is None:
-            with checks.naming(ql_nope="q_nope"):
-                q = concat_mla_q(q_nope, q_pe)
         out = checks.output_or_new("out", out, (tokens, heads, width), q_dtype, self._device, q_nope=q_nope)
         if return_lse or lse is not None:
             shape = (tokens, heads)
@@ -211,11 +205,12 @@ class BatchMLAPagedAttentionWrapper:
         for part, table in plan.tables(rows):
             of_part = slice(part.start * plan.queries, part.stop * plan.queries)
             attend(
-                rows_of(q, of_part),
+                rows_of(q_nope, of_part),
                 cache,
                 table,
                 rows_of(plan.lengths, part),
                 plan.queries,
+                q_rope=rows_of(q_pe, of_part) if added else None,
                 causal=plan.causal,
                 softmax_scale=plan.softmax_scale,
                 k_scale=k_scale,
