@@ -11,7 +11,7 @@ from support.torch_op import assert_compiles, opcheck
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.topk import api, topk
 from flashlatte.ops.topk.reference import TopkParams
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, value_checks
 
 LARGEST = 2**31 - 1
 
@@ -144,6 +144,13 @@ def call(**change):
 def test_errors_name_the_argument(change, error, message):
     with pytest.raises(error, match=message):
         call(**change)
+
+
+def test_request_ids_are_checked_on_request(monkeypatch):
+    monkeypatch.setattr(value_checks, "ENABLED", True)
+    assert call(request_ids=torch.tensor([0, -1, 1, 1])).shape == (4, 5)
+    with pytest.raises(ValueError, match=r"^request_ids must hold values from 0 to 1, or -1 for none, got 2 at \[3\]$"):
+        call(request_ids=torch.tensor([0, -1, 1, 2]))
 
 
 def test_opcheck():
