@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,26 @@ def test_the_compressor_writes_packed_rows_only():
     options = {"store_full_fp8": False, "fp8_scale": None}
     with pytest.raises(NotImplementedError, match="fp8_ds_mla"):
         parts.compress(store_full_kv=True, **options)
+
+
+def test_large_groups_are_compressed_with_more_warps(monkeypatch):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, num_warps, COMPRESS_RATIO: launched.append((grid, COMPRESS_RATIO, num_warps))
+
+    module: Any = types.ModuleType(parts.TRITON_COMPRESSOR)
+    setattr(module, parts.TRITON_KERNEL, Kernel())
+
+    def store(compress_ratio):
+        getattr(module, parts.TRITON_KERNEL)[(7,)]("state", COMPRESS_RATIO=compress_ratio, num_warps=4)
+
+    module.compress_norm_rope_store_triton = store
+    monkeypatch.setitem(sys.modules, parts.TRITON_COMPRESSOR, module)
+    for ratio in (4, 128, 4):
+        parts.compress(store_full_kv=False, store_full_fp8=False, fp8_scale=None, compress_ratio=ratio)
+    assert launched == [((7,), 4, 4), ((7,), 128, 16), ((7,), 4, 4)]
 
 
 @pytest.fixture

@@ -23,6 +23,11 @@ VARIABLE = "FLASHLATTE_BENCH_V4_PARTS"
 PACKAGES = {"mhc": "tilelang", "compressor": "cutlass"}
 MHC = "vllm.model_executor.kernels.mhc.tilelang"
 COMPRESSOR = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
+TRITON_COMPRESSOR = "vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache"
+TRITON_KERNEL = "_fused_kv_compress_norm_rope_insert_sparse_attn"
+# The kernel holds a group's keys and scores, 512 elements a token, in registers: 1,024 a thread for 128 tokens with
+# vLLM's 4 warps.
+WARPS_OF_LARGE_GROUPS = 16
 
 
 def replace_missing_parts() -> dict[str, str]:
@@ -71,9 +76,24 @@ def compress(*, store_full_kv: bool, store_full_fp8: bool, fp8_scale: float | No
     """vLLM's Triton kernel, which writes rows of ``fp8_ds_mla`` only."""
     if store_full_kv or store_full_fp8:
         raise NotImplementedError("the stand-in of V4's compressor writes caches of fp8_ds_mla only")
-    from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import compress_norm_rope_store_triton
+    module: Any = importlib.import_module(TRITON_COMPRESSOR)
+    if not isinstance(kernel := getattr(module, TRITON_KERNEL), LargeGroupsKernel):
+        setattr(module, TRITON_KERNEL, LargeGroupsKernel(kernel))
+    module.compress_norm_rope_store_triton(**arguments)
 
-    compress_norm_rope_store_triton(**arguments)
+
+class LargeGroupsKernel:
+    """A Triton kernel that is launched with more warps for groups of 128 tokens."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, num_warps: int, **options: Any) -> Any:
+            warps = WARPS_OF_LARGE_GROUPS if options["COMPRESS_RATIO"] == 128 else num_warps
+            return self.kernel[grid](*arguments, num_warps=warps, **options)
+
+        return launch
 
 
 # From here on, functions with the names, arguments and results of vLLM's.
