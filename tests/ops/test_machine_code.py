@@ -147,7 +147,6 @@ MORE_HOPPER = [
     Variant("sparse_prefill", "hopper", {"head_dim": 512, "dtype": FP16, "lengths": True}),
     Variant("sparse_prefill", "hopper", {"sinks": False}),
     Variant("sparse_prefill", "hopper", {"split_q": True, "lengths": True}),
-    Variant("sparse_prefill", "hopper", {"split_q": True, "heads": 16, "s_q": 2112, "topk": 512, "s_kv": 4096}),
     Variant("dense_prefill", "hopper", {"head_dim": 128}),
     Variant("dense_prefill", "hopper", {"dtype": FP16, "out_pad": 1}),
     *(
