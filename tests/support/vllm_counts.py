@@ -8,7 +8,7 @@ import importlib
 # The modules in which the integration looks up each operation.
 DENSE, SPARSE, INDEXER = (f"flashlatte.integrations.vllm.backends.{name}" for name in ("dense", "sparse", "indexer"))
 PLACES = {
-    "cache_write": DENSE,
+    "cache_write": "flashlatte.integrations.vllm.backends.common",
     "dense_decode": DENSE,
     "dense_prefill": "flashlatte.layers.prefill",
     "cache_gather": "flashlatte.layers.cache",
