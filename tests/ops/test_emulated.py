@@ -152,19 +152,38 @@ def test_index_logits(emulation, heads):
     check(flashlatte.index_logits, arguments, emulation, seed=6, num_sms=4, statistics=LOGITS)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("heads", "next_n"), [(8, 1), (16, 2), (64, 1)])
-def test_paged_index_logits(emulation, heads, next_n):
+# Lengths of the requests or of their queries, heads, queries of a request, page size, SMs.
+PAGED_INDEX_LOGITS = {
+    "8 heads": ([200, 3, 90], 8, 1, 64, 4),
+    "16 heads, 2 queries": ([200, 3, 90], 16, 2, 64, 4),
+    "64 heads": ([200, 3, 90], 64, 1, 64, 4),
+    # 69 tiles on a CTA: more than it looks up at a time, and four times the ring of keys.
+    "many tiles": ([4300, 90], 8, 1, 64, 1),
+    "pages of 96": ([1500, 0, 700], 8, 1, 96, 2),
+    "pages of 128, int64": (torch.tensor([250, 0, 130]), 16, 1, 128, 3),
+    "groups of queries": ([[100, 150, 64, 10, 0], [0, 0, 0, 0, 65]], 64, 5, 64, 3),
+    # Requests of more than one step of the scan, some of them empty.
+    "many requests": ([37 * i % 70 * (i % 3 > 0) for i in range(140)], 8, 1, 64, 5),
+    "no keys": ([0, 0], 8, 1, 64, 2),
+}
+
+
+@pytest.mark.parametrize("name", mostly_full(PAGED_INDEX_LOGITS, "64 heads"))
+def test_paged_index_logits(emulation, name):
+    lengths, heads, next_n, page_size, num_sms = PAGED_INDEX_LOGITS[name]
     torch.manual_seed(0)
-    keys, scales = torch.randn(12, 64 * 128).to(E4M3).view(torch.uint8), torch.rand(12, 64).view(torch.uint8)
+    lengths = lengths if isinstance(lengths, torch.Tensor) else torch.tensor(lengths, dtype=torch.int32)
+    requests, columns = len(lengths), max(1, -(-int(lengths.max()) // page_size))
+    pages = requests * columns
+    keys = torch.randn(pages, page_size * 128).to(E4M3).view(torch.uint8)
     arguments = {
-        "q": torch.randn(3, next_n, heads, 128).to(E4M3),
-        "cache": torch.cat((keys, scales), 1).view(12, 64, 1, 132),
-        "weights": torch.randn(3 * next_n, heads),
-        "cache_seqlens": torch.tensor([200, 3, 90], dtype=torch.int32),
-        "block_table": torch.randperm(12).reshape(3, 4).int(),
+        "q": torch.randn(requests, next_n, heads, 128).to(E4M3),
+        "cache": torch.cat((keys, torch.rand(pages, page_size).view(torch.uint8)), 1).view(pages, page_size, 1, 132),
+        "weights": torch.randn(requests * next_n, heads),
+        "cache_seqlens": lengths,
+        "block_table": torch.randperm(pages).reshape(requests, columns).to(lengths.dtype),
     }
-    check(flashlatte.paged_index_logits, arguments, emulation, seed=7, num_sms=4, statistics=LOGITS)
+    check(flashlatte.paged_index_logits, arguments, emulation, seed=7, num_sms=num_sms, statistics=LOGITS)
 
 
 @pytest.mark.full

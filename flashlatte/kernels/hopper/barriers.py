@@ -13,7 +13,7 @@ consumers). Copies that fill a buffer complete on an mbarrier.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ __all__ = [
     "PAIR_THREADS",
     "allocate_mbarrier",
     "allocate_mbarriers",
+    "allocate_uninitialized_mbarriers",
     "arrive",
     "arrive_at",
+    "initialize_mbarriers",
     "sync_before_warp_specialize",
     "wait",
     "wait_at",
@@ -74,7 +76,24 @@ def allocate_mbarrier(COUNT: gl.constexpr = 1):
 @gluon.jit
 def allocate_mbarriers(SLOTS: gl.constexpr, COUNT: gl.constexpr = 1):
     """The mbarriers [SLOTS, 1] of a ring's slots, each of which completes after COUNT arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    barriers = allocate_uninitialized_mbarriers(SLOTS)
+    initialize_mbarriers(barriers, COUNT)
+    return barriers
+
+
+@gluon.jit
+def allocate_uninitialized_mbarriers(SLOTS: gl.constexpr):
+    """The mbarriers [SLOTS, 1] of a ring's slots, for ``initialize_mbarriers``."""
+    return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def initialize_mbarriers(barriers, COUNT: gl.constexpr):
+    """Initialize the mbarriers of a ring's slots; each completes after COUNT arrivals.
+
+    Between two mbarriers of a ring the compiler inserts a barrier of the partition's warps. A partition of one warp
+    needs none.
+    """
+    SLOTS: gl.constexpr = barriers.shape[0]
     for slot in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(slot), count=COUNT)
-    return barriers

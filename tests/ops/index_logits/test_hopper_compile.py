@@ -117,6 +117,7 @@ PAGED = {
     "64 heads": {},
     "16 heads": {"heads": 16},
     "64 heads, 2 tokens": {"next_n": 2},
+    "64 heads, 4 tokens, pages of 128": {"next_n": 4, "page_size": 128},
     "64 heads, 5 tokens, pages of 32": {"next_n": 5, "page_size": 32, "per_query": True},
     "8 heads, pages of 256, bf16 logits": {"heads": 8, "page_size": 256, "dtype": torch.bfloat16},
 }
@@ -153,6 +154,18 @@ def test_machine_code_of_paged(record, name):
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code.sass)) <= 2
 
 
+def test_mbarriers_of_paged_are_initialized_without_barriers_between(record):
+    """Each barrier of the CTA would delay the first keys."""
+    launched = record(paged)["paged"]
+    ptx = support.compile_gluon(KERNELS["paged"], launched).ptx
+    instructions = [line.strip() for line in ptx.splitlines()]
+    initializations = [i for i, line in enumerate(instructions) if "mbarrier.init" in line]
+    # One for the descriptors, two of each slot of queries and of each pair of slots of keys.
+    assert len(initializations) == 1 + 2 * 2 + 2 * 8
+    between = instructions[initializations[0] : initializations[-1]]
+    assert not [line for line in between if line.startswith(("bar.sync", "barrier.sync"))]
+
+
 def test_logits_are_reduced_without_shared_memory(record):
     code = support.compile_gluon(KERNELS["ragged"], record(ragged)["ragged"])
     assert len(re.findall(r"\bSHFL\b", code.sass)) > 0
@@ -176,7 +189,7 @@ def test_lengths_and_strides_compile_once(record):
         launched |= record(
             paged,
             requests=rng.choice([1, 3, 16]),
-            page_size=rng.choice([64, 128, 192]),
+            page_size=rng.choice([128, 192, 320]),
             columns=rng.choice([1, 16]),
             next_n=rng.choice([3, 4]),
             pad=pad,

@@ -97,6 +97,7 @@ def paged(params: PagedIndexLogitsParams) -> None:
         HEAD_DIM=head_dim,
         COLUMNS=columns,
         BOX=box,
+        ONE_BOX=box == page_size,
         num_warps=4,
     )
     if params.clean:

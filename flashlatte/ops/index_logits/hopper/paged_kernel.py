@@ -1,7 +1,8 @@
 """Logits of a few queries per request with paged keys; docs/kernels/index-logits.md explains the schedule."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashlatte.kernels.hopper.barriers import allocate_mbarrier
+from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.barriers import allocate_uninitialized_mbarriers, initialize_mbarriers
 from flashlatte.ops.index_logits.hopper import split
 from flashlatte.ops.index_logits.hopper.scores import LogitsOutput, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
-    CONSUMER_REGISTERS,
     KEYS,
-    PRODUCER_REGISTERS,
     allocate_rings,
+    initialize_rings,
     scores_layout,
     wait_empty,
     wait_full,
@@ -30,12 +31,23 @@ from flashlatte.runtime.gluon_compat import tma_load
 from flashlatte.runtime.kernel_records import ElementPointer, Int32, Int64, Pointer
 from flashlatte.runtime.triton_kernel import gluon_kernel
 
-# Slots of the ring of keys (even, because each slot belongs to one consumer), and of the ring of queries.
+# Slots of the ring of keys, in pairs of a slot for each consumer that share barriers; and of the ring of queries.
+PAIRS = gl.constexpr(8)
 SLOTS = gl.constexpr(16)
 Q_SLOTS = gl.constexpr(2)
 
+# Registers per thread of a consumer, and of the producer, whose single warp counts as four. With 24 it spills 286 times
+# with a length per query.
+_CONSUMER_REGISTERS = gl.constexpr(232)
+_PRODUCER_REGISTERS = gl.constexpr(40)
+
 # TMA destinations are aligned to 128 bytes, so a slot of the ring has at least 32 float32 weights.
 MIN_WEIGHTS = gl.constexpr(32)
+
+# Named barrier: the mbarriers are initialized. The producer's warp, which has initialized them, arrives; both consumers
+# wait before they use one.
+_INITIALIZED = gl.constexpr(barriers.FIRST_FREE)
+_INITIALIZED_THREADS = gl.constexpr(288)
 
 # Boxes of keys whose pages the producer looks up at a time: one per lane.
 _LOOKUP = gl.constexpr(32)
@@ -73,11 +85,14 @@ class PagedLogitsQueries(NamedTuple):
 
 
 @gluon.jit
-def _look_up(cache, request, first_key, BOX: gl.constexpr):
-    """Start loading the block table entries of the next ``_LOOKUP`` boxes of keys; -1 after its end."""
-    column = (first_key + gl.arange(0, _LOOKUP, _ONE_EACH) * BOX) // cache.page_size
+def _look_up(cache, request, first_box, boxes, BOX: gl.constexpr, ONE_BOX: gl.constexpr):
+    """Start loading the block table entries of the next ``_LOOKUP`` of ``boxes`` boxes of keys; -1 after its end."""
+    box = gl.arange(0, _LOOKUP, _ONE_EACH)
+    column = first_box + box
+    if not ONE_BOX:
+        column = split.quotient(column, split.quotient(cache.page_size, BOX))
     row = cache.block_table + request.to(gl.int64) * cache.table_stride
-    return gl.load(row + column, mask=column < cache.table_columns, other=-1)
+    return gl.load(row + column, mask=(box < boxes) & (column < cache.table_columns), other=-1)
 
 
 @gluon.jit
@@ -96,56 +111,93 @@ def _load_keys(cache, page, offset, full, vectors, scales):
 
 
 @gluon.jit
-def prefetch_descriptors(cache, shared, fetched, BOX: gl.constexpr):
-    """Issue a dummy copy with each descriptor into the last slot, which is used much later.
-
-    The first copy with a descriptor loads the descriptor from memory. Here that overlaps with the loads of the lengths.
-    """
-    HEAD_DIM: gl.constexpr = shared.q.shape[2]
-    mbarrier.expect(fetched, BOX * (HEAD_DIM + 4))
-    vectors, scales = shared.k.index(SLOTS - 1).slice(0, BOX), shared.k_scale.index(SLOTS - 1).slice(0, BOX)
-    _load_keys(cache, -1, 0, fetched, vectors, scales)
+def _load_queries(queries, row, full, vectors, weights):
+    """Start loading the queries and weights of a tile, from row ``row`` on."""
+    tma_load(queries.q, [row, 0], full, vectors)
+    tma_load(queries.weights, [row], full, weights)
 
 
 @gluon.jit
-def produce(queries, cache, lengths, segment, shared, descriptors_fetched, BOX: gl.constexpr, HEADS: gl.constexpr):
+def prefetch_descriptors(queries, cache, shared, fetched, BOX: gl.constexpr):
+    """Issue a dummy copy with each descriptor, from outside of its tensor, into the last slots, which are used later.
+
+    The first copy with a descriptor loads the descriptor from memory. Here that overlaps with the loads of the lengths.
+    """
+    COLUMNS: gl.constexpr = shared.q.shape[1]
+    HEAD_DIM: gl.constexpr = shared.q.shape[2]
+    WEIGHTS: gl.constexpr = shared.weights.shape[1]
+    mbarrier.expect(fetched, BOX * (HEAD_DIM + 4) + COLUMNS * HEAD_DIM + 4 * WEIGHTS)
+    vectors, scales = shared.k.index(SLOTS - 1).slice(0, BOX), shared.k_scale.index(SLOTS - 1).slice(0, BOX)
+    _load_keys(cache, -1, 0, fetched, vectors, scales)
+    _load_queries(queries, -WEIGHTS, fetched, shared.q.index(Q_SLOTS - 1), shared.weights.index(Q_SLOTS - 1))
+
+
+@gluon.jit
+def produce(
+    queries,
+    cache,
+    lengths,
+    shared,
+    descriptors_fetched,
+    HEADS: gl.constexpr,
+    BOX: gl.constexpr,
+    ONE_BOX: gl.constexpr,
+):
     COLUMNS: gl.constexpr = shared.q.shape[1]
     HEAD_DIM: gl.constexpr = shared.q.shape[2]
     BOXES: gl.constexpr = KEYS // BOX
+    initialize_mbarriers(descriptors_fetched, 1)
+    descriptors_fetched = descriptors_fetched.index(0)
+    prefetch_descriptors(queries, cache, shared, descriptors_fetched, BOX)
+    initialize_rings(shared, 2)
+    barriers.arrive(_INITIALIZED, _INITIALIZED_THREADS, 32)
+    segment = split.first_segment(lengths)
     segments_done = 0
     step = 0
-    mbarrier.wait(descriptors_fetched, 0)
     while segment.tiles > 0:
+        first_box = split.quotient(segment.key, BOX)
+        boxes = segment.tiles * BOXES
+        entries = _look_up(cache, segment.request, first_box, boxes, BOX, ONE_BOX)
         wait_empty(shared.q_empty, segments_done, Q_SLOTS)
-        full = shared.q_full.index(segments_done % Q_SLOTS)
+        q_slot = segments_done % Q_SLOTS
+        full = shared.q_full.index(q_slot)
         mbarrier.expect(full, COLUMNS * HEAD_DIM + 4 * shared.weights.shape[1])
         row = (segment.request * lengths.next_n + segment.token) * HEADS
-        tma_load(queries.q, [row, 0], full, shared.q.index(segments_done % Q_SLOTS))
-        tma_load(queries.weights, [row], full, shared.weights.index(segments_done % Q_SLOTS))
+        _load_queries(queries, row, full, shared.q.index(q_slot), shared.weights.index(q_slot))
         segments_done += 1
 
-        next_entries = _look_up(cache, segment.request, segment.key, BOX)
-        # A separate value: Gluon treats two names of one value as one loop-carried variable.
-        entries = gl.zeros_like(next_entries)
+        # Before the copies into the last slots. After the first segment it returns at once.
+        mbarrier.wait(descriptors_fetched, 0)
         offset = segment.key % cache.page_size
-        for tile in range(segment.tiles):
-            box = tile * BOXES % _LOOKUP
-            if box == 0:
-                entries = next_entries
-                next_entries = _look_up(cache, segment.request, segment.key + tile * KEYS + _LOOKUP * BOX, BOX)
-            wait_empty(shared.k_empty, step, SLOTS)
-            slot = step % SLOTS
-            full = shared.k_full.index(slot)
-            mbarrier.expect(full, KEYS * (HEAD_DIM + 4))
-            for box_in_tile in gl.static_range(BOXES):
-                page = _page(cache, entries, box + box_in_tile)
-                vectors = shared.k.index(slot).slice(box_in_tile * BOX, BOX)
-                scales = shared.k_scale.index(slot).slice(box_in_tile * BOX, BOX)
-                _load_keys(cache, page, offset, full, vectors, scales)
-                offset += BOX
-                offset = gl.where(offset == cache.page_size, 0, offset)
-            step += 1
+        for looked_up in range(0, boxes, _LOOKUP):
+            left = boxes - looked_up - _LOOKUP
+            next_entries = _look_up(cache, segment.request, first_box + looked_up + _LOOKUP, left, BOX, ONE_BOX)
+            for box in range(0, gl.minimum(boxes - looked_up, _LOOKUP), BOXES):
+                pair = step // 2
+                full = shared.k_full.index(pair % PAIRS)
+                # Each consumer has read its tile of the pair, so that this covers the pair's second tile, too.
+                if step % 2 == 0:
+                    wait_empty(shared.k_empty, pair, PAIRS)
+                mbarrier.expect(full, KEYS * (HEAD_DIM + 4))
+                slot = step % SLOTS
+                for box_in_tile in gl.static_range(BOXES):
+                    page = _page(cache, entries, box + box_in_tile)
+                    vectors = shared.k.index(slot).slice(box_in_tile * BOX, BOX)
+                    scales = shared.k_scale.index(slot).slice(box_in_tile * BOX, BOX)
+                    if ONE_BOX:
+                        _load_keys(cache, page, 0, full, vectors, scales)
+                    else:
+                        _load_keys(cache, page, offset, full, vectors, scales)
+                        offset += BOX
+                        offset = gl.where(offset == cache.page_size, 0, offset)
+                step += 1
+            entries = next_entries
         segment = split.next_segment(lengths, segment)
+    # In place of the second tile of the last pair.
+    if step % 2 == 1:
+        mbarrier.arrive(shared.k_full.index(step // 2 % PAIRS), count=1)
+    # A program without keys, too, must not exit before the copies have arrived in its shared memory.
+    mbarrier.wait(descriptors_fetched, 0)
 
 
 @gluon.jit
@@ -163,11 +215,13 @@ def _rows(lengths, segment, output, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def consume(lengths, segment, shared, output, CONSUMER: gl.constexpr, HEADS: gl.constexpr):
+def consume(lengths, shared, output, CONSUMER: gl.constexpr, HEADS: gl.constexpr):
     """Compute the logits of every second tile of keys."""
     COLUMNS: gl.constexpr = shared.q.shape[1]
     QUERIES: gl.constexpr = COLUMNS // HEADS
     SCORES: gl.constexpr = scores_layout(COLUMNS)
+    segment = split.first_segment(lengths)
+    barriers.wait(_INITIALIZED, _INITIALIZED_THREADS)
     segments_done = 0
     step = 0
     while segment.tiles > 0:
@@ -177,13 +231,15 @@ def consume(lengths, segment, shared, output, CONSUMER: gl.constexpr, HEADS: gl.
         weights = shared.weights.index(q_slot).slice(0, COLUMNS).load(gl.SliceLayout(0, SCORES))
         for tile in range((step + CONSUMER) % 2, segment.tiles, 2):
             position = step + tile
-            wait_full(shared.k_full, position, SLOTS)
+            wait_full(shared.k_full, position // 2, PAIRS)
             q = shared.q.index(q_slot + (position >> 30)).permute((1, 0))
             scores = gl.zeros([KEYS, COLUMNS], gl.float32, SCORES)
             scores = warpgroup_mma(shared.k.index(position % SLOTS), q, scores, use_acc=False, is_async=True)
             scale = shared.k_scale.index(position % SLOTS).load(gl.SliceLayout(1, logits_layout(QUERIES)))
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(shared.k_empty.index(position % SLOTS), count=1)
+            # One thread arrives for the consumer. Before, Gluon synchronizes the consumer's warps: all of them have
+            # read the tile and its scales.
+            mbarrier.arrive(shared.k_empty.index(position // 2 % PAIRS), count=1)
             store(sum_over_heads(scores, weights, HEADS) * scale[:, None], segment.key + tile * KEYS, rows)
         mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         segments_done += 1
@@ -201,21 +257,19 @@ def index_logits_paged_kernel(
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOX: tl.constexpr,
+    ONE_BOX: tl.constexpr,
 ):
     """The tiles of all requests, divided evenly among the programs. Arguments as in ``launch``."""
     # The kernel that reads the logits may launch now; it waits for this one.
     gdc_launch_dependents()
-    first_lengths = split.read_first_lengths(lengths)
-    shared = allocate_rings(Q_SLOTS, 1, COLUMNS, max(COLUMNS, MIN_WEIGHTS), SLOTS, 1, HEAD_DIM)
-    descriptors_fetched = allocate_mbarrier()
-    prefetch_descriptors(cache, shared, descriptors_fetched, BOX)
-    segment = split.first_segment(lengths, first_lengths)
+    shared = allocate_rings(Q_SLOTS, 1, COLUMNS, max(COLUMNS, MIN_WEIGHTS), PAIRS, 2, HEAD_DIM)
+    descriptors_fetched = allocate_uninitialized_mbarriers(1)
     gl.warp_specialize(
         [
-            (consume, (lengths, segment, shared, output, 0, HEADS)),
-            (consume, (lengths, segment, shared, output, 1, HEADS)),
-            (produce, (queries, cache, lengths, segment, shared, descriptors_fetched, BOX, HEADS)),
+            (consume, (lengths, shared, output, 0, HEADS)),
+            (consume, (lengths, shared, output, 1, HEADS)),
+            (produce, (queries, cache, lengths, shared, descriptors_fetched, HEADS, BOX, ONE_BOX)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )

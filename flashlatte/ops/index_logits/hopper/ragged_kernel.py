@@ -15,10 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from flashlatte.ops.index_logits.hopper.scores import LogitsOutput, logits_layout, store, sum_over_heads
 from flashlatte.ops.index_logits.hopper.tiles import (
-    CONSUMER_REGISTERS,
     KEYS,
-    PRODUCER_REGISTERS,
     allocate_rings,
+    initialize_rings,
     scores_layout,
     wait_empty,
     wait_full,
@@ -34,6 +33,9 @@ Q_SLOTS = gl.constexpr(2)
 # Columns of a consumer (heads of its queries), and of a WGMMA: half of them.
 COLUMNS = gl.constexpr(256)
 HALF_COLUMNS = gl.constexpr(128)
+# Registers per thread of a consumer, and of the producer, whose single warp counts as four.
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class RaggedLogitsWork(NamedTuple):
@@ -191,7 +193,8 @@ def index_logits_ragged_kernel(
     HEAD_DIM: tl.constexpr,
 ):
     """In each wave a program processes one work item: 512 / HEADS queries and up to item_keys keys."""
-    shared = allocate_rings(Q_SLOTS, 2, COLUMNS, COLUMNS, SLOTS, 2, HEAD_DIM)
+    shared = allocate_rings(Q_SLOTS, 2, COLUMNS, COLUMNS, SLOTS, 1, HEAD_DIM)
+    initialize_rings(shared, 1)
     gl.warp_specialize(
         [
             (consume, (work, shared, output, 0, HEADS)),
@@ -199,5 +202,5 @@ def index_logits_ragged_kernel(
             (produce, (inputs, work, shared, HEADS)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )

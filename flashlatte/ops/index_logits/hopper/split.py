@@ -6,7 +6,7 @@ group. ``lengths`` is a ``QueryLengths``.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.ops.index_logits.hopper.tiles import KEYS
 
-# Requests per step of the scan. Every warp scans all of them, so that no reduction crosses warps.
+# Requests per step of the scan.
 _SCAN = gl.constexpr(128)
-_SCANNED = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+
+
+@gluon.constexpr_function
+def _in_each_warp(WARPS):
+    """_SCAN requests replicated in each warp, so that no reduction crosses warps."""
+    return gl.BlockedLayout([_SCAN.value // 32], [32], [WARPS], [0])
 
 
 class Segment(NamedTuple):
@@ -42,55 +48,78 @@ def _length(lengths, request, token):
 
 
 @gluon.jit
+def quotient(a, b):
+    """⌊a / b⌋ of non-negative int32: a signed division takes twice as many instructions."""
+    return (gl.to_tensor(a).to(gl.uint32) // gl.to_tensor(b).to(gl.uint32)).to(gl.int32)
+
+
+@gluon.jit
 def _tiles(lengths, request, length):
     """Tiles of keys of requests; 0 after the last request. ``length``: first length of each request."""
-    keys = _keys(lengths, length)
     if lengths.per_query:
         for token in range(1, lengths.next_n):
-            keys = gl.maximum(keys, _keys(lengths, _length(lengths, request, token)))
-    return (keys + KEYS - 1) // KEYS
+            length = gl.maximum(length, _length(lengths, request, opaque(token)))
+    # Clamp before the cast, which would truncate int64 lengths.
+    keys = gl.minimum(gl.maximum(length, 0), lengths.max_keys).to(gl.int32)
+    return quotient(keys + KEYS - 1, KEYS)
 
 
 @gluon.jit
-def _keys(lengths, length):
-    """Clamp before the cast, which would truncate int64 lengths."""
-    return gl.minimum(gl.maximum(length, 0), lengths.max_keys).to(gl.int32)
+def _search(tiles, scanned, begin):
+    """Search tile ``begin`` of the list among requests with ``tiles`` tiles, of which the first begins at ``scanned``.
+
+    Returns the number of requests that end before it, their tiles, and the tiles of the request that contains it.
+    """
+    ends = scanned + tl.cumsum(tiles, 0)
+    passed = ends <= begin
+    found = (ends > begin) & (ends - tiles <= begin)
+    return gl.sum(passed.to(gl.int32), 0), gl.sum(gl.where(passed, tiles, 0), 0), gl.sum(gl.where(found, tiles, 0), 0)
 
 
 @gluon.jit
-def read_first_lengths(lengths):
-    """Start loading the lengths of the first requests, which overlaps with the setup."""
-    return _length(lengths, gl.arange(0, _SCAN, _SCANNED), 0)
-
-
-@gluon.jit
-def first_segment(lengths, first_lengths):
-    """The first segment of the program's share of the list."""
-    groups = (lengths.next_n + lengths.group - 1) // lengths.group
-    total = gl.sum(_tiles(lengths, gl.arange(0, _SCAN, _SCANNED), first_lengths), 0)
-    for start in range(_SCAN, lengths.requests, _SCAN):
-        candidates = start + gl.arange(0, _SCAN, _SCANNED)
-        total += gl.sum(_tiles(lengths, candidates, _length(lengths, candidates, 0)), 0)
-    total *= groups
-    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
+def _share(total):
+    """The first tile of the program's share of ``total`` tiles, and the number of tiles."""
+    share = quotient(total + gl.num_programs(0) - 1, gl.num_programs(0))
     begin = gl.minimum(gl.program_id(0) * share, total)
+    return begin, gl.minimum(total - begin, share)
 
-    request = gl.to_tensor(0)
-    before = gl.to_tensor(0)
-    scanned = gl.to_tensor(0)
-    for start in range(0, lengths.requests, _SCAN):
-        candidates = start + gl.arange(0, _SCAN, _SCANNED)
-        tiles = _tiles(lengths, candidates, _length(lengths, candidates, 0)) * groups
-        ends = scanned + tl.cumsum(tiles, 0)
-        passed = (candidates < lengths.requests) & (ends <= begin)
-        request += gl.sum(passed.to(gl.int32), 0)
-        before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
-        scanned += gl.sum(tiles, 0)
-    tiles = gl.maximum(_tiles(lengths, request, _length(lengths, request, 0)), 1)
-    remaining = gl.minimum(total - begin, share)
-    group = (begin - before) // tiles
-    skipped = (begin - before) % tiles
-    return Segment(request, group * lengths.group, skipped * KEYS, gl.minimum(tiles - skipped, remaining), remaining)
+
+@gluon.jit
+def first_segment(lengths):
+    """The first segment of the program's share of the list."""
+    requests = gl.arange(0, _SCAN, _in_each_warp(gl.num_warps()))
+    groups = (lengths.next_n + lengths.group - 1) // lengths.group
+    # Without loops, so that the compiler overlaps the parts of the computation.
+    if lengths.requests <= _SCAN:
+        first_tiles = _tiles(lengths, requests, _length(lengths, requests, 0)) * groups
+        begin, remaining = _share(gl.sum(first_tiles, 0))
+        request, before, tiles = _search(first_tiles, 0, begin)
+    else:
+        total = gl.to_tensor(0)
+        for start in range(0, lengths.requests, _SCAN):
+            candidates = start + requests
+            total += gl.sum(_tiles(lengths, candidates, _length(lengths, candidates, 0)), 0) * groups
+        begin, remaining = _share(total)
+        request = gl.to_tensor(0)
+        before = gl.to_tensor(0)
+        tiles = gl.to_tensor(0)
+        scanned = gl.to_tensor(0)
+        for start in range(0, lengths.requests, _SCAN):
+            candidates = start + requests
+            candidate_tiles = _tiles(lengths, candidates, _length(lengths, candidates, 0)) * groups
+            passed, passed_tiles, found_tiles = _search(candidate_tiles, scanned, begin)
+            request += passed
+            before += passed_tiles
+            tiles += found_tiles
+            scanned += gl.sum(candidate_tiles, 0)
+    skipped = begin - before
+    token = gl.to_tensor(0)
+    if groups > 1:
+        tiles = quotient(tiles, groups)
+        group = quotient(skipped, gl.maximum(tiles, 1))
+        token = group * lengths.group
+        skipped -= group * tiles
+    return Segment(request, token, skipped * KEYS, gl.minimum(tiles - skipped, remaining), remaining)
 
 
 @gluon.jit
@@ -102,6 +131,8 @@ def next_segment(lengths, segment):
     if token >= lengths.next_n:
         token = 0
         request += 1
+    # After the last segment no length is read.
+    request = gl.where(remaining > 0, request, lengths.requests)
     tiles = _tiles(lengths, request, _length(lengths, request, 0))
     while (tiles == 0) & (request < lengths.requests):
         request += 1

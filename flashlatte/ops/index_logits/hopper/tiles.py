@@ -11,15 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlatte.kernels.hopper.barriers import allocate_mbarriers
+from flashlatte.kernels.hopper.barriers import allocate_uninitialized_mbarriers, initialize_mbarriers
 
 # Keys of a tile: the rows of a WGMMA.
 KEYS = gl.constexpr(64)
 # Maximum columns of a WGMMA; a column is a head of a query.
 MAX_COLUMNS = gl.constexpr(256)
-# Registers per thread of a consumer, and of the producer, whose single warp counts as four.
-CONSUMER_REGISTERS = gl.constexpr(240)
-PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.constexpr_function
@@ -60,21 +57,30 @@ def allocate_rings(
     COLUMNS: gl.constexpr,
     WEIGHTS: gl.constexpr,
     SLOTS: gl.constexpr,
-    READERS: gl.constexpr,
+    KEY_TILES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Slots of queries, of TILES tiles with COLUMNS columns and WEIGHTS weights each, which both consumers read; and
-    slots of keys, which READERS consumers read."""
+    """Slots of queries, of TILES tiles with COLUMNS columns and WEIGHTS weights each, and SLOTS slots of keys, of
+    KEY_TILES tiles each. ``initialize_rings`` initializes the mbarriers."""
     return LogitsShared(
         gl.allocate_shared_memory(gl.float8e4nv, [TILES * Q_SLOTS, COLUMNS, HEAD_DIM], vectors_layout(HEAD_DIM)),
         gl.allocate_shared_memory(gl.float32, [TILES * Q_SLOTS, WEIGHTS], scalars_layout()),
-        allocate_mbarriers(Q_SLOTS, 1),
-        allocate_mbarriers(Q_SLOTS, 2),
-        gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], scalars_layout()),
-        allocate_mbarriers(SLOTS, 1),
-        allocate_mbarriers(SLOTS, READERS),
+        allocate_uninitialized_mbarriers(Q_SLOTS),
+        allocate_uninitialized_mbarriers(Q_SLOTS),
+        gl.allocate_shared_memory(gl.float8e4nv, [SLOTS * KEY_TILES, KEYS, HEAD_DIM], vectors_layout(HEAD_DIM)),
+        gl.allocate_shared_memory(gl.float32, [SLOTS * KEY_TILES, KEYS], scalars_layout()),
+        allocate_uninitialized_mbarriers(SLOTS),
+        allocate_uninitialized_mbarriers(SLOTS),
     )
+
+
+@gluon.jit
+def initialize_rings(shared, KEY_TILES: gl.constexpr):
+    """Initialize the mbarriers, for slots of keys of KEY_TILES tiles. Both consumers read each slot."""
+    initialize_mbarriers(shared.q_full, 1)
+    initialize_mbarriers(shared.q_empty, 2)
+    initialize_mbarriers(shared.k_full, KEY_TILES)
+    initialize_mbarriers(shared.k_empty, 2)
 
 
 @gluon.jit
