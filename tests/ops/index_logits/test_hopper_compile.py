@@ -164,6 +164,9 @@ def test_mbarriers_of_paged_are_initialized_without_barriers_between(record):
     assert len(initializations) == 1 + 2 * 2 + 2 * 8
     between = instructions[initializations[0] : initializations[-1]]
     assert not [line for line in between if line.startswith(("bar.sync", "barrier.sync"))]
+    # Each partition waits for the preceding kernel.
+    assert launched.options["launch_pdl"] is True
+    assert sum("griddepcontrol.wait" in line for line in instructions) == 3
 
 
 def test_logits_are_reduced_without_shared_memory(record):

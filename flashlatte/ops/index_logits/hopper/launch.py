@@ -99,6 +99,7 @@ def paged(params: PagedIndexLogitsParams) -> None:
         BOX=box,
         ONE_BOX=box == page_size,
         num_warps=4,
+        launch_pdl=True,
     )
     if params.clean:
         rows = requests * next_n

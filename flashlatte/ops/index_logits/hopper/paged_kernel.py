@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.barriers import allocate_uninitialized_mbarriers, initialize_mbarriers
@@ -151,6 +151,7 @@ def produce(
     prefetch_descriptors(queries, cache, shared, descriptors_fetched, BOX)
     initialize_rings(shared, 2)
     barriers.arrive(_INITIALIZED, _INITIALIZED_THREADS, 32)
+    gdc_wait()
     segment = split.first_segment(lengths)
     segments_done = 0
     step = 0
@@ -220,6 +221,7 @@ def consume(lengths, shared, output, CONSUMER: gl.constexpr, HEADS: gl.constexpr
     COLUMNS: gl.constexpr = shared.q.shape[1]
     QUERIES: gl.constexpr = COLUMNS // HEADS
     SCORES: gl.constexpr = scores_layout(COLUMNS)
+    gdc_wait()
     segment = split.first_segment(lengths)
     barriers.wait(_INITIALIZED, _INITIALIZED_THREADS)
     segments_done = 0
