@@ -13,7 +13,7 @@ consumers). Copies that fill a buffer complete on an mbarrier.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Logits of a few queries per request with paged keys; docs/kernels/index-logits.md explains the schedule."""
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ group. ``lengths`` is a ``QueryLengths``.
 """
 
 # Triton's annotations and calls are not Python's.
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
