@@ -17,15 +17,15 @@ _ITEMS = gl.constexpr(128)
 
 
 @gluon.constexpr_function
-def _in_each_warp(WARPS):
-    """_ITEMS replicated in each warp, so that no reduction crosses warps."""
-    return gl.BlockedLayout([_ITEMS.value // 32], [32], [WARPS], [0])
+def _in_each_warp(ITEMS, WARPS):
+    """ITEMS replicated in each warp, so that no reduction crosses warps."""
+    return gl.BlockedLayout([ITEMS // 32], [32], [WARPS], [0])
 
 
 @gluon.jit
-def scan_items():
-    """The work items 0 … _ITEMS - 1 that ``ranges`` reads at a time."""
-    return gl.arange(0, _ITEMS, _in_each_warp(gl.num_warps()))
+def scan_items(ITEMS: gl.constexpr = _ITEMS):
+    """The work items 0 … ITEMS - 1 that ``ranges`` reads at a time."""
+    return gl.arange(0, ITEMS, _in_each_warp(ITEMS, gl.num_warps()))
 
 
 @gluon.jit

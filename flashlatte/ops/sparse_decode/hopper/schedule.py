@@ -19,6 +19,10 @@ from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.split_kv import device, ranges
 from flashlatte.split_kv.gluon_device import PARTIAL, scan_items
 
+# Work items that a warp reads with one load per lane. For up to so many, one request with topk_length takes 0.90 to 0.97
+# of the time in a model, whose weights evict the code from the L2, and 0.93 to 0.98 otherwise.
+_FEW_ITEMS = gl.constexpr(32)
+
 
 class SparseDecodeWork(NamedTuple):
     """The work of a CTA.
@@ -100,9 +104,20 @@ def find_work(key_lengths, num_splits, num_groups, CONFIG: gl.constexpr):
         if CONFIG.equal_splits:
             cta_range = _find_equal_range(number, num_splits, key_lengths, CONFIG.granularity)
         else:
-            cta_range = ranges.find_range(
-                number, num_splits, key_lengths, KEYS, CONFIG.overhead, CONFIG.granularity, items=scan_items()
-            )
+            if key_lengths.num_items <= _FEW_ITEMS:
+                cta_range = ranges.find_range(
+                    number,
+                    num_splits,
+                    key_lengths,
+                    KEYS,
+                    CONFIG.overhead,
+                    CONFIG.granularity,
+                    items=scan_items(_FEW_ITEMS),
+                )
+            else:
+                cta_range = ranges.find_range(
+                    number, num_splits, key_lengths, KEYS, CONFIG.overhead, CONFIG.granularity, items=scan_items()
+                )
         return SparseDecodeWork(cta_range, 1, number, num_splits, group, num_groups)
     else:
         nothing = gl.to_tensor(0)
