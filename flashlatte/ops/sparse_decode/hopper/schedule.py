@@ -19,7 +19,7 @@ from flashlatte.kernels.hopper.ptx.registers import opaque
 from flashlatte.split_kv import device, ranges
 from flashlatte.split_kv.gluon_device import PARTIAL, scan_items
 
-# Work items that a warp reads with one load per lane. For up to so many, one request with topk_length takes 0.90 to 0.97
+# Work items that a warp reads with one load per lane. For so many, one request with topk_length takes 0.90 to 0.97
 # of the time in a model, whose weights evict the code from the L2, and 0.93 to 0.98 otherwise.
 _FEW_ITEMS = gl.constexpr(32)
 
