@@ -66,11 +66,12 @@ def test_the_producer_does_not_spill_loaded_words(compiled, name):
 
 
 def producer_loop_spills(sass: str) -> int:
-    """Spill instructions between the producer's barriers for the first and the last half of a pair."""
+    """Spill instructions between the producer's barriers for the first and the last half of a block."""
     lines = sass.splitlines()
     threads = r", 0x1[08]0\b"
-    first = next(i for i, line in enumerate(lines) if re.search(r"BAR\.SYNC\S* 0x5" + threads, line))
-    last = next(i for i, line in enumerate(lines) if i > first and re.search(r"BAR\.ARV 0xc" + threads, line))
+    # The numbers of these barriers depend on the block.
+    first = next(i for i, line in enumerate(lines) if re.search(r"BAR\.SYNC\S* R\d+" + threads, line))
+    last = max(i for i, line in enumerate(lines) if i > first and re.search(r"BAR\.ARV R\d+" + threads, line))
     return sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in lines[first:last])
 
 
@@ -85,13 +86,13 @@ def test_loads_are_16_bytes_wide(compiled, name):
     stores = Counter(re.findall(r"\bSTS(\.\w+)?", code.sass))
     row = {"v32": 512, "model1": 448, "v41": 512}[name.split(",")[0]]
     if name.endswith("alone"):
-        # 64 tokens by 128 threads: for two blocks, and the first half of all. Twice as many when dequantized.
-        assert loads[".128"] >= (2 * row + 256) * 64 // (16 * 128)
-        assert stores[".128"] >= 2 * 2 * row * 64 // (16 * 128)
+        # 64 tokens by 128 threads: for a block, and the first half of all. Twice as many when dequantized.
+        assert loads[".128"] >= (row + 256) * 64 // (16 * 128)
+        assert stores[".128"] >= 2 * row * 64 // (16 * 128)
     else:
-        # 32 tokens: for two blocks, and the first of all, v32 with 16 bytes of scales.
-        assert loads[".128"] >= 3 * row * 32 // (16 * 128) + 3 * (row == 512)
-        assert stores[".128"] >= 2 * 2 * row * 32 // (16 * 128)
+        # 32 tokens: for a block, and the first of all, v32 with 16 bytes of scales.
+        assert loads[".128"] >= 2 * row * 32 // (16 * 128) + 2 * (row == 512)
+        assert stores[".128"] >= 2 * row * 32 // (16 * 128)
     # No conversion of e4m3 through float32.
     assert not re.search(r"\bF2F\.|E4M3", code.sass)
 
@@ -104,11 +105,11 @@ def test_loads_of_fp4_are_8_bytes_wide(compiled, name):
     loads = Counter(re.findall(r"\bLDG\.E(\.\w+)?", code.sass))
     stores = Counter(re.findall(r"\bSTS(\.\w+)?", code.sass))
     if name.endswith("alone"):
-        assert loads[".64"] >= (2 * 256 + 128) * 64 // (8 * 128)
-        assert stores[".128"] >= 2 * 1024 * 64 // (16 * 128)
+        assert loads[".64"] >= (256 + 128) * 64 // (8 * 128)
+        assert stores[".128"] >= 1024 * 64 // (16 * 128)
     else:
-        assert loads[".64"] >= 3 * 256 * 32 // (8 * 128)
-        assert stores[".128"] >= 2 * 1024 * 32 // (16 * 128)
+        assert loads[".64"] >= 2 * 256 * 32 // (8 * 128)
+        assert stores[".128"] >= 1024 * 32 // (16 * 128)
     assert loads[".128"] >= 4
 
 

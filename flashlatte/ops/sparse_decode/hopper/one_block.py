@@ -22,13 +22,18 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_pipeline import empty_state
-from flashlatte.kernels.hopper.mla_tiles import HALF, LEFT, P0_FULL, RIGHT, SCORE_ROWS
+from flashlatte.kernels.hopper.mla_tiles import HALF, P0_FULL, SCORE_ROWS
 from flashlatte.kernels.hopper.softmax import ConsumerState, probabilities, raise_row_max
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.consumers import copy_query, score0, write
-from flashlatte.ops.sparse_decode.hopper.producer import fill, load_half, propagate_nan, wait_half
+from flashlatte.ops.sparse_decode.hopper.producer import (
+    fill,
+    load_half,
+    of_block,
+    propagate_nan,
+    wait_half,
+)
 from flashlatte.ops.sparse_decode.hopper.rows import (
-    arrive_full,
     copy_rope,
     cursor_at,
     load_indices,
@@ -47,20 +52,17 @@ def produce(args, CONFIG: gl.constexpr):
     block = cursor.split.begin
     indices = load_indices(cursor, block, args, CONFIG)
     rows = locate(indices, block, cursor.split, args, CONFIG)
-    left = load_half(rows, LEFT, CONFIG)
-    right = load_half(rows, RIGHT, CONFIG)
+    half = load_half(rows, 0, CONFIG)
+    right = load_half(rows, 1, CONFIG)
     publish_mask(args.masks.block0, rows)
     copy_rope(k0, args.full.k0, rows, CONFIG)
-    # Always true: the compiler would otherwise dequantize the right half before it signals the left one.
-    always = args.key_lengths.num_items > 0
-    left = propagate_nan(wait_half(left, CONFIG), rows, CONFIG)
-    if always:
-        fill(k0.left, left, CONFIG)
-        arrive_full(tiles.K0_LEFT_FULL, CONFIG)
-    right = propagate_nan(wait_half(right, CONFIG), rows, CONFIG)
-    if always:
-        fill(k0.right, right, CONFIG)
-        arrive_full(tiles.K0_RIGHT_FULL, CONFIG)
+    # Two, but the compiler does not know that: one body for both halves, because its instructions may have to be
+    # fetched from memory.
+    for side in range(2 + (work.range.first >> 30)):
+        half = propagate_nan(wait_half(half, CONFIG), rows, side, CONFIG)
+        fill(of_block(side, k0.left, k0.right), half, side, CONFIG)
+        barriers.arrive_at(tiles.K0_LEFT_FULL + side, 128 + CONFIG.producer_threads, CONFIG.producer_threads)
+        half = right
     gdc_launch_dependents()
 
 

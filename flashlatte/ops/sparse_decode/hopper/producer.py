@@ -22,16 +22,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from flashlatte.kernels.hopper.mla_pipeline import finish_producer, wait_empty
+from flashlatte.kernels.hopper import barriers
+from flashlatte.kernels.hopper.mla_pipeline import finish_producer
 from flashlatte.kernels.hopper.mla_tiles import (
     K0_LEFT_EMPTY,
     K0_RIGHT_EMPTY,
-    K1_LEFT_EMPTY,
-    K1_RIGHT_EMPTY,
     KEYS,
     LEFT,
     RIGHT,
-    half_of,
 )
 from flashlatte.kernels.hopper.ptx import copies, e2m1, e4m3
 from flashlatte.kernels.hopper.ptx.registers import opaque, wait_loads
@@ -41,7 +39,7 @@ from flashlatte.ops.sparse_decode.hopper.rows import (
     FP4_SCALES,
     PLAIN_ROPE,
     SCALES,
-    arrive_full,
+    SelectedRows,
     copy_rope,
     copy_words,
     cursor_at,
@@ -69,7 +67,7 @@ class KeyHalf(NamedTuple):
     """Half of a block, as stored in the cache.
 
     Attributes:
-        pieces: words [64, groups, n] of one or two pieces (``_piece_layout``).
+        pieces: words [64, groups, n] of one piece, or of four (model1; ``_piece_layout``).
         scales: words [64, 2] of each token (v32, v41), [64, 4] (v41_fp4), or [64], one word with the half's four scales
             (model1).
     """
@@ -79,14 +77,9 @@ class KeyHalf(NamedTuple):
 
 
 @gluon.constexpr_function
-def _piece_layout(PIECE, SIDE, FORMAT):
-    """Layout of a piece, with groups of 128 columns or, in model1 and v41_fp4, 64. The right half of model1 has three
-    groups, in two pieces."""
-    if FORMAT == V41_FP4:
-        return words_layout(4, 8)
-    if FORMAT != MODEL1:
-        return words_layout(2, 32)
-    return words_layout((2, 1)[PIECE] if SIDE == RIGHT else 4, 16)
+def _piece_layout(FORMAT):
+    """Layout of a piece, with groups of 128 columns or, in model1 and v41_fp4, 64."""
+    return {MODEL1.value: words_layout(1, 16), V41_FP4.value: words_layout(4, 8)}.get(int(FORMAT), words_layout(2, 32))
 
 
 @gluon.jit
@@ -102,23 +95,27 @@ def _load_piece(rows, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def load_half(rows, SIDE: gl.constexpr, CONFIG: gl.constexpr):
-    """Start loading half of the rows. Unselected tokens load other words, with scale 0."""
+def load_half(rows, side, CONFIG: gl.constexpr):
+    """Start loading half of the rows. Unselected tokens load other words, with scale 0.
+
+    ``side`` is a run-time value. Of model1, a right half has three groups, but four are loaded.
+    """
     if CONFIG.format == PLAIN:
         return rows
     else:
-        LAYOUT: gl.constexpr = _piece_layout(0, SIDE, CONFIG.format)
-        FIRST: gl.constexpr = SIDE * (32 if CONFIG.format == V41_FP4 else 64)
-        pieces = (_load_piece(rows, FIRST, LAYOUT),)
-        if SIDE == RIGHT and CONFIG.format == MODEL1:
-            pieces += (_load_piece(rows, SIDE * 64 + 32, _piece_layout(1, SIDE, CONFIG.format)),)
+        LAYOUT: gl.constexpr = _piece_layout(CONFIG.format)
+        WORDS: gl.constexpr = 32 if CONFIG.format == V41_FP4 else 64
+        half = SelectedRows(rows.words + side * WORDS, rows.scales, rows.valid)
+        NUMBER: gl.constexpr = LAYOUT.shape[1]
+        pieces = ()
+        for piece in gl.static_range(WORDS // (NUMBER * LAYOUT.shape[2])):
+            pieces += (_load_piece(half, piece * NUMBER * LAYOUT.shape[2], LAYOUT),)
         if CONFIG.format == MODEL1:
-            return KeyHalf(pieces, gl.load(rows.scales + SIDE, mask=rows.valid, other=0))
+            return KeyHalf(pieces, gl.load(rows.scales + side, mask=rows.valid, other=0))
         else:
-            NUMBER: gl.constexpr = LAYOUT.shape[1]
-            FIRST_SCALE: gl.constexpr = (FP4_SCALES if CONFIG.format == V41_FP4 else SCALES) + NUMBER * SIDE
+            FIRST_SCALE: gl.constexpr = FP4_SCALES if CONFIG.format == V41_FP4 else SCALES
             group = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-            pointers = _per_group(rows.words, LAYOUT) + (FIRST_SCALE + group)[None, :]
+            pointers = _per_group(rows.words + side * NUMBER, LAYOUT) + (FIRST_SCALE + group)[None, :]
             pointers, mask = gl.broadcast(pointers, _per_group(rows.valid, LAYOUT))
             return KeyHalf(pieces, gl.load(pointers, mask=mask, other=0))
 
@@ -163,7 +160,7 @@ def _dequantize(words, scales, FIRST_GROUP: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def fill(tile, half, CONFIG: gl.constexpr):
+def fill(tile, half, side, CONFIG: gl.constexpr):
     """Dequantize half of a block into its tile."""
     target = words_of(tile)
     scales = half.scales
@@ -171,27 +168,50 @@ def fill(tile, half, CONFIG: gl.constexpr):
         scales = e4m3.split_exponents(scales)
     if CONFIG.format == V41_FP4:
         target.store(_dequantize_fp4(half))
-    elif len(half.pieces) == 1:
-        target.store(_dequantize(half.pieces[0], scales, 0, CONFIG))
+    elif CONFIG.format == MODEL1:
+        for group in gl.static_range(3):
+            target.slice(32 * group, 32, dim=1).store(_dequantize(half.pieces[group], scales, group, CONFIG))
+        if side == LEFT:
+            target.slice(96, 32, dim=1).store(_dequantize(half.pieces[3], scales, 3, CONFIG))
     else:
-        target.slice(0, 64, dim=1).store(_dequantize(half.pieces[0], scales, 0, CONFIG))
-        target.slice(64, 32, dim=1).store(_dequantize(half.pieces[1], scales, 2, CONFIG))
+        target.store(_dequantize(half.pieces[0], scales, 0, CONFIG))
 
 
 @gluon.jit
-def _fill_half(k, full, half, rows, SIDE: gl.constexpr, FULL: gl.constexpr, CONFIG: gl.constexpr):
-    """Fill half of a block, which is empty, and signal it. ``full``: mbarriers of the cp.async copies."""
-    tile = half_of(k, SIDE)
-    if CONFIG.format == PLAIN:
-        copy_words(tile, rows, SIDE * 128, 0, 128, True)
-        if SIDE == RIGHT and CONFIG.has_rope:
-            copy_words(k.rope, rows, PLAIN_ROPE, 0, 32, True)
-        async_copy.mbarrier_arrive(half_of(full, SIDE), increment_count=False)
+def of_block(odd, of_block0, of_block1):
+    """A tile or an mbarrier of block 1 if ``odd``, else of block 0."""
+    # Triton refuses a conditional expression of tiles.
+    if odd == 1:  # noqa: SIM108
+        chosen = of_block1
     else:
-        if SIDE == RIGHT:
-            copy_rope(k, full, rows, CONFIG)
-        fill(tile, half, CONFIG)
-    arrive_full(FULL, CONFIG)
+        chosen = of_block0
+    return chosen
+
+
+@gluon.jit
+def _copy_rope(k0, k1, full, rows, odd, CONFIG: gl.constexpr):
+    if odd == 1:
+        copy_rope(k1, full.k1, rows, CONFIG)
+    else:
+        copy_rope(k0, full.k0, rows, CONFIG)
+
+
+@gluon.jit
+def _fill_half(tile, args, copied, half, rows, side, odd, FULL: gl.constexpr, CONFIG: gl.constexpr):
+    """Fill half of a block, which is empty, and signal it. ``copied``: mbarrier of its cp.async copies."""
+    k0, k1, full = args.tiles.k0, args.tiles.k1, args.full
+    if CONFIG.format == PLAIN:
+        at = SelectedRows(rows.words + side * 128, rows.scales, rows.valid)
+        copy_words(tile, at, 0, 0, 128, True)
+        if CONFIG.has_rope:  # noqa: SIM102
+            if side == RIGHT:
+                copy_words(of_block(odd, k0.rope, k1.rope), rows, PLAIN_ROPE, 0, 32, True)
+        async_copy.mbarrier_arrive(copied, increment_count=False)
+    else:
+        if side == RIGHT:
+            _copy_rope(k0, k1, full, rows, odd, CONFIG)
+        fill(tile, half, side, CONFIG)
+    barriers.arrive_at(FULL + 2 * odd, 128 + CONFIG.producer_threads, CONFIG.producer_threads)
 
 
 @gluon.jit
@@ -213,27 +233,24 @@ def wait_half(half, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _selected_nan(words, rows):
-    """Which selected tokens have a NaN in ``words`` [64, groups, n]."""
-    LAYOUT: gl.constexpr = words.type.layout
-    NUMBER: gl.constexpr = words.shape[1] * words.shape[2]
-    words = gl.convert_layout(words.reshape([KEYS, NUMBER]), flat(LAYOUT), assert_trivial=True)
-    nan = e4m3.has_nan((words,), NUMBER // THREADS)
-    return gl.convert_layout(nan, rows.valid.type.layout, assert_trivial=True) & rows.valid
-
-
-@gluon.jit
-def propagate_nan(half, rows, CONFIG: gl.constexpr):
+def propagate_nan(half, rows, side, CONFIG: gl.constexpr):
     """Half of a block, with NaN as the scale of selected tokens with a NaN in it; values of v41_fp4 are never NaN."""
     if CONFIG.format == PLAIN or CONFIG.format == V41_FP4:
         return half
     else:
-        nan = _selected_nan(half.pieces[0], rows)
-        if len(half.pieces) == 2:
-            nan = nan | _selected_nan(half.pieces[1], rows)
+        LAYOUT: gl.constexpr = half.pieces[0].type.layout
+        pieces = half.pieces
+        if CONFIG.format == MODEL1:
+            # The last group is not part of a right half.
+            pieces = (pieces[0], pieces[1], pieces[2], gl.where(side == LEFT, pieces[3], 0))
+        NUMBER: gl.constexpr = pieces[0].shape[1] * pieces[0].shape[2]
+        words = ()
+        for i in gl.static_range(len(pieces)):
+            words += (gl.convert_layout(pieces[i].reshape([KEYS, NUMBER]), flat(LAYOUT), assert_trivial=True),)
+        nan = e4m3.has_nan(words, NUMBER // THREADS)
+        nan = gl.convert_layout(nan, rows.valid.type.layout, assert_trivial=True) & rows.valid
         scales = half.scales
         if CONFIG.format != MODEL1:
-            LAYOUT: gl.constexpr = half.pieces[0].type.layout
             nan, scales = gl.broadcast(_per_group(nan, LAYOUT), scales)
         return KeyHalf(
             half.pieces, gl.where(nan, e4m3.NAN_FLOAT if CONFIG.format == V32 else e4m3.NAN_EXPONENTS, scales)
@@ -263,10 +280,12 @@ def _prefetch(rows, CONFIG: gl.constexpr):
 def produce(args, CONFIG: gl.constexpr):
     work, k0, k1, full = args.work, args.tiles.k0, args.tiles.k1, args.full
     cursor = cursor_at(work.range.first, work.range.first_cost, args, CONFIG)
-    block0 = cursor.split.begin
-    indices0 = load_indices(cursor, block0, args, CONFIG)
-    indices1 = load_indices(cursor, block0 + 1, args, CONFIG)
-    left0 = load_half(locate(indices0, block0, cursor.split, args, CONFIG), LEFT, CONFIG)
+    block = cursor.split.begin
+    indices = load_indices(cursor, block, args, CONFIG)
+    next_indices = load_indices(cursor, block + 1, args, CONFIG)
+    rows = locate(indices, block, cursor.split, args, CONFIG)
+    first = load_half(rows, 0, CONFIG)
+    block += 1
     # Written while the first loads are in flight: later, its operands would have to be kept in registers, or spilled.
     schedule.write_metadata(args.scratch, work, CONFIG)
     # Always true. Without these branches the compiler would move the wait for the next half before the arrival for this
@@ -274,46 +293,39 @@ def produce(args, CONFIG: gl.constexpr):
     always = args.key_lengths.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):
         steps = schedule.num_steps(cursor.split)
-        for step in range(steps):
-            left0 = wait_half(left0, CONFIG)
-            rows0 = locate(indices0, block0, cursor.split, args, CONFIG)
-            right0 = load_half(rows0, RIGHT, CONFIG)
-            rows1 = locate(indices1, block0 + 1, cursor.split, args, CONFIG)
-            _prefetch(rows1, CONFIG)
-            left0 = propagate_nan(left0, rows0, CONFIG)
+        # One body for even and odd blocks, and for both orders of halves: its instructions may have to be fetched from
+        # memory, as in a model.
+        # Counted up to 0, so that no register holds the number of blocks.
+        for number in range(-2 * steps, 0):
+            odd = number & 1
+            first = wait_half(first, CONFIG)
+            second = load_half(rows, 1 - odd, CONFIG)
+            next_rows = locate(next_indices, block, cursor.split, args, CONFIG)
+            _prefetch(next_rows, CONFIG)
+            first = propagate_nan(first, rows, odd, CONFIG)
             if always:
-                wait_empty(K0_LEFT_EMPTY, CONFIG.producer_threads)
-                publish_mask(args.masks.block0, rows0)
-                _fill_half(k0, full.k0, left0, rows0, LEFT, tiles.K0_LEFT_FULL, CONFIG)
+                barriers.wait_at(K0_LEFT_EMPTY + 2 * odd, 128 + CONFIG.producer_threads, CONFIG.producer_threads)
+                publish_mask(of_block(odd, args.masks.block0, args.masks.block1), rows)
+                tile = of_block(odd, k0.left, k1.right)
+                copied = of_block(odd, full.k0.left, full.k1.right)
+                _fill_half(tile, args, copied, first, rows, odd, odd, tiles.K0_LEFT_FULL, CONFIG)
 
-            right0 = wait_half(right0, CONFIG)
-            right1 = load_half(rows1, RIGHT, CONFIG)
-            block0 += 2
-            if step == steps - 1:
+            second = wait_half(second, CONFIG)
+            first = load_half(next_rows, 1 - odd, CONFIG)
+            block += 1
+            # After the last item, the next block is empty.
+            if (number == -2) & (item + work.stride < work.range.stop):
                 cost = cursor.cost + CONFIG.overhead + cursor.split.blocks
                 cursor = cursor_at(item + work.stride, cost, args, CONFIG)
-                block0 = cursor.split.begin
-            indices0 = load_indices(cursor, block0, args, CONFIG)
-            right0 = propagate_nan(right0, rows0, CONFIG)
+                block = cursor.split.begin
+            next_indices = load_indices(cursor, block, args, CONFIG)
+            # Again, so that no register holds it meanwhile.
+            odd = opaque(number) & 1
+            second = propagate_nan(second, rows, 1 - odd, CONFIG)
             if always:
-                wait_empty(K0_RIGHT_EMPTY, CONFIG.producer_threads)
-                _fill_half(k0, full.k0, right0, rows0, RIGHT, tiles.K0_RIGHT_FULL, CONFIG)
-
-            right1 = wait_half(right1, CONFIG)
-            left1 = load_half(rows1, LEFT, CONFIG)
-            indices1 = load_indices(cursor, block0 + 1, args, CONFIG)
-            rows0 = locate(indices0, block0, cursor.split, args, CONFIG)
-            _prefetch(rows0, CONFIG)
-            right1 = propagate_nan(right1, rows1, CONFIG)
-            if always:
-                wait_empty(K1_RIGHT_EMPTY, CONFIG.producer_threads)
-                publish_mask(args.masks.block1, rows1)
-                _fill_half(k1, full.k1, right1, rows1, RIGHT, tiles.K1_RIGHT_FULL, CONFIG)
-
-            left1 = wait_half(left1, CONFIG)
-            left0 = load_half(rows0, LEFT, CONFIG)
-            left1 = propagate_nan(left1, rows1, CONFIG)
-            if always:
-                wait_empty(K1_LEFT_EMPTY, CONFIG.producer_threads)
-                _fill_half(k1, full.k1, left1, rows1, LEFT, tiles.K1_LEFT_FULL, CONFIG)
+                barriers.wait_at(K0_RIGHT_EMPTY + 2 * odd, 128 + CONFIG.producer_threads, CONFIG.producer_threads)
+                tile = of_block(odd, k0.right, k1.left)
+                copied = of_block(odd, full.k0.right, full.k1.left)
+                _fill_half(tile, args, copied, second, rows, 1 - odd, odd, tiles.K0_RIGHT_FULL, CONFIG)
+            rows = next_rows
     finish_producer(CONFIG.producer_threads)
