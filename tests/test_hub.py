@@ -120,7 +120,7 @@ def literals(tree: ast.AST, *kinds: type) -> list:
 def test_the_kernel_has_the_packages_operations(built):
     tree = ast.parse((built / "torch-ext" / "flashlatte" / "__init__.py").read_text())
     names = {constant.value for constant in literals(tree, ast.List)[0].elts}
-    packages = {"deep_gemm", "distributed", "flash_mla", "integrations", "layers"}
+    packages = {"deep_gemm", "distributed", "flash_mla", "flashinfer", "integrations", "layers"}
     assert names == set(flashlatte.__all__) - packages | {"flash_attn_func", "flash_attn_varlen_func"}
     declared = {constant.value for constant in literals(tree, ast.Dict)[0].keys}
     assert declared | set(kv_cache.__all__) == set(dir(kv_cache))

@@ -155,7 +155,7 @@ def test_stock_attention_computes_noncausal_passes(stock):
     expected = model(ids, use_cache=True).logits
     found = enable(model, page_size=4)(ids, use_cache=True)
     assert type(found.past_key_values).__name__ == "DynamicCache"
-    torch.testing.assert_close(found.logits, expected)
+    torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_pass_reads_its_device_once_at_most():

@@ -227,7 +227,9 @@ def key_gradients_kernel(
     side = gl.program_id(0) % 2
     count = gl.minimum(selected_count(selections, token, selections.topk) - slots.first_slot, slots.slots)
     tiles = _allocate(rows.q.dtype, HAS_ROPE, BLOCKS)
-    _load_rows(rows, token, side, tiles, HAS_ROPE)
+    # Without keys nobody waits for the rows, and they would arrive in the shared memory of the SM's next program.
+    if count > 0:
+        _load_rows(rows, token, side, tiles, HAS_ROPE)
     args = KeyGradientArgs(tiles, selections, piece, slots, token, side, gl.maximum(count, 0))
     sync_before_warp_specialize()
     gl.warp_specialize(
