@@ -65,8 +65,8 @@ def test_no_clusters_on_a_gpu_that_they_do_not_fill(record, monkeypatch):
 @pytest.mark.parametrize("name", mostly_full(CLUSTERS, "v32, whole items"))
 def test_halves_are_sent_by_bulk_copies(record, name):
     code = support.compile_gluon(KERNEL, record(**CALLS[name]))
-    # The pieces of two halves; of model1, a half is sent as a left one or a right one.
-    assert len(re.findall(r"\bUBLKCP\b", code.sass)) >= (14 if name.startswith("model1") else 8)
+    # The pieces of two blocks.
+    assert len(re.findall(r"\bUBLKCP\b", code.sass)) >= (14 if name.startswith("model1") else 16)
     # Release stores to the peer would wait for all loads of the thread.
     assert not re.search(r"\bMEMBAR\.\w+\.GPU\b", code.sass)
     assert not re.search(r"\bSTAS\b", code.sass)

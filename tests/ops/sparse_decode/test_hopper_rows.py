@@ -37,19 +37,20 @@ _WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _fill_half(rows, tile, SIDE: gl.constexpr, ODD: gl.constexpr, CONFIG: gl.constexpr):
+def _fill_half(rows, tile, SIDE: gl.constexpr, CONFIG: gl.constexpr):
     """Half of a block by the producer of a single CTA, or rows 0 to 31 of it by that of a CTA in a cluster."""
     if CONFIG.cluster:
-        odd = gl.to_tensor(ODD)
-        block = cluster_producer._wait_block(cluster_producer._load_block(rows, odd, CONFIG))
-        block = cluster_producer._in_order(block, cluster_producer._first_scale(block, rows, CONFIG), odd)
+        block = cluster_producer._wait_block(cluster_producer._load_block(rows, CONFIG))
+        scale = cluster_producer._first_scale(block, rows, CONFIG)
+        block = cluster_producer._with_first_scale(block, scale)
         start = shared_address(0, False)
         addresses = clusters.addresses(
             clusters.ClusterAddresses(start, start, start, start), cluster_producer._BF16_PIECE
         )
-        # An odd block begins with its right half.
-        ORDER: gl.constexpr = SIDE ^ ODD
-        cluster_producer._fill_pieces(block, addresses, gl.to_tensor(SIDE == 0), ORDER, 0, CONFIG)
+        for piece in gl.static_range(cluster_producer._pieces(SIDE, CONFIG.format)):
+            words = block.pieces[4 * SIDE + piece]
+            pairs = cluster_producer._dequantize(words, block.scales, 4 * SIDE + piece, CONFIG)
+            clusters.store(pairs, addresses, 0, piece)
     else:
         side = gl.to_tensor(SIDE)
         half = producer.wait_half(producer.load_half(rows, side, CONFIG), CONFIG)
@@ -67,7 +68,6 @@ def fill_kernel(
     page_magic,
     page_shift,
     SIDE: gl.constexpr,
-    ODD: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
     token = gl.arange(0, 64, rows.tokens_layout(False))
@@ -76,16 +76,14 @@ def fill_kernel(
     )
     selected = rows._locate(gl.load(indices + token), rows.in_bytes(selection), CONFIG)
     tile = allocate_half(gl.bfloat16)
-    _fill_half(selected, tile, SIDE, ODD, CONFIG)
+    _fill_half(selected, tile, SIDE, CONFIG)
     cta_barrier()
     row = gl.arange(0, 64, gl.SliceLayout(1, _WORDS))[:, None]
     column = gl.arange(0, 128, gl.SliceLayout(0, _WORDS))[None, :]
     gl.store(out + row * 128 + column, words_of(tile).load(_WORDS))
 
 
-def half_of_rows(
-    cache: torch.Tensor, layout: kv_cache.CacheFormat, indices: torch.Tensor, side: int, odd: int, cluster: bool
-):
+def half_of_rows(cache: torch.Tensor, layout: kv_cache.CacheFormat, indices: torch.Tensor, side: int, cluster: bool):
     """bf16 [64, 256]: half of the selected rows, in the tile of the compiled producer."""
     pages, page_size = cache.shape[:2]
     page_stride = cache.stride(0) * cache.element_size()
@@ -95,11 +93,11 @@ def half_of_rows(
     config = SparseDecodeConfig(
         launch._kind(layout), 128, layout.head_dim == 576, alignment, flat, 8, False, False, 0, 2, cluster
     )
-    types = ("*u8", "*i32", "*i32", "i32", "i32", "i32", "i64", "i32", "constexpr", "constexpr", "constexpr")
+    types = ("*u8", "*i32", "*i32", "i32", "i32", "i32", "i64", "i32", "constexpr", "constexpr")
     source = GluonASTSource(
         fill_kernel,
         dict(zip(fill_kernel.arg_names, types, strict=True)),
-        {(8,): side, (9,): odd, (10,): config},
+        {(8,): side, (9,): config},
         {(i,): [["tt.divisibility", 16]] for i in range(3)},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
@@ -135,9 +133,9 @@ def half_of_rows(
 
 @pytest.mark.parametrize("gap", mostly_full((0, 80), 80))
 @pytest.mark.parametrize("side", mostly_full((0, 1), 1))
-@pytest.mark.parametrize(("cluster", "odd"), [(False, 0), (True, 0), (True, 1)])
+@pytest.mark.parametrize("cluster", [False, True])
 @pytest.mark.parametrize("form", mostly_full(("v32", "v32_no_rope", "model1", "v41", "v41_fp4"), "v41_fp4"))
-def test_rows_are_dequantized_exactly(form: str, cluster: bool, odd: int, side: int, gap: int) -> None:
+def test_rows_are_dequantized_exactly(form: str, cluster: bool, side: int, gap: int) -> None:
     """Bitwise the reference's rows, rounded to bf16, in pages of 61 tokens with and without a gap; NaN included."""
     generator = torch.Generator().manual_seed(side)
     layout = kv_cache.get_format(form)
@@ -158,7 +156,7 @@ def test_rows_are_dequantized_exactly(form: str, cluster: bool, odd: int, side: 
     indices = torch.randint(0, slots, (64,), generator=generator, dtype=torch.int32)
     indices[3], indices[17], indices[40], indices[5] = -1, slots, slots + 9, slots - 1
 
-    tile = half_of_rows(cache, layout, indices, side, odd, cluster)
+    tile = half_of_rows(cache, layout, indices, side, cluster)
     selected = (indices >= 0) & (indices < slots)
     tokens = 32 if cluster else 64
     columns = slice(0, 192 if form == "model1" and side == 1 else 256)

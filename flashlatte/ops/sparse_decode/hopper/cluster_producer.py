@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlatte.kernels.hopper import barriers, clusters
+from flashlatte.kernels.hopper import clusters
 from flashlatte.kernels.hopper.clusters import OWN_TOKENS
 from flashlatte.kernels.hopper.mla_pipeline import finish_producer
 from flashlatte.kernels.hopper.mla_tiles import (
     K0_LEFT_EMPTY,
     K0_RIGHT_EMPTY,
+    K1_LEFT_EMPTY,
+    K1_RIGHT_EMPTY,
+    LEFT,
+    RIGHT,
 )
 from flashlatte.kernels.hopper.ptx import clusters as ptx_clusters
 from flashlatte.kernels.hopper.ptx import e2m1, e4m3
@@ -30,6 +34,7 @@ from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.rows import (
     FP4_SCALES,
     SCALES,
+    arrive_full,
     copy_rope,
     cursor_at,
     load_indices,
@@ -109,21 +114,13 @@ def _load_four_scales(words, valid, FIRST: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(rows, odd, CONFIG: gl.constexpr):
-    """Start loading this CTA's tokens. Unselected tokens load other words, with scale 0.
-
-    ``odd``: the pieces of the right half come first; but piece 3 of model1 is always the last one of the left half.
-    """
+def _load_block(rows, CONFIG: gl.constexpr):
+    """Start loading this CTA's tokens. Unselected tokens load other words, with scale 0."""
     words = _own_tokens(rows.words)
     valid = _own_tokens(rows.valid)
-    right: gl.constexpr = 32 if CONFIG.format == V41_FP4 else 64
-    first, second = words + odd * right, words + (right - odd * right)
     pieces = ()
     for piece in gl.static_range(7 if CONFIG.format == MODEL1 else 8):
-        if piece == 3 and CONFIG.format == MODEL1:
-            pieces += (_load_piece(words, piece, CONFIG),)
-        else:
-            pieces += (_load_piece(first if piece < 4 else second, piece % 4, CONFIG),)
+        pieces += (_load_piece(words, piece, CONFIG),)
     if CONFIG.format == V41_FP4:
         scales = _load_four_scales(words, valid, FP4_SCALES, CONFIG)
         return ClusterBlock(pieces, scales + _load_four_scales(words, valid, FP4_SCALES + 4, CONFIG))
@@ -154,37 +151,9 @@ def _first_scale(block, rows, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _in_order(block, scale, odd):
-    """The block with its first scale replaced, and the scales of its right half first if ``odd``."""
-    HALF: gl.constexpr = len(block.scales) // 2
+def _with_first_scale(block, scale):
     first = (scale,)
-    scales = first + block.scales[1:]
-    ordered = ()
-    for i in gl.static_range(2 * HALF):
-        ordered += (gl.where(odd == 1, scales[(i + HALF) % (2 * HALF)], scales[i]),)
-    return ClusterBlock(block.pieces, ordered)
-
-
-@gluon.jit
-def _of_block(odd, of_block0, of_block1):
-    """A tile or an mbarrier of block 1 if ``odd``, else of block 0."""
-    # Triton refuses a conditional expression of tiles.
-    if odd == 1:  # noqa: SIM108
-        chosen = of_block1
-    else:
-        chosen = of_block0
-    return chosen
-
-
-@gluon.jit
-def _shifted(peer, odd, TILES: gl.constexpr):
-    """Addresses such that constants of a half of block 0 denote the half of block 1 that is TILES tiles further on."""
-    tiles = odd * (TILES * clusters.TILE_BYTES)
-    # Barriers are in the order in which the halves are filled.
-    shift = odd * 16
-    return clusters.ClusterAddresses(
-        peer.own + tiles, peer.peer + tiles, peer.barriers + shift, peer.peer_barriers + shift
-    )
+    return ClusterBlock(block.pieces, first + block.scales[1:])
 
 
 @gluon.constexpr_function
@@ -222,17 +191,10 @@ def _dequantize(words, scales, PIECE: gl.constexpr, CONFIG: gl.constexpr):
     return gl.convert_layout(pairs, _BF16_PIECE, assert_trivial=True)
 
 
-@gluon.jit
-def _fill_pieces(block, addresses, is_left, ORDER: gl.constexpr, TILE: gl.constexpr, CONFIG: gl.constexpr):
-    """Dequantize the first or second (ORDER) half of this CTA's tokens."""
-    for piece in gl.static_range(3 if CONFIG.format == MODEL1 else 4):
-        pairs = _dequantize(block.pieces[4 * ORDER + piece], block.scales, 4 * ORDER + piece, CONFIG)
-        clusters.store(pairs, addresses, TILE, piece)
-    if CONFIG.format == MODEL1:  # noqa: SIM102
-        if is_left:
-            # The scales of the left half are at ORDER.
-            pairs = _dequantize(block.pieces[3], block.scales[ORDER:] + block.scales[:ORDER], 3, CONFIG)
-            clusters.store(pairs, addresses, TILE, 3)
+@gluon.constexpr_function
+def _pieces(SIDE, FORMAT):
+    """Pieces of a half that are dequantized; the last piece of model1 is bf16 in the cache."""
+    return 3 if SIDE == RIGHT and FORMAT == MODEL1 else 4
 
 
 @gluon.jit
@@ -240,32 +202,19 @@ def _fill_half(
     block,
     addresses,
     peer,
-    is_left,
-    odd,
     TILE: gl.constexpr,
-    ORDER: gl.constexpr,
+    SIDE: gl.constexpr,
     FULL: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """Dequantize the first or second (ORDER) half of a block for this CTA and for the peer."""
-    # The last piece of a right half of model1 is bf16 in the cache.
-    VARIES: gl.constexpr = CONFIG.format == MODEL1
-    if VARIES:
-        if is_left:
-            clusters.expect(FULL, 4, peer)
-        else:
-            clusters.expect(FULL, 3, peer)
-    else:
-        clusters.expect(FULL, 4, peer)
-    _fill_pieces(block, addresses, is_left, ORDER, TILE, CONFIG)
-    barriers.arrive_at(FULL + 2 * odd, 128 + CONFIG.producer_threads)
-    if VARIES:
-        if is_left:
-            clusters.send(TILE, 4, FULL, peer)
-        else:
-            clusters.send(TILE, 3, FULL, peer)
-    else:
-        clusters.send(TILE, 4, FULL, peer)
+    """Dequantize half of a block for this CTA and for the peer."""
+    PIECES: gl.constexpr = _pieces(SIDE, CONFIG.format)
+    clusters.expect(FULL, PIECES, peer)
+    for piece in gl.static_range(PIECES):
+        pairs = _dequantize(block.pieces[4 * SIDE + piece], block.scales, 4 * SIDE + piece, CONFIG)
+        clusters.store(pairs, addresses, TILE, piece)
+    arrive_full(FULL, CONFIG)
+    clusters.send(TILE, PIECES, FULL, peer)
 
 
 @gluon.jit
@@ -273,15 +222,14 @@ def produce(args, CONFIG: gl.constexpr):
     work, k0, k1, full, peer = args.work, args.tiles.k0, args.tiles.k1, args.full, args.peer
     ptx_clusters.arrive()
     cursor = cursor_at(work.range.first, work.range.first_cost, args, CONFIG)
-    block = cursor.split.begin
-    indices = load_indices(cursor, block, args, CONFIG)
-    next_indices = load_indices(cursor, block + 1, args, CONFIG)
-    rows = locate(indices, block, cursor.split, args, CONFIG)
-    own = _load_block(rows, 0, CONFIG)
-    block += 1
+    block0 = cursor.split.begin
+    indices0 = load_indices(cursor, block0, args, CONFIG)
+    indices1 = load_indices(cursor, block0 + 1, args, CONFIG)
+    rows0 = locate(indices0, block0, cursor.split, args, CONFIG)
+    own0 = _load_block(rows0, CONFIG)
     # Written while the first loads are in flight: later, its operands would have to be kept in registers, or spilled.
     schedule.write_metadata(args.scratch, work, CONFIG)
-    first_addresses = clusters.addresses(peer, _BF16_PIECE)
+    addresses = clusters.addresses(peer, _BF16_PIECE)
     ptx_clusters.wait()
     # All tiles are empty at first.
     phase = 1
@@ -289,35 +237,43 @@ def produce(args, CONFIG: gl.constexpr):
     # this one.
     always = args.key_lengths.num_items > 0
     for item in range(work.range.first, work.range.stop, work.stride):
-        blocks = schedule.num_steps(cursor.split) * 2
-        for number in range(blocks):
-            odd = number & 1
-            own = _wait_block(own)
+        steps = schedule.num_steps(cursor.split)
+        for step in range(steps):
+            own0 = _wait_block(own0)
             # Loaded here and not between the halves, where the fence of the second half would wait for these loads.
-            next_rows = locate(next_indices, block, cursor.split, args, CONFIG)
-            next_own = _load_block(next_rows, 1 - odd, CONFIG)
-            block += 1
-            # After the last item, the next block is empty.
-            if (number == blocks - 2) & (item + work.stride < work.range.stop):
+            rows1 = locate(indices1, block0 + 1, cursor.split, args, CONFIG)
+            own1 = _load_block(rows1, CONFIG)
+            block0 += 2
+            if step == steps - 1:
                 cost = cursor.cost + CONFIG.overhead + cursor.split.blocks
                 cursor = cursor_at(item + work.stride, cost, args, CONFIG)
-                block = cursor.split.begin
-            next_indices = load_indices(cursor, block, args, CONFIG)
-            own = _in_order(own, _first_scale(own, rows, CONFIG), odd)
+                block0 = cursor.split.begin
+            indices0 = load_indices(cursor, block0, args, CONFIG)
+            own0 = _with_first_scale(own0, _first_scale(own0, rows0, CONFIG))
+            scale1 = own1.scales[0]
             if always:
-                first, second = _shifted(peer, odd, 3), _shifted(peer, odd, 1)
-                clusters.wait(K0_LEFT_EMPTY, first, phase)
-                publish_mask(_of_block(odd, args.masks.block0, args.masks.block1), rows)
-                if odd == 1:
-                    copy_rope(k1, full.k1, rows, CONFIG)
-                addresses = first_addresses + odd * (3 * clusters.TILE_BYTES)
-                _fill_half(own, addresses, first, odd == 0, odd, clusters.K0_LEFT, 0, tiles.K0_LEFT_FULL, CONFIG)
-                clusters.wait(K0_RIGHT_EMPTY, second, phase)
-                if odd == 0:
-                    copy_rope(k0, full.k0, rows, CONFIG)
-                addresses = first_addresses + odd * clusters.TILE_BYTES
-                _fill_half(own, addresses, second, odd == 1, odd, clusters.K0_RIGHT, 1, tiles.K0_RIGHT_FULL, CONFIG)
-            own, rows = next_own, next_rows
-            phase ^= odd
+                clusters.wait(K0_LEFT_EMPTY, peer, phase)
+                publish_mask(args.masks.block0, rows0)
+                _fill_half(own0, addresses, peer, clusters.K0_LEFT, LEFT, tiles.K0_LEFT_FULL, CONFIG)
+                # NaN is searched here, where the next half waits for the consumers anyway, and the fence has waited for
+                # block 1.
+                scale1 = _first_scale(own1, rows1, CONFIG)
+                clusters.wait(K0_RIGHT_EMPTY, peer, phase)
+                copy_rope(k0, full.k0, rows0, CONFIG)
+                _fill_half(own0, addresses, peer, clusters.K0_RIGHT, RIGHT, tiles.K0_RIGHT_FULL, CONFIG)
+
+            own1 = _wait_block(_with_first_scale(own1, scale1))
+            rows0 = locate(indices0, block0, cursor.split, args, CONFIG)
+            next0 = _load_block(rows0, CONFIG)
+            indices1 = load_indices(cursor, block0 + 1, args, CONFIG)
+            if always:
+                clusters.wait(K1_RIGHT_EMPTY, peer, phase)
+                publish_mask(args.masks.block1, rows1)
+                copy_rope(k1, full.k1, rows1, CONFIG)
+                _fill_half(own1, addresses, peer, clusters.K1_RIGHT, RIGHT, tiles.K1_RIGHT_FULL, CONFIG)
+                clusters.wait(K1_LEFT_EMPTY, peer, phase)
+                _fill_half(own1, addresses, peer, clusters.K1_LEFT, LEFT, tiles.K1_LEFT_FULL, CONFIG)
+            own0 = next0
+            phase ^= 1
     # After the last arrivals of both CTAs' consumers, the peer writes nothing more: both CTAs may exit.
     finish_producer(CONFIG.producer_threads, peer, phase)
