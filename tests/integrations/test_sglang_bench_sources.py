@@ -138,7 +138,7 @@ def test_names_exist(place: str, used: set[str]) -> None:
     assert used - defined(parsed(place)) == set()
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", ["v3", "v32"])
 @pytest.mark.parametrize("layers", ["DeepseekV2DecoderLayer", "DeepseekV2Model"])
 def test_config_has_the_attributes_that_the_model_reads(model: str, layers: str) -> None:
     transformers = pytest.importorskip("transformers")
