@@ -4,8 +4,8 @@ import pytest
 from support import tiny_hy4
 from support.vllm_engine import NEW_TOKENS, engine, largest_difference, prompts
 
-# Tolerance of logprobs. Over a quantized cache, another order of sums rounds a value to a neighbor, and may select another
-# key whose score is nearly tied: up to 0.061, depending on the processor.
+# Tolerance of logprobs. Over a quantized cache, another order of sums rounds a value to a neighbor, and may select
+# another key whose score is nearly tied: up to 0.061, depending on the processor.
 CLOSE, CLOSE_QUANTIZED = 5e-5, 0.1
 GIVEN = prompts((230, 5, 170, 1, 66), shared=0)
 RANKS = {
