@@ -204,3 +204,14 @@ def _allocate_half_full_barriers(q, COUNT: gl.constexpr, HALVES_COPIED: gl.const
     if HALVES_COPIED == 2:
         left = allocate_mbarrier(COUNT)
     return HalfFullBarriers(left, right)
+
+
+@gluon.jit
+def of_block(odd, of_block0, of_block1):
+    """A tile or an mbarrier of block 1 if ``odd``, else of block 0."""
+    # Triton refuses a conditional expression of tiles.
+    if odd == 1:  # noqa: SIM108
+        chosen = of_block1
+    else:
+        chosen = of_block0
+    return chosen

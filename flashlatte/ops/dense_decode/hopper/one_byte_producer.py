@@ -27,6 +27,7 @@ from flashlatte.kernels.hopper.mla_tiles import (
     KEYS,
     LATENT,
     ROPE,
+    of_block,
 )
 from flashlatte.kernels.hopper.ptx import e4m3
 from flashlatte.kernels.hopper.ptx.registers import wait_loads
@@ -156,17 +157,6 @@ def _fill(tile, rope_tile, half, factor, full, HAS_ROPE: gl.constexpr):
 
 
 @gluon.jit
-def _of_block(odd, of_block0, of_block1):
-    """A tile or an mbarrier of block 1 if ``odd``, else of block 0."""
-    # Triton refuses a conditional expression of tiles.
-    if odd == 1:  # noqa: SIM108
-        chosen = of_block1
-    else:
-        chosen = of_block0
-    return chosen
-
-
-@gluon.jit
 def produce(args, CONFIG: gl.constexpr):
     table, k0, k1, full = args.table, args.tiles.k0, args.tiles.k1, args.full
     HAS_ROPE: gl.constexpr = CONFIG.has_rope
@@ -200,7 +190,7 @@ def produce(args, CONFIG: gl.constexpr):
                 factor = _factor(left, rows, False, DTYPE)
                 if always:
                     barriers.wait_at(K0_LEFT_EMPTY + odd * (K1_LEFT_EMPTY - K0_LEFT_EMPTY), barriers.PAIR_THREADS)
-                    tile, full_left = _of_block(odd, k0.left, k1.left), _of_block(odd, full.k0.left, full.k1.left)
+                    tile, full_left = of_block(odd, k0.left, k1.left), of_block(odd, full.k0.left, full.k1.left)
                     _fill(tile, k0.rope, left, factor, full_left, False)
 
                 right = _wait_loaded(right, HAS_ROPE)
@@ -210,8 +200,8 @@ def produce(args, CONFIG: gl.constexpr):
                 factor = _factor(right, rows, HAS_ROPE, DTYPE)
                 if always:
                     barriers.wait_at(K0_RIGHT_EMPTY + odd * (K1_RIGHT_EMPTY - K0_RIGHT_EMPTY), barriers.PAIR_THREADS)
-                    tile, rope = _of_block(odd, k0.right, k1.right), _of_block(odd, k0.rope, k1.rope)
-                    _fill(tile, rope, right, factor, _of_block(odd, full.k0.right, full.k1.right), HAS_ROPE)
+                    tile, rope = of_block(odd, k0.right, k1.right), of_block(odd, k0.rope, k1.rope)
+                    _fill(tile, rope, right, factor, of_block(odd, full.k0.right, full.k1.right), HAS_ROPE)
                     if block == 2 * split.begin:
                         signal_queries(args)
                 rows, next_page = next_rows, page

@@ -22,14 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashlatte.kernels.hopper import barriers
 from flashlatte.kernels.hopper.mla_pipeline import empty_state
-from flashlatte.kernels.hopper.mla_tiles import HALF, P0_FULL, SCORE_ROWS
+from flashlatte.kernels.hopper.mla_tiles import HALF, P0_FULL, SCORE_ROWS, of_block
 from flashlatte.kernels.hopper.softmax import ConsumerState, probabilities, raise_row_max
 from flashlatte.ops.sparse_decode.hopper import schedule, tiles
 from flashlatte.ops.sparse_decode.hopper.consumers import copy_query, score0, write
 from flashlatte.ops.sparse_decode.hopper.producer import (
     fill,
     load_half,
-    of_block,
     propagate_nan,
     wait_half,
 )

@@ -30,6 +30,7 @@ from flashlatte.kernels.hopper.mla_tiles import (
     KEYS,
     LEFT,
     RIGHT,
+    of_block,
 )
 from flashlatte.kernels.hopper.ptx import copies, e2m1, e4m3
 from flashlatte.kernels.hopper.ptx.registers import opaque, wait_loads
@@ -175,17 +176,6 @@ def fill(tile, half, side, CONFIG: gl.constexpr):
             target.slice(96, 32, dim=1).store(_dequantize(half.pieces[3], scales, 3, CONFIG))
     else:
         target.store(_dequantize(half.pieces[0], scales, 0, CONFIG))
-
-
-@gluon.jit
-def of_block(odd, of_block0, of_block1):
-    """A tile or an mbarrier of block 1 if ``odd``, else of block 0."""
-    # Triton refuses a conditional expression of tiles.
-    if odd == 1:  # noqa: SIM108
-        chosen = of_block1
-    else:
-        chosen = of_block0
-    return chosen
 
 
 @gluon.jit
