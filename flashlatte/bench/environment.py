@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -65,6 +66,18 @@ def in_checkout(path: Path) -> Path:
     if root is None:
         raise ValueError(f"{path} is in the source checkout, and this FlashLatte is installed elsewhere")
     return root / path
+
+
+def check_gpu() -> None:
+    """Raises ValueError if PyTorch finds no CUDA GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("this benchmark needs a CUDA GPU, and PyTorch finds none")
+
+
+def check_installed(package: str) -> None:
+    """Raises ValueError if a package that the benchmark runs is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"this benchmark runs {package}, which is not installed")
 
 
 def gpu_slug(device_name: str) -> str:

@@ -131,8 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.batches < 4 or options.calls < 1:
         raise ValueError("--batches must be at least 4 and --calls at least 1")
-    if not torch.cuda.is_available():
-        raise ValueError("host times need a CUDA GPU for the launches, and PyTorch finds none")
+    environment.check_gpu()
     about = dataclasses.asdict(environment.describe(torch.device("cuda")))
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {Path(flashlatte.__file__).parent}")
     print(f"{'µs':44}{PLAIN:>10}{MODE:>22}")

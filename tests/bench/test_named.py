@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashlatte import bench
-from flashlatte.bench import alternate
+from flashlatte.bench import alternate, environment
 from flashlatte.bench.pictures.command import PICTURES
 from flashlatte.bench.serving import vllm_throughput
 from flashlatte.bench.workloads.base import ROUNDED, compare
@@ -33,7 +33,7 @@ PEER_SECTIONS = {
     "vision": "dense_prefill",
 }
 # They need a GPU.
-NEEDS_GPU = ("host-time", "mla-layer", "dsa-layer", "v4-layer", "distributed-decode", "distributed-layer")
+NEEDS_GPU = ("host-time", "mla-layer", "dsa-layer", "v4-layer", "engine", "distributed-decode", "distributed-layer")
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +68,16 @@ def test_without_a_gpu_they_are_refused(name: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         bench.run_named(name, [])
     assert "GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "package"), [("vllm-steps", "vllm"), ("sglang-steps", "sglang")])
+def test_a_missing_serving_engine_is_named(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        bench.run_named(name, ["v3"])
+    assert f"error: this benchmark runs {package}, which is not installed" in capsys.readouterr().err
 
 
 def test_arguments_that_a_benchmark_does_not_forward_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,8 +72,7 @@ def parts_of_step(graph: torch.cuda.CUDAGraph, parts: dict[str, str], main_parts
 
 def report(results: Iterable[dict[str, Any]], parts: dict[str, str], options: argparse.Namespace) -> int:
     """Print each result below its kernels as soon as it is measured, and append it to ``options.json``."""
-    if not torch.cuda.is_available():
-        raise ValueError("layers are timed on a CUDA GPU, and PyTorch finds none")
+    environment.check_gpu()
     torch.manual_seed(0)
     about = dataclasses.asdict(environment.describe(DEVICE)) | dataclasses.asdict(timing.measure_ceilings(DEVICE))
     for result in results:

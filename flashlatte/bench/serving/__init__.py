@@ -1,1 +1,1 @@
-"""Whole engines: FlashLatte's, transformers' and vLLM's."""
+"""Whole engines: FlashLatte's, transformers', vLLM's and SGLang's."""

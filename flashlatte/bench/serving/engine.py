@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from flashlatte.bench.alternate import add_json_option
-from flashlatte.bench.environment import describe
+from flashlatte.bench.environment import check_gpu, describe
 from flashlatte.bench.results import append_line
 from flashlatte.bench.serving import decode_profile, transformers_generate
 from flashlatte.bench.timing import microseconds
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     import transformers
 
+    check_gpu()
     about = describe(torch.device("cuda"))
     known = {"device": about.device, "commit": about.commit, "transformers": transformers.__version__}
     model = v2_lite(options.layers)

@@ -33,6 +33,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flashlatte.bench.environment import check_installed
 from flashlatte.bench.serving.engine_process import EngineProcess
 from flashlatte.bench.serving.random_model import folder_of
 from flashlatte.bench.serving.step_cases import StepCase, add_case_arguments, parsed
@@ -82,10 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises ValueError for an unknown model, backend or case, before anything starts."""
+    """Raises ValueError for an unknown model, backend or case, or without SGLang, before anything starts."""
     chosen = {model: backends_of(model, options.backends) for model in options.models}
     if any(context < 2 for _, context in parsed(options.cases)):
         raise ValueError(f"--cases must have contexts of 2 tokens or more, got {options.cases!r}")
+    check_installed("sglang")
     return max([run_model(model, backends, options) for model, backends in chosen.items()])
 
 

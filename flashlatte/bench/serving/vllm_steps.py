@@ -29,6 +29,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from flashlatte.bench.environment import check_installed
 from flashlatte.bench.serving.engine_process import EngineProcess
 from flashlatte.bench.serving.random_model import folder_of
 from flashlatte.bench.serving.step_cases import add_case_arguments
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_installed("vllm")
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "forwarded")}
     backends = options.backends.split(",")
     settings["memory"] = options.memory / len(backends)
