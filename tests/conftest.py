@@ -60,6 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed PyTorch's generator, so that a test's numbers do not depend on the tests before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 def _run_in_one_stack_chunk(run: Callable[[], None]) -> None:
     """Run a test on a stack of frames that does not grow.
 
