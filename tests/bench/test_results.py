@@ -114,7 +114,7 @@ def test_results_of_other_benchmarks_are_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", [file for file in RESULTS if file.name not in ON_CPU], ids=lambda file: file.name)
 def test_every_recorded_line_has_a_gpu_and_a_commit(file: Path) -> None:
     for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        assert line["device"].startswith("NVIDIA ")
+        assert line["device"].startswith(("NVIDIA ", "AMD "))
         assert line["commit"]
 
 
