@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support import rank_engine_jobs
 from support.engine_models import model
+from support.ranks import SOON
 
 from flashlatte.engine import Engine
 from flashlatte.engine.model import Model
@@ -32,7 +33,7 @@ def test_different_engines_raise_on_all_ranks(two, first, second, of_first, of_s
     """In any order of creation. An engine of one process does not wait, so it raises only if it is created later."""
     begin = time.monotonic()
     outcomes = two.outcomes(rank_engine_jobs.options_by_rank, [first, second], late)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < SOON
     if "tensor_parallel" in second and outcomes[1] is None:
         assert late != 1
         outcomes = outcomes[:1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
@@ -27,6 +28,8 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 _PATIENCE = 60
+# A rank that another one ends does so within these seconds, not only at the timeout of its group.
+SOON = _PATIENCE / 2
 
 
 class Ranks:
@@ -45,6 +48,8 @@ class Ranks:
         for process, (_, theirs) in zip(self._processes, pipes, strict=True):
             process.start()
             theirs.close()
+        # Returns when all processes have imported torch and joined the group.
+        self.run(os.getpid)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """The result of ``function`` on each rank; raises with the first failing rank's traceback."""
