@@ -152,28 +152,27 @@ def test_a_slow_reader_holds_one_result_and_delays_no_others():
 
 
 class Failing:
-    """Makes the n-th call of a model raise."""
+    """Makes a model raise in a step of an engine that has this number of unfinished requests."""
 
-    def __init__(self, served: Engine, at: int, error: BaseException) -> None:
-        self._model, self._at, self._error, self._calls = served.runner.model, at, error, 0
+    def __init__(self, served: Engine, requests: int, error: BaseException) -> None:
+        self._served, self._model, self._requests, self._error = served, served.runner.model, requests, error
         served.runner.model = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
-        self._calls += 1
-        if self._calls == self._at:
+        if self._served.unfinished == self._requests:
             raise self._error
         return self._model(*arguments)
 
 
 def test_a_failed_step_ends_every_request_with_its_error_and_later_ones_run():
     served = engine()
-    Failing(served, 3, RuntimeError("out of memory"))
+    Failing(served, 12, RuntimeError("out of memory"))
 
     async def fail(shared: AsyncEngine) -> None:
-        waits = (tokens_of(shared, prompt(3, seed), greedy(40)) for seed in range(12))
+        waits = (tokens_of(shared, prompt(3, seed), greedy(400)) for seed in range(12))
         for error in await asyncio.gather(*waits, return_exceptions=True):
             assert isinstance(error, StepFailed)
             assert str(error) == "the engine failed: RuntimeError: out of memory"
@@ -189,7 +188,7 @@ def test_an_error_of_the_device_ends_the_engine():
     Failing(served, 3, torch.AcceleratorError("an illegal memory access was encountered"))
 
     async def fail(shared: AsyncEngine) -> None:
-        waits = (tokens_of(shared, prompt(3, seed), greedy(40)) for seed in range(3))
+        waits = (tokens_of(shared, prompt(3, seed), greedy(400)) for seed in range(3))
         errors = await asyncio.gather(*waits, return_exceptions=True)
         assert all(isinstance(error, StepFailed) for error in errors)
         while shared.is_running:

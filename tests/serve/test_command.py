@@ -74,6 +74,12 @@ def ask(port: str, max_tokens: int) -> str:
     return json.loads(connection.getresponse().read())["choices"][0]["text"]
 
 
+def metrics(port: str) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=120)
+    connection.request("GET", "/metrics")
+    return connection.getresponse().read().decode()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_drains_at_sigterm(checkpoint, ranks):
@@ -91,7 +97,8 @@ def test_a_server_drains_at_sigterm(checkpoint, ranks):
         texts: list[str] = []
         thread = threading.Thread(target=lambda: texts.append(ask(found[1], 300)))
         thread.start()
-        thread.join(0.2)
+        while thread.is_alive() and "flashlatte_outputs_running 1" not in metrics(found[1]):
+            thread.join(0.01)
         process.send_signal(signal.SIGTERM)
         errors = process.stderr.read()
         thread.join(120)

@@ -148,7 +148,7 @@ def test_a_client_that_never_reads_is_disconnected(serving):
 
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 300, "n": 8, "seed": 1, "logprobs": 20, "stream": True}
     with serving(limits=ServerLimits(write_seconds=0.3)) as server, sent(server, body) as connection:
-        until(lambda: server.shared.statistics()["accepted"] == 8)
+        until(lambda: server.shared.statistics()["generated_tokens"] > 0)
         server.wait_idle()
         assert b"[DONE]" not in read_to(connection, b"[DONE]")
 
@@ -157,7 +157,7 @@ def test_limits_of_bodies(serving):
     from flashlatte.serve.context import ServerLimits
 
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
-    with serving(limits=ServerLimits(max_body_bytes=200, body_seconds=0.3)) as server:
+    with serving(limits=ServerLimits(max_body_bytes=200)) as server:
         assert server.request("POST", COMPLETIONS, body)[0] == 200
         status, answer = server.request("POST", COMPLETIONS, body | {"user": "x" * 300})
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
@@ -171,11 +171,16 @@ def test_limits_of_bodies(serving):
         with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
             connection.sendall(request.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunk + chunk)
             assert read_to(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 413")
-        with sent(server, b"{", length=100) as connection:
-            assert read_to(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 408")
         # A page of another site can send such a body without a CORS preflight.
         status, answer = server.request("POST", COMPLETIONS, body, **{"content-type": "text/plain"})
         assert (status, answer["error"]["param"]) == (415, "content-type")
+
+
+def test_a_client_that_does_not_send_its_body_gets_status_408(serving):
+    from flashlatte.serve.context import ServerLimits
+
+    with serving(limits=ServerLimits(body_seconds=0.3)) as server, sent(server, b"{", length=100) as connection:
+        assert read_to(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 408")
 
 
 def test_more_requests_than_the_queue_holds_are_refused(serving):
@@ -208,24 +213,23 @@ def test_an_api_key(serving):
         assert server.request("GET", "/health")[0] == server.request("GET", "/metrics")[0] == 200
 
 
-def failing(server: Any, error: BaseException, at: int) -> None:
-    """Make a later step raise."""
-    runner, calls = server.engine.runner, iter(range(at))
+def fail_next_step(server: Any, error: BaseException) -> None:
+    runner = server.engine.runner
     compute = runner._compute
 
     def fail(batch: Any) -> torch.Tensor:
-        if next(calls, None) is None:
-            runner._compute = compute
-            raise error
-        return compute(batch)
+        runner._compute = compute
+        raise error
 
     runner._compute = fail
 
 
 def test_a_failed_step_is_status_500_or_the_last_event(server, caplog):
-    failing(server, RuntimeError("a secret path"), 20)
     with concurrent.futures.ThreadPoolExecutor(4) as pool, sent(server, LONG | {"stream": True}) as connection:
         whole = [pool.submit(server.request, "POST", COMPLETIONS, LONG) for _ in range(3)]
+        read_to(connection, b"data: ")
+        until(lambda: server.shared.statistics()["running"] == 4)
+        fail_next_step(server, RuntimeError("a secret path"))
         last = events(read_to(connection, b'"error"'))[-1]
         for future in whole:
             status, answer = future.result()
@@ -252,7 +256,7 @@ def test_an_error_while_a_stream_is_written_is_its_last_event(server, caplog, mo
 
 def test_an_error_of_the_device_stops_the_server(serving, caplog):
     with serving() as server:
-        failing(server, torch.AcceleratorError("an illegal memory access"), 3)
+        fail_next_step(server, torch.AcceleratorError("an illegal memory access"))
         assert server.request("POST", COMPLETIONS, LONG)[0] == 500
         until(lambda: not server.shared.is_running)
         until(lambda: not server.server.servers[0].is_serving())
@@ -279,8 +283,8 @@ def test_a_stopping_server_finishes_running_requests(serving):
     with serving() as server, sent(server, LONG | {"max_tokens": 100, "stream": True}) as connection:
         read_to(connection, b"data: ")
         server.server.should_exit = True
-        data = read_to(connection, b"[DONE]")
-        assert events(data)[-1] == "[DONE]"
+        until(lambda: not server.server.servers[0].is_serving())
+        assert events(read_to(connection, b"[DONE]"))[-1] == "[DONE]"
         with pytest.raises(OSError, match="refused"):
             server.request("GET", "/health")
 
