@@ -41,8 +41,8 @@ _FIXED_SPLITS = 128
 # Cost of starting a request in a balanced range, in steps; measured: 1.5 to 2.
 _OVERHEAD = 2
 # Partial outputs with at most this many rows are combined by ``split_kv.combine``, which launches more CTAs for them
-# ("b 4, h_q 16": 23.6 instead of 24.8 µs in a graph). With more rows ``combine`` wins "b 1, h_q 128, 4,096" by 28%
-# (13.7 instead of 17.5 µs; docs/notes/dense-decode.md).
+# ("b 4, h_q 16": 23.6 instead of 24.8 µs in a graph). With more rows ``fp24_combine`` is faster ("b 1, h_q 128, 4,096":
+# 13.7 instead of 17.5 µs; docs/notes/dense-decode.md).
 _FEW_TO_COMBINE = 16
 # For fixed splits, which do not use it.
 _NOT_UNIFORM = UniformRanges(1, 0)
