@@ -410,7 +410,9 @@ OTHER_GPUS = [
 @pytest.mark.full
 @pytest.mark.parametrize(("operation", "arch", "call"), OTHER_GPUS, ids=str)
 def test_fits_every_gpu(record, operation, arch, call):
-    for one in main_kernels(launches(record, operation, "portable", arch=arch, **call)):
+    found = main_kernels(launches(record, operation, "portable", arch=arch, **call))
+    assert found
+    for one in found:
         code = one.compile(arch)
         assert code.shared <= SHARED_BYTES[arch], code
         # A kernel that wants more tensor memory than there is becomes a trap, without products.
@@ -429,8 +431,9 @@ def test_fits_every_gpu(record, operation, arch, call):
     ids=str,
 )
 def test_fits_amd(record, operation, call):
-    for one in main_kernels(launches(record, operation, "portable", arch=None, **call)):
-        assert amd_shared_bytes(one.kernel, one.launch) <= AMD_SHARED_BYTES
+    found = main_kernels(launches(record, operation, "portable", arch=None, **call))
+    assert found
+    assert all(amd_shared_bytes(one.kernel, one.launch) <= AMD_SHARED_BYTES for one in found)
 
 
 @pytest.mark.parametrize(
