@@ -145,6 +145,12 @@ def compare(results: Results, expected: Results, tolerances: dict[str, Tolerance
             raise WrongResult(str(error)) from error
 
 
+def nan_decode_outputs(q: torch.Tensor, head_dim_v: int) -> Outputs:
+    """Outputs full of NaN of decode with q [b, s_q, h_q, head_dim]."""
+    lse = torch.full(q.shape[:-1], torch.nan, dtype=torch.float32, device=q.device)
+    return {"out": nan_like(q[..., :head_dim_v]).contiguous(), "lse": lse.transpose(1, 2)}
+
+
 def nan_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, torch.nan)
 

@@ -8,7 +8,7 @@ import torch
 
 from flashlatte.bench.problems import DenseDecode
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import ALL, Outputs, Results, Rows, Workload, nan_like, spread
+from flashlatte.bench.workloads.base import ALL, Outputs, Results, Rows, Workload, nan_decode_outputs, spread
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.runtime import dispatch
 from flashlatte.testing import compare
@@ -67,6 +67,4 @@ class DenseDecodeWorkload(Workload, problem=DenseDecode):
         return {"out": out, "lse": lse}
 
     def poisoned_outputs(self) -> Outputs:
-        batch, s_q, h_q, _ = self.q.shape
-        lse = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=self.q.device).transpose(1, 2)
-        return {"out": nan_like(self.q[..., :HEAD_DIM_V]).contiguous(), "lse": lse.fill_(torch.nan)}
+        return nan_decode_outputs(self.q, HEAD_DIM_V)

@@ -10,7 +10,7 @@ import torch
 from flashlatte import kv_cache
 from flashlatte.bench.problems import SparseDecode
 from flashlatte.bench.workloads import draw
-from flashlatte.bench.workloads.base import Outputs, Results, Rows, Workload, nan_like, spread
+from flashlatte.bench.workloads.base import Outputs, Results, Rows, Workload, nan_decode_outputs, spread
 from flashlatte.ops.index_convert import to_cache_indices
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import dispatch
@@ -74,9 +74,7 @@ class SparseDecodeWorkload(Workload, problem=SparseDecode):
         self.call = dispatch.CallSpec(problem.operation, device, self.q.dtype, *cache, h_q=h_q, h_kv=1)
 
     def poisoned_outputs(self) -> Outputs:
-        batch, s_q, h_q, _ = self.q.shape
-        lse = torch.empty(batch, s_q, h_q, dtype=torch.float32, device=self.q.device).transpose(1, 2)
-        return {"out": nan_like(self.q[..., :HEAD_DIM_V]).contiguous(), "lse": lse.fill_(torch.nan)}
+        return nan_decode_outputs(self.q, HEAD_DIM_V)
 
     def compute(self, rows: Rows, backend: str, **outputs: Any) -> Results:
         extra: dict[str, Any] = {}
