@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlatte.flashinfer.conventions import joined
+from flashlatte.flashinfer.page_tables import token_positions
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.runtime import checks
 
@@ -25,10 +26,9 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     """
     checks.indices("kv_indptr", kv_indptr, ("b + 1",))
     checks.indices("kv_last_page_len", kv_last_page_len, (kv_indptr.shape[0] - 1,), kv_indptr.device, may_be_empty=1)
-    full_pages = (kv_indptr.diff() - 1).clamp(min=0)
-    return torch.where(kv_indptr.diff() > 0, full_pages * checks.positive_int("page_size", page_size), 0).add_(
-        torch.where(kv_indptr.diff() > 0, kv_last_page_len, 0)
-    )
+    pages = kv_indptr.diff()
+    lengths = (pages - 1) * checks.positive_int("page_size", page_size) + kv_last_page_len.to(pages.dtype)
+    return lengths.masked_fill_(pages <= 0, 0)
 
 
 def get_batch_indices_positions(
@@ -58,12 +58,7 @@ def get_batch_indices_positions(
     nnz, device = checks.positive_int("nnz", nnz, or_zero=True), append_indptr.device
     batch_indices = checks.output_or_new("batch_indices", batch_indices, (nnz,), torch.int32, device)
     positions = checks.output_or_new("positions", positions, (nnz,), torch.int32, device)
-    ends = append_indptr[1:].contiguous()
-    token = torch.arange(nnz, dtype=ends.dtype, device=device)
-    request = torch.searchsorted(ends, token, right=True)
-    is_padding = request >= ends.shape[0]
-    request = request.clamp(max=ends.shape[0] - 1)
-    position = seq_lens.to(device)[request] - ends[request] + token
+    request, position, is_padding = token_positions(append_indptr, seq_lens.to(device), nnz)
     batch_indices.copy_(request.masked_fill(is_padding, -1))
     positions.copy_(position.masked_fill(is_padding, 0))
     return batch_indices, positions

@@ -97,18 +97,28 @@ def rounded(columns: int) -> int:
     return -(-columns // step) * step
 
 
-def token_rows(cum_seq_lens_q: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request of each query token, and its keys with a causal mask, both int64 [tokens] on the device.
+def token_positions(
+    boundaries: torch.Tensor, seq_lens: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The request and the position of each new token, the last ones of a request's; and which are of no request.
 
-    Tokens of no request have no keys.
+    All [tokens] on the device.
     """
-    ends = cum_seq_lens_q[1:].contiguous()
+    ends = boundaries[1:].contiguous()
     token = torch.arange(tokens, dtype=ends.dtype, device=ends.device)
     request = torch.searchsorted(ends, token, right=True)
     outside = request >= ends.shape[0]
     request = request.clamp_(max=ends.shape[0] - 1)
-    lengths = seq_lens[request] - (ends[request] - 1 - token)
-    return request, lengths.masked_fill_(outside, 0)
+    return request, seq_lens[request] - (ends[request] - token), outside
+
+
+def token_rows(cum_seq_lens_q: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request of each query token, and its keys with a causal mask, both [tokens] on the device.
+
+    Tokens of no request have no keys.
+    """
+    request, position, outside = token_positions(cum_seq_lens_q, seq_lens, tokens)
+    return request, (position + 1).masked_fill_(outside, 0)
 
 
 def check_lists(
