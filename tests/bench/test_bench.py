@@ -18,6 +18,7 @@ from flashlatte.bench.problems import (
     SparseDecode,
     SparsePrefill,
 )
+from flashlatte.bench.results import read_lines
 from flashlatte.bench.workloads import sparse_prefill as sparse_prefill_workload
 from flashlatte.ops.cache_write import reference as cache_reference
 from flashlatte.ops.dense_decode import reference as dense_reference
@@ -39,10 +40,6 @@ def run(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     return bench.main(parser.parse_args(arguments))
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_case_names_are_unique_and_every_baseline_is_there() -> None:
@@ -78,7 +75,7 @@ def test_recorded_figures_fit_the_case(case: cases.Case) -> None:
 def test_scaled_down_run_without_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.jsonl"
     assert run("--case", "write-*", "--case", "d512-h64-*", "--json", str(file)) == 0
-    written = lines(file)
+    written = list(read_lines([file]))
     assert {line["op"] for line in written} == {"cache_write", "sparse_prefill", "sparse_attention_backward"}
     assert all(set(line) == FIELDS for line in written)
     for line in written:
@@ -125,7 +122,7 @@ def test_wrong_result_has_no_time(
     monkeypatch.setattr(dispatch, "implementation", lambda _, backend: wrong if backend == "portable" else right)
     file = tmp_path / "results.jsonl"
     assert run("--case", case, "--backend", "portable", "--json", str(file)) == 1
-    (line,) = lines(file)
+    (line,) = read_lines([file])
     assert line["status"] == "wrong"
     assert line["us"] is None
     assert line["message"]

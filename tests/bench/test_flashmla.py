@@ -46,10 +46,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_the_cases_are_those_recorded() -> None:
     recorded = newest_runs(read_lines([RECORDED]))[-1]
     counts = {op: [line["method"] for line in recorded if line["op"] == op] for op in flashmla.CASES}
@@ -61,9 +57,9 @@ def test_a_line_has_the_times_of_both(section: str, folder: Path, capsys: pytest
     file = folder / "lines.jsonl"
     options = ["--flash-mla", str(folder), "--flashmla-commit", "abc1234", "--section", section, "--json", str(file)]
     assert bench.run_named("flashmla", options) == 0
-    found = lines(file)
+    found = list(read_lines([file]))
     assert found
-    recorded = lines(RECORDED)[0]
+    recorded = next(read_lines([RECORDED]))
     for line in found:
         assert set(recorded) - {"share_of_matmul", "share_of_copy", "matmul_tflops", "copy_gbps"} <= set(line)
         assert line["op"] == section

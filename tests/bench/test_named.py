@@ -17,6 +17,7 @@ import torch
 from flashlatte import bench
 from flashlatte.bench import alternate, environment
 from flashlatte.bench.pictures.command import PICTURES
+from flashlatte.bench.results import read_lines
 from flashlatte.bench.serving import vllm_throughput
 from flashlatte.bench.workloads.base import ROUNDED, compare
 from flashlatte.runtime import machine
@@ -39,10 +40,6 @@ NEEDS_GPU = ("host-time", "mla-layer", "dsa-layer", "v4-layer", "engine", "distr
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("name", bench.NAMED)
@@ -105,7 +102,7 @@ def test_a_section_is_checked_timed_and_recorded(
 ) -> None:
     file = tmp_path / "lines.jsonl"
     assert bench.run_named("peers", ["--section", section, "--json", str(file)]) == 0
-    found = lines(file)
+    found = list(read_lines([file]))
     assert {line["op"] for line in found} == {PEER_SECTIONS[section]}
     for line in found:
         assert line["us"] > 0
@@ -153,7 +150,7 @@ def test_two_checkouts_are_timed_alternately(tmp_path: Path) -> None:
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         check=True,
     )
-    (line,) = lines(file)
+    (line,) = read_lines([file])
     assert min(line["ratio"], line["before_us"], line["after_us"], *line["ratios"]) > 0
     assert (line["before_commit"], line["commit"], line["note"]) == ("one", "other", "")
 
@@ -189,7 +186,7 @@ def test_wrong_results_have_no_line(
     file = tmp_path / "lines.jsonl"
     options = argparse.Namespace(section=None, rounds=1, json=file)
     assert alternate.run(options, {"all": lambda _: [group]}) == 1
-    assert [line["op"] for line in lines(file)] == ["right"]
+    assert [line["op"] for line in read_lines([file])] == ["right"]
     error = capsys.readouterr().err
     assert "wrong c of portable is wrong: out: 2 of 2 elements differ" in error
     assert "unsteady c of portable is wrong: out: two runs differ" in error

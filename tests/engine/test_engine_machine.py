@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.choosing import choose
 from support.engine_models import VOCABULARY, chosen_logprobs, greedy, model, prompt
+from support.letters import Pieces
 
 from flashlatte.engine import Engine, Model, RequestOutput, SamplingParams
 
@@ -51,13 +52,6 @@ SAMPLINGS = (
     SamplingParams(max_tokens=9, seed=3, frequency_penalty=1.0, allowed_token_ids=tuple(range(40)), logprobs=2),
 )
 MOST_TOKENS = max(map(len, PROMPTS)) + 10
-
-
-class Pieces:
-    """A tokenizer with one to three letters per token."""
-
-    def decode(self, tokens: list[int], **_: bool) -> str:
-        return "".join("abcd"[token % 4] * (1 + token % 3) for token in tokens)
 
 
 @functools.cache

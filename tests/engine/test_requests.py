@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine_models import VOCABULARY, chosen_logprobs, generated_by_transformers, greedy, model, prompt
 from support.engine_requests import NEW, PROMPTS, engine, expected, finished
-from support.letters import Letters
+from support.letters import Letters, Pieces
 
 from flashlatte.engine import SamplingParams, runner
 from flashlatte.engine.request import Step
@@ -51,13 +51,6 @@ def test_arrivals_and_aborts_do_not_change_other_requests(events, options):
     done |= finished(served)
     assert done == {name: expected(number) for name, number in numbers.items()}
     assert served.pool.in_use == 0
-
-
-class Pieces:
-    """A tokenizer with one to three letters per token, so that texts may begin and end within tokens."""
-
-    def decode(self, tokens: list[int], **_: bool) -> str:
-        return "".join("abcd"[token % 4] * (1 + token % 3) for token in tokens)
 
 
 @functools.cache
