@@ -19,6 +19,8 @@ from flashlatte.doctor.models import read_model
 from flashlatte.layers import MLAConfig
 from flashlatte.layers.models import MAX_LAYERS, SUPPORTED
 
+# Processor time. As many layers as accepted take one; an unbounded number of them takes minutes.
+SECONDS = 10
 YARN = {
     "type": "yarn",
     "factor": 40,
@@ -166,7 +168,7 @@ def test_a_wrong_field(name, data):
         message = str(error)
     assert names & set(re.findall(r"\w+", message)), message
     assert "\n" not in message
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < SECONDS
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_a_config_of_as_many_layers_as_accepted():
     layers = MLAConfig.layers(
         CONFIGS["dots3_note"] | {"num_hidden_layers": MAX_LAYERS, "layer_types": types, "per_layer_config": changes}
     )
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < SECONDS
     assert len(layers) == MAX_LAYERS
     assert len(set(layers)) == 2
 
