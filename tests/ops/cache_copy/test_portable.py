@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.allocations import recorded_bytes
 
 from flashlatte import kv_cache
 from flashlatte.ops.cache_copy import api, copy_blocks, portable, swap_blocks
@@ -79,15 +80,7 @@ def test_scratch_is_bounded_and_pages_go_through_it_in_slices(monkeypatch):
     cache = random_bytes(8, 7, 20)
     order = [3, 0, 1, 2]
     expected = copied(cache, cache, list(zip(order, range(4), strict=True)))
-    sizes = []
-    empty = torch.empty
-
-    def recorded(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        sizes.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", recorded)
+    sizes = recorded_bytes(monkeypatch)
     copy_blocks(cache, order, [0, 1, 2, 3], backend="portable")
     assert sizes
     assert max(sizes) <= 4 * 48

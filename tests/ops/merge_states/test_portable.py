@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.allocations import recorded_bytes
 
 from flashlatte.ops.merge_states import merge_states, portable
 from flashlatte.ops.merge_states.reference import MergeStatesParams
@@ -94,17 +95,9 @@ def test_many_parts(n, dtype):
 
 def test_scratch_for_many_parts_is_bounded(monkeypatch):
     monkeypatch.setattr(portable, "SCRATCH_BYTES", 4 * 18 * 6)
-    sizes = []
-    empty = torch.empty
-
-    def recorded(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        sizes.append(tensor.numel() * tensor.element_size())
-        return tensor
-
     outs, lses = draw_parts(11, (7, 5, 16), torch.bfloat16, 0)
-    out, lse = empty(7, 5, 16, dtype=torch.bfloat16), empty(7, 5)
-    monkeypatch.setattr(torch, "empty", recorded)
+    out, lse = torch.empty(7, 5, 16, dtype=torch.bfloat16), torch.empty(7, 5)
+    sizes = recorded_bytes(monkeypatch)
     portable.merge_states_into(MergeStatesParams(outs, lses, out, lse, None, None, None, 1.0))
     assert sizes
     # Of what is merged so far: out, lse and row_sum.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.allocations import recorded_bytes
 from support.compile import SHARED_BYTES, Recorder, compile_launch, variant_key
 
 from flashlatte.ops.topk.portable import launch
@@ -72,15 +73,8 @@ def test_new_sizes_compile_nothing(sizes, recorders):
 
 
 def test_scratch_is_bounded(recorders, monkeypatch):
-    sizes = []
-    empty = torch.empty
-
-    def recorded(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        sizes.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    logits, indices = empty(1, 1).expand(4096, 2**17), empty(4096, 2048, dtype=torch.int32)
-    monkeypatch.setattr(torch, "empty", recorded)
+    logits, indices = torch.empty(1, 1).expand(4096, 2**17), torch.empty(4096, 2048, dtype=torch.int32)
+    sizes = recorded_bytes(monkeypatch)
     launch.topk(TopkParams(logits, None, None, 1, indices, None))
+    assert sizes
     assert sum(sizes) <= launch.SCRATCH_BYTES + 2**20
