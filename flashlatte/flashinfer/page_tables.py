@@ -100,9 +100,9 @@ def rounded(columns: int) -> int:
 def token_positions(
     boundaries: torch.Tensor, seq_lens: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The request and the position of each new token, the last ones of a request's; and which are of no request.
+    """The request of each new token, its position, and whether it belongs to no request; all [tokens], on the device.
 
-    All [tokens] on the device.
+    The new tokens of a request are its last ones.
     """
     ends = boundaries[1:].contiguous()
     token = torch.arange(tokens, dtype=ends.dtype, device=ends.device)
