@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.registry import formats_of_width, plain_format
+from flashlatte.kv_cache.registry import plain_format
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import checks
@@ -72,7 +72,7 @@ def attend(
             cache,
             table.unsqueeze(1),
             q_rope=q_rope,
-            cache_format=(formats_of_width(cache)[0] if cache.dtype == torch.uint8 else plain_format(cache.dtype)).name,
+            cache_format=None if cache.dtype == torch.uint8 else plain_format(cache.dtype).name,
             topk_length=lengths,
             attn_sink=attn_sink,
             softmax_scale=softmax_scale,
