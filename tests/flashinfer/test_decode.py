@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.flashinfer_calls import LATENT, ROPE, WORKSPACE, MLARequests
 
 from flashlatte import flashinfer, kv_cache
+from flashlatte.runtime import value_checks
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.compare import assert_close
 
@@ -182,6 +183,16 @@ def test_sparse(queries, packed_queries, with_sinks):
     natural = torch.logaddexp(natural, sinks.double()) if with_sinks else natural
     assert_close(out.reshape(-1, 3, LATENT), wanted.squeeze(1) * 2, compare.FLOAT32, "out")
     assert_close(lse, natural * LOG2_E, compare.FLOAT32, "lse")
+
+
+def test_value_checks_take_lengths_of_requests(monkeypatch):
+    """Requests have more keys than they select, or fewer than queries."""
+    case = MLARequests([3] * 3, [20, 2, 0], 8, True)
+    changes = {"sparse_mla_top_k": 6, "block_tables": selection(case, 6).view(3, 3, 6)}
+    wanted = decode(case), decode(case, **changes)
+    monkeypatch.setattr(value_checks, "ENABLED", True)
+    assert decode(case).equal(wanted[0])
+    assert decode(case, **changes).equal(wanted[1])
 
 
 @pytest.mark.filterwarnings("ignore:sparse_decode has no backward")
