@@ -47,7 +47,7 @@ def new_requests(
         prompt = tokenizer.encode(_checked_text("prompt", prompt))
     if isinstance(prompt, (Set, Mapping)):
         raise TypeError(f"prompt must hold its tokens in order, got {prompt!r}")
-    tokens = _checked_tokens("prompt", prompt, model)
+    tokens = checked_tokens("prompt", prompt, model)
     params = SamplingParams() if sampling_params is None else sampling_params
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be SamplingParams or None, got {type(params).__name__}")
@@ -74,7 +74,7 @@ def _checked_sampling(params: SamplingParams, model: PagedModel, tokenizer: Any)
     if params.bad_words and not hasattr(tokenizer, "encode"):
         raise ValueError("bad_words needs an engine with a tokenizer that encodes; suppress_tokens does not")
     for name in ("stop_token_ids", "suppress_tokens", "allowed_token_ids", "logit_bias"):
-        _checked_tokens(name, getattr(params, name) or (), model)
+        checked_tokens(name, getattr(params, name) or (), model)
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > model.vocabulary:
             raise ValueError(f"{name} must be at most the vocabulary's {model.vocabulary}, got {getattr(params, name)}")
@@ -87,7 +87,7 @@ def _checked_sampling(params: SamplingParams, model: PagedModel, tokenizer: Any)
     texts = [_checked_text("bad_words", word) for word in params.bad_words or ()]
     words = tuple(tokens for word in texts for tokens in _bad_word_tokens(word, tokenizer))
     for tokens in words:
-        _checked_tokens("bad_words", tokens, model)
+        checked_tokens("bad_words", tokens, model)
     return dataclasses.replace(params, _eos_token_ids=tuple(eos_token_ids), _bad_words_token_ids=words)
 
 
@@ -162,7 +162,8 @@ def _checked_text(name: str, text: str) -> str:
     return text
 
 
-def _checked_tokens(name: str, values: Iterable[Any], model: PagedModel) -> list[int]:
+def checked_tokens(name: str, values: Iterable[Any], model: PagedModel) -> list[int]:
+    """The tokens as ints. Raises TypeError or ValueError if one is not in the model's vocabulary."""
     tokens = token_ids(name, values)
     wrong = next((token for token in tokens if not 0 <= token < model.vocabulary), None)
     if wrong is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flashlatte.kv_cache.registry import formats_of_width, plain_format
+from flashlatte.kv_cache.registry import plain_format
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
-from flashlatte.runtime import checks
+from flashlatte.runtime import checks, value_checks
 
 
 def by_token(page_size: int, cache_dtype: torch.dtype, q_dtype: torch.dtype) -> bool:
@@ -50,6 +50,9 @@ def attend(
     q, out = q.unflatten(0, shape), out.unflatten(0, shape)
     q_rope = None if q_rope is None else q_rope.unflatten(0, shape)
     lse = None if lse is None else lse.unflatten(0, shape).transpose(1, 2)
+    if value_checks.ENABLED and lengths is not None:
+        # A causal mask makes lengths negative, and a request has more keys than it selects.
+        lengths = lengths.clamp(0, table.shape[1] if selects else None)
     if not selects and not (queries == 1 and by_token(cache.shape[1], cache.dtype, q.dtype)):
         dense_decode(
             q,
@@ -72,7 +75,7 @@ def attend(
             cache,
             table.unsqueeze(1),
             q_rope=q_rope,
-            cache_format=(formats_of_width(cache)[0] if cache.dtype == torch.uint8 else plain_format(cache.dtype)).name,
+            cache_format=None if cache.dtype == torch.uint8 else plain_format(cache.dtype).name,
             topk_length=lengths,
             attn_sink=attn_sink,
             softmax_scale=softmax_scale,

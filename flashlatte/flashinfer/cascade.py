@@ -25,7 +25,9 @@ def merge_state(
         TypeError, ValueError: states that differ in shape, dtype or device.
     """
     with checks.naming(**{"outs[0]": "v_a", "outs[1]": "v_b", "lses[0]": "s_a", "lses[1]": "s_b"}):
-        out, lse = merge([v_a, v_b], [_natural("s_a", s_a), _natural("s_b", s_b)])
+        out, lse = merge(
+            [checks.given("v_a", v_a), checks.given("v_b", v_b)], [_natural("s_a", s_a), _natural("s_b", s_b)]
+        )
     return out, lse.mul_(LOG2_E)
 
 
@@ -70,9 +72,9 @@ def merge_state_in_place(
     """
     checks.tensor("s", s, ("seq_len", "heads"), (torch.float32,), unit_last_stride=False, may_be_empty=1)
     checks.writable("s", s)
-    checks.writable("v", v)
+    checks.writable("v", checks.given("v", v))
     with checks.naming(**{"outs[0]": "v", "outs[1]": "v_other", "lses[0]": "s", "lses[1]": "s_other"}):
-        out, lse = merge([v, v_other], [s * LN_2, _natural("s_other", s_other)])
+        out, lse = merge([v, checks.given("v_other", v_other)], [s * LN_2, _natural("s_other", s_other)])
     lse.mul_(LOG2_E)
     if mask is not None:
         checks.tensor("mask", mask, (s.shape[0],), (torch.bool, torch.uint8), s.device, may_be_empty=1)

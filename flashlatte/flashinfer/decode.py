@@ -72,7 +72,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         uses_shared_paged_kv_idx: must be True: values are columns of keys.
         lse: float32 [b · q_len, heads] or [b, q_len, heads] to write to; [T, heads] with ``cum_seq_lens_q``.
         return_lse: also return lse.
-        cum_seq_lens_q: int32 or int64 [b + 1], boundaries of the requests' queries. No value is read on the host.
+        cum_seq_lens_q: int32 or int64 [b + 1], the requests' boundaries in query, from 0. No value is read on the host.
 
     Returns:
         out, or (out, lse) with lse as given or [b · q_len, heads]: the base-2 logarithm, including ``sinks``. A query
@@ -95,6 +95,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         checks.indices("cum_seq_lens_q", cum_seq_lens_q, ("b + 1",), query.device)
         if cum_seq_lens_q.shape[0] < 2:
             raise ValueError("cum_seq_lens_q must have shape [b + 1] with b at least 1, got [1]")
+    kv_lora_rank = checks.positive_int("kv_lora_rank", kv_lora_rank)
+    qk_rope_head_dim = checks.positive_int("qk_rope_head_dim", qk_rope_head_dim, or_zero=True)
     if query.shape[-1] != kv_lora_rank + qk_rope_head_dim:
         raise ValueError(
             f"query must have kv_lora_rank + qk_rope_head_dim = {kv_lora_rank + qk_rope_head_dim} columns, "
@@ -105,7 +107,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out = checks.output_or_new("out", out, (*query.shape[:-1], kv_lora_rank), q.dtype, q.device)
     if wants_lse:
         flat = query.shape[:-1] if cum_seq_lens_q is not None else (query.shape[0] * query.shape[1], query.shape[2])
-        nested = lse is not None and lse.shape == query.shape[:-1]
+        nested = isinstance(lse, torch.Tensor) and lse.shape == query.shape[:-1]
         shape = query.shape[:-1] if nested else flat
         lse = checks.output_or_new("lse", lse, shape, torch.float32, q.device, unit_last_stride=False)
     out_rows, lse_rows = out, lse
@@ -126,7 +128,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         refuse("dense_decode has no sinks", sinks=sink)
         table, lengths, queries = _requests(block_tables, seq_lens, cum_seq_lens_q, query)
     is_fp8 = cache.dtype == torch.float8_e4m3fn
-    with checks.naming(k_cache="kv_cache", block_table="block_tables", cache_seqlens="seq_lens", attn_sink="sinks"):
+    names = {"k_cache": "kv_cache", "block_table": "block_tables", "cache_seqlens": "seq_lens", "attn_sink": "sinks"}
+    with checks.naming(softmax_scale="bmm1_scale", **names):
         attend(
             q,
             cache,
@@ -148,7 +151,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if lse is None:
         return out
     if sink is not None:
-        torch.logaddexp(lse, sink, out=lse)
+        torch.logaddexp(lse, sink.detach(), out=lse)
     lse.mul_(LOG2_E)
     return (out, lse) if return_lse else out
 
@@ -207,6 +210,7 @@ def xqa_batch_decode_with_kv_cache_mla(
 def _cache(kv_cache: torch.Tensor) -> torch.Tensor:
     """The cache [pages, page_size, 1, d]."""
     shape = checks.given("kv_cache", kv_cache).shape
+    checks.dtype("kv_cache", kv_cache.dtype, (*Q_DTYPES, torch.uint8))
     if len(shape) == 3:
         return kv_cache.unsqueeze(2)
     if len(shape) == 4 and shape[1] == 1:

@@ -98,6 +98,8 @@ def append_paged_mla_kv_cache(
     pages, page_size, width = ckv_cache.shape
     dtype, device = (ckv_cache.dtype,), ckv_cache.device
     checks.tensor("kpe_cache", kpe_cache, (pages, page_size, "kpe"), dtype, device)
+    for name, cache in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
+        checks.writable(name, cache)
     checks.tensor("append_ckv", append_ckv, ("n", width), dtype, device, may_be_empty=1)
     tokens = append_ckv.shape[0]
     checks.tensor("append_kpe", append_kpe, (tokens, kpe_cache.shape[2]), dtype, device, may_be_empty=1)
@@ -110,8 +112,9 @@ def append_paged_mla_kv_cache(
     request = batch_indices.long()
     outside = (request < 0) | (request >= kv_indptr.shape[0] - 1) | (positions < 0)
     request = request.masked_fill(outside, 0)
-    entry = kv_indptr[request] + positions // page_size
-    outside |= (entry >= kv_indptr[request + 1]) | (entry >= kv_indices.shape[0])
+    # int64: boundaries are not checked, and their sums may exceed int32.
+    entry = kv_indptr[request] + positions.long() // page_size
+    outside |= (entry < 0) | (entry >= kv_indptr[request + 1]) | (entry >= kv_indices.shape[0])
     page = kv_indices[entry.masked_fill(outside, 0)].long()
     slots = (page * page_size + positions % page_size).masked_fill(outside | (page < 0), -1)
     cache = joined(ckv_cache, kpe_cache)

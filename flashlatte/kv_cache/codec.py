@@ -130,7 +130,8 @@ def pack(
     layout = format_for_rows(cache_format, rows, None)
     check_scale_rounding(layout, scale_rounding)
     cache = allocate(layout, rows.shape[0], rows.shape[1], device=rows.device)
-    latent, rope = split_rows(layout, rows.squeeze(2), None)
+    with checks.naming(x="rows"):
+        latent, rope = split_rows(layout, rows.squeeze(2), None)
     planes = layout.encode(latent, rope, one_scale(layout, scale), scale_rounding)
     for view, plane in zip(layout.page_views(cache), planes, strict=True):
         view.copy_(plane)

@@ -48,7 +48,8 @@ def dequantize_tiles(values: torch.Tensor, scales: torch.Tensor, tile: int) -> t
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
+    # A negated view, such as the imaginary part of a conjugate, has no view in another dtype.
+    return x.contiguous().resolve_neg().view(torch.uint8)
 
 
 def from_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -148,6 +148,7 @@ def _template_options(fields: Fields, tokenizer: Any, messages: list[dict[str, s
     if (given := fields.fields("chat_template_kwargs")) is not None:
         reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         for name, value in given.remaining().items():
+            given.checked_text("the name of a field", name)
             # A client's own template would run on the server, and special tokens are defined by the checkpoint.
             if name in reserved or name.endswith(("_token", "_tokens")) or not name.isidentifier():
                 raise given.error(name, "a variable of the model's template", value)

@@ -65,7 +65,7 @@ def parse_completion(body: bytes, context: ServerContext) -> GenerationJob:
         if not tokens[-1]:
             raise ApiError(400, "prompt must have at least one token, got none", param="prompt")
         if echo:
-            texts.append(prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt))
+            texts.append(prompt if isinstance(prompt, str) else context.decode(prompt, "prompt"))
     sampling = sampling_params(values, context.room_after(tokens, "prompt"), max_tokens, _MAX_TOKENS, "max_tokens")
     return GenerationJob(
         tokens, sampling, CompletionForm(), "prompt", stream, include_usage, salt, texts if echo else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from flashlatte.engine.async_engine import AsyncEngine
 from flashlatte.engine.engine import Engine
+from flashlatte.engine.validation import checked_tokens
 from flashlatte.serve.errors import ApiError
 from flashlatte.serve.fields import Fields
 from flashlatte.serve.metrics import ServerMetrics
@@ -70,6 +71,14 @@ class ServerContext:
             param = name if num_prompts > 1 else "n"
             message = f"{param} must ask for at most {limit} outputs, got {num_prompts * n}"
             raise ApiError(400, message, param=param)
+
+    def decode(self, tokens: list[int], name: str) -> str:
+        """The text of tokens. Status 400 for tokens outside the vocabulary, for which tokenizers raise other errors."""
+        try:
+            checked_tokens(name, tokens, self.engine.engine.model)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=name) from None
+        return self.tokenizer.decode(tokens)
 
     def room_after(self, prompts: list[list[int]], name: str) -> int:
         """Number of tokens that fit the context after the longest prompt. Status 400 if none does."""

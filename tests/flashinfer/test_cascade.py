@@ -1,6 +1,7 @@
 """Merging of states with base-2 lse, against float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -65,11 +66,18 @@ def test_merge_state_in_place(mask):
 
 def test_refusals():
     v, s = states(2)
+    missing: Any = None
     with pytest.raises(ValueError, match=r"v must have shape \[seq_len, states, heads, d\]"):
         flashinfer.merge_states(v[:, 0], s)
     with pytest.raises(ValueError, match=r"s must have shape \[5, 2, 3\]"):
         flashinfer.merge_states(v, s[:, :, :2])
     with pytest.raises(ValueError, match=r"v_b must have shape \[5, 3, 8\]"):
         flashinfer.merge_state(v[:, 0], s[:, 0], v[:4, 0], s[:, 0])
+    for name, states_of in (("v_a", (missing, v[:, 1])), ("v_b", (v[:, 0], missing))):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got NoneType"):
+            flashinfer.merge_state(states_of[0], s[:, 0], states_of[1], s[:, 1])
+    for name, states_of in (("v", (missing, v[:, 1])), ("v_other", (v[:, 0], missing))):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got NoneType"):
+            flashinfer.merge_state_in_place(states_of[0], s[:, 0], states_of[1], s[:, 1])
     with pytest.raises(TypeError, match="s must be float32, got float64"):
         flashinfer.merge_state_in_place(v[:, 0], s[:, 0].double(), v[:, 1], s[:, 1])

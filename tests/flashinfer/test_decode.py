@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.flashinfer_calls import LATENT, ROPE, WORKSPACE, MLARequests
 
 from flashlatte import flashinfer, kv_cache
+from flashlatte.runtime import value_checks
 from flashlatte.testing import compare, oracles
 from flashlatte.testing.compare import assert_close
 
@@ -184,6 +185,27 @@ def test_sparse(queries, packed_queries, with_sinks):
     assert_close(lse, natural * LOG2_E, compare.FLOAT32, "lse")
 
 
+def test_value_checks_take_lengths_of_requests(monkeypatch):
+    """Requests have more keys than they select, or fewer than queries."""
+    case = MLARequests([3] * 3, [20, 2, 0], 8, True)
+    changes = {"sparse_mla_top_k": 6, "block_tables": selection(case, 6).view(3, 3, 6)}
+    wanted = decode(case), decode(case, **changes)
+    monkeypatch.setattr(value_checks, "ENABLED", True)
+    assert decode(case).equal(wanted[0])
+    assert decode(case, **changes).equal(wanted[1])
+
+
+@pytest.mark.filterwarnings("ignore:sparse_decode has no backward")
+def test_sinks_may_be_parameters():
+    case = MLARequests([1] * 3, [20, 2, 0], 8, True)
+    changes = {"sparse_mla_top_k": 6, "block_tables": selection(case, 6).view(3, 1, 6), "return_lse": True}
+    sinks = torch.randn(3)
+    for result, wanted in zip(
+        decode(case, sinks=torch.nn.Parameter(sinks), **changes), decode(case, sinks=sinks, **changes), strict=True
+    ):
+        assert result.equal(wanted)
+
+
 @pytest.mark.parametrize("given_lengths", [None, "requests", "flat", "nested"])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_sparse_over_a_cache_of_656_bytes(queries, given_lengths):
@@ -241,10 +263,23 @@ def test_lengths_of_indices_belong_to_requests_with_equal_numbers_of_queries():
         ({"sparse_mla_top_k": 5}, r"block_tables must have shape \[2, 1, 5\]"),
         ({"lse": torch.zeros(3, 2)}, r"lse must have shape \[2, 3\]"),
         ({"out": torch.zeros(2, 3, LATENT)}, r"out must have shape \[2, 1, 3, 32\]"),
+        ({"bmm1_scale": 1e38}, r"bmm1_scale must be at most 2\^125"),
+        ({"kv_lora_rank": "32"}, "kv_lora_rank must be an int, got str"),
+        ({"qk_rope_head_dim": None}, "qk_rope_head_dim must be an int, got NoneType"),
+        ({"lse": [0.0]}, "lse must be a tensor, got list"),
+        ({"kv_cache": torch.zeros(2, 8, 48).double()}, "kv_cache must be .* got torch.float64"),
+        (
+            {
+                "kv_cache": torch.zeros(2, 8, 48, dtype=torch.uint8),
+                "sparse_mla_top_k": 5,
+                "block_tables": torch.zeros(2, 1, 5, dtype=torch.int32),
+            },
+            "kv_cache must be .* got uint8 48 wide",
+        ),
     ],
 )
 def test_refusals(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         decode(MLARequests([1] * 2, [8, 20], 8, True), **change)
 
 

@@ -77,6 +77,24 @@ def test_tokens_outside_the_pages_are_skipped():
     assert cache.eq(0).all()
 
 
+@pytest.mark.parametrize("begin", [-1, 2**31 - 1])
+def test_entries_outside_the_pages_are_skipped(begin):
+    """The entry of the token's page is -1, or exceeds int32."""
+    cache, rows = torch.zeros(4, 2, 24), torch.ones(1, 24)
+    flashinfer.append_paged_mla_kv_cache(
+        rows[:, :16],
+        rows[:, 16:],
+        torch.tensor([0], dtype=torch.int32),
+        torch.tensor([0 if begin < 0 else 2], dtype=torch.int32),
+        cache[..., :16],
+        cache[..., 16:],
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([begin, 2], dtype=torch.int32),
+        torch.tensor([1], dtype=torch.int32),
+    )
+    assert cache.eq(0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_concat_mla_k(dtype, tokens):
@@ -96,3 +114,15 @@ def test_refusals():
         flashinfer.concat_mla_k(torch.zeros(5, 3, 24).bfloat16(), nope, nope)
     with pytest.raises(ValueError, match=r"kv_last_page_len must have shape \[1\]"):
         flashinfer.get_seq_lens(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 4)
+    with pytest.raises(ValueError, match="kpe_cache must not be an expanded tensor"):
+        flashinfer.append_paged_mla_kv_cache(
+            torch.ones(1, 16),
+            torch.ones(1, 8),
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(4, 2, 16),
+            torch.zeros(1, 2, 8).expand(4, 2, 8),
+            torch.zeros(2, dtype=torch.int32),
+            torch.tensor([0, 2], dtype=torch.int32),
+            torch.ones(1, dtype=torch.int32),
+        )

@@ -109,6 +109,16 @@ def test_separate_latent_and_rope_equal_the_whole_row(name):
     assert whole.dtype == layout.record_dtype
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_negated_views_are_encoded_by_their_values(name):
+    layout = kv_cache.get_format(name)
+    rows = draw_rows(0, 3, layout.head_dim).bfloat16()
+    rope = torch.ops.aten._neg_view(-rows[:, layout.latent_dim :])
+    assert rope.is_neg()
+    records = kv_cache.quantize(rows[:, : layout.latent_dim], name, rope=rope)
+    assert records.view(torch.uint8).equal(kv_cache.quantize(rows, name).view(torch.uint8))
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
@@ -242,6 +252,7 @@ V32_CACHE = kv_cache.allocate("v32", 2, 3)
         (lambda: kv_cache.dequantize(ROW.byte()), ValueError, "^records must be a .*got uint8 576 wide$"),
         (lambda: kv_cache.pack(ROW, "v32"), ValueError, r"^rows must have shape \[pages, page_size, 1, head_dim\]"),
         (lambda: kv_cache.pack(ROW[None, :, None].int(), "v32"), TypeError, "^rows must be .* got int32$"),
+        (lambda: kv_cache.pack(LATENT[None, :, None], "v32"), ValueError, "^rows must be 576 wide for format v32"),
         (lambda: kv_cache.unpack([0]), TypeError, "^cache must be a tensor, got list$"),
         (lambda: kv_cache.unpack(V32_CACHE[0, 0]), ValueError, r"^cache must have shape \[pages, page_size, 1, 656\]"),
         (

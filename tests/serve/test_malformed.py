@@ -129,6 +129,8 @@ def test_fields_of_both_endpoints(server, path):
         ({"prompt": [97]}, "prompt"),
         ({"prompt": [[1], [-1]]}, "prompt"),
         ({"prompt": [HUGE]}, "prompt"),
+        ({"prompt": [HUGE], "echo": True}, "prompt"),
+        ({"prompt": [[1], [-1]], "echo": True}, "prompt"),
         ({"prompt": "\ud800"}, "prompt[0]"),
         ({"prompt": "a" * 4096}, "prompt"),
         ({"prompt": [[1]] * 161}, "prompt"),
@@ -262,8 +264,13 @@ def test_bodies_that_are_not_a_json_object(server, body, reason):
 def test_a_number_beyond_float_is_refused_by_name(server):
     body = json.dumps(BASE)[:-1].encode() + b', "temperature": 1e999}'
     assert refused(server, COMPLETIONS, body)["param"] == "temperature"
+
+
+def test_names_with_lone_surrogates_are_refused(server):
     body = json.dumps(BASE)[:-1].encode() + b', "\\ud800": 1}'
     assert "lone surrogates" in refused(server, COMPLETIONS, body)["message"]
+    for name in ("chat_template_kwargs", "logit_bias"):
+        assert refused(server, CHAT, {**CHAT_BASE, name: {"\ud800": 1}})["param"].startswith(name)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

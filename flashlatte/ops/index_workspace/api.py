@@ -77,7 +77,7 @@ def index_workspace(
     if workspace_rows > MAX_ROWS:
         raise ValueError(f"workspace_rows must be at most {MAX_ROWS}, as rows are int32, got {workspace_rows}")
     if checks.positive_int("window_row", window_row, or_zero=True) > workspace_rows:
-        raise ValueError(f"window_row must be below workspace_rows {workspace_rows}, got {window_row}")
+        raise ValueError(f"window_row must be at most workspace_rows {workspace_rows}, got {window_row}")
     width = -(-(topk + window) // ALIGNMENT) * ALIGNMENT
     rows = torch.empty(total_tokens, width, dtype=torch.int32, device=device)
     counts = torch.empty(total_tokens, dtype=torch.int32, device=device)

@@ -128,7 +128,7 @@ def call(**change):
         ({"gather_lens": torch.tensor([1])}, ValueError, r"^gather_lens must have shape \[2\]"),
         ({"window": -1}, ValueError, "^window must be at least 0, got -1$"),
         ({"ratio": 0}, ValueError, "^ratio must be at least 1, got 0$"),
-        ({"window_row": 17}, ValueError, "^window_row must be below workspace_rows 16, got 17$"),
+        ({"window_row": 17}, ValueError, "^window_row must be at most workspace_rows 16, got 17$"),
         ({"workspace_rows": 2**31}, ValueError, "^workspace_rows must be at most 2147483647, as rows are int32"),
     ],
 )
