@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import no_gpu
 
 import flashlatte
 import flashlatte.flashinfer as flashinfer
@@ -36,11 +35,10 @@ KERNEL = "dense_decode_kernel"
 
 
 @pytest.fixture
-def assume(monkeypatch):
+def assume():
     """A function that assumes a GPU of a compute capability until the test ends."""
-    no_gpu.use(monkeypatch)
     with contextlib.ExitStack() as stack:
-        yield lambda capability: stack.enter_context(machine.assuming(machine.GPU(capability, 132)))
+        yield lambda capability: stack.enter_context(precompile.assuming(machine.GPU(capability, 132)))
 
 
 def warm_up(cache_format="bf16", changes=(), **options):
@@ -132,14 +130,14 @@ from flashlatte.runtime import machine, precompile
 def zeros(*shape, dtype=torch.bfloat16):
     return torch.zeros(shape, dtype=dtype)
 
-precompile.use(machine.GPU((9, 0), 132))
 cache, q, q_rope = zeros(9, 64, 1, 576), zeros(3, 1, 16, 512), zeros(3, 1, 16, 64)
-with precompile.collected() as found:
-    flashlatte.kv_cache.write(cache, zeros(3, dtype=torch.int32), zeros(3, 512), rope=zeros(3, 64))
-    found.clear()
-    table, lengths = zeros(3, 40, dtype=torch.int32), zeros(3, dtype=torch.int32)
-    flashlatte.dense_decode(q, cache, table, lengths, q_rope=q_rope)
-print(json.dumps([(one.name, one.is_compiled()) for one in found]))
+with precompile.assuming(machine.GPU((9, 0), 132)):
+    with precompile.collected() as found:
+        flashlatte.kv_cache.write(cache, zeros(3, dtype=torch.int32), zeros(3, 512), rope=zeros(3, 64))
+        found.clear()
+        table, lengths = zeros(3, 40, dtype=torch.int32), zeros(3, dtype=torch.int32)
+        flashlatte.dense_decode(q, cache, table, lengths, q_rope=q_rope)
+    print(json.dumps([(one.name, one.is_compiled()) for one in found]))
 """
 
 
