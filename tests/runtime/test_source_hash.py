@@ -46,6 +46,8 @@ def hashes(path, order, scale=2):
     """The keys of the kernels of a new module, hashed in this order."""
     path.write_text(MODULE.format(scale=scale))
     spec = importlib.util.spec_from_file_location("kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for name in order:
