@@ -87,7 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    precompile.use(H100)
+    with precompile.assuming(H100):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     variants = list(launched(set(options.op), set(options.backend or BACKENDS)))
     about = {"target": "sm_90"} | dataclasses.asdict(environment.describe(torch.device("cpu")))
     # Exclude Triton's initialization from the first kernel.

@@ -22,9 +22,13 @@ from flashlatte.kv_cache.sharding import as_sharding
 from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.sparse_decode import sparse_decode
-from flashlatte.runtime import checks, gradients
+from flashlatte.runtime import checks, gradients, query_parts
 
 FORMS = ("direct", *merge.FORMS)
+
+# ``attend(queries, rope, out, lse)``: attention of queries [T, h, d] to this rank's keys, into out and lse. If ``rope``
+# is given, ``queries`` are the other columns.
+_Attend = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], None]
 
 
 class ContextParallel:
@@ -115,6 +119,7 @@ class ContextParallel:
         k_cache: torch.Tensor,
         plan: ShardPlan,
         *,
+        q_rope: torch.Tensor | None = None,
         cache_format: str | CacheFormat | None = None,
         head_dim_v: int = 512,
         softmax_scale: float | None = None,
@@ -125,10 +130,14 @@ class ContextParallel:
         """``dense_decode`` over the keys of all ranks.
 
         Args:
-            q: [b, queries, h, d], queries of this rank's heads (of all heads with ``all_heads``).
+            q: [b, queries, h, d], queries of this rank's heads (of all heads with ``all_heads``). Or their first
+                columns, if the others are in ``q_rope``.
             k_cache: [pages, page_size, 1, width], this rank's cache in any format of ``dense_decode`` or
                 ``sparse_decode``.
             plan: plan of the step.
+            q_rope: the last columns of the queries, [b, queries, h, d - width of q], in q's dtype, last stride 1; None:
+                ``q`` has all d. All ranks must pass parts of the same widths. Both parts are copied together if ranks
+                exchange queries, and passed on otherwise.
             cache_format: inferred from k_cache if None.
             head_dim_v, softmax_scale, k_scale, backend: as for ``dense_decode``.
             attn_sink: float32 [h]; out is scaled by e^lse / (e^lse + e^sink).
@@ -150,17 +159,18 @@ class ContextParallel:
             raise ValueError(f"k_scale belongs to cache format fp8, got {layout.name}")
         common: dict[str, Any] = {"head_dim_v": head_dim_v, "softmax_scale": softmax_scale, "backend": backend}
 
-        def attend(queries: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        def attend(queries: torch.Tensor, rope: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
             if layout.plain:
                 rows = (plan.row_lens.shape[0], plan.row_queries)
-                queries, outputs = queries.unflatten(0, rows), _outputs(out, lse, rows)
-                dense_decode(queries, pages, plan.rows_table, plan.row_lens, k_scale=k_scale, **outputs, **common)
+                of_rows = _by_rows(rope, out, lse, rows)
+                queries = queries.unflatten(0, rows)
+                dense_decode(queries, pages, plan.rows_table, plan.row_lens, k_scale=k_scale, **of_rows, **common)
             elif plan.slots is not None:
                 rows, selection = plan.slots.shape[:2], {"cache_format": layout, "topk_length": plan.query_lens}
-                queries, outputs = queries.unflatten(0, rows), _outputs(out, lse, rows)
-                sparse_decode(queries, pages, plan.slots, **selection, **outputs, **common)
+                queries, of_rows = queries.unflatten(0, rows), _by_rows(rope, out, lse, rows)
+                sparse_decode(queries, pages, plan.slots, **selection, **of_rows, **common)
 
-        return self._merged("decode", attend, q, layout, head_dim_v, softmax_scale, attn_sink)
+        return self._merged("decode", attend, q, q_rope, layout, head_dim_v, softmax_scale, attn_sink)
 
     def slots(self, positions: torch.Tensor, plan: ShardPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots of the selected tokens that are on this rank, for ``sparse_decode``.
@@ -195,6 +205,7 @@ class ContextParallel:
         slots: torch.Tensor,
         topk_length: torch.Tensor | None = None,
         *,
+        q_rope: torch.Tensor | None = None,
         cache_format: str | CacheFormat | None = None,
         head_dim_v: int = 512,
         softmax_scale: float | None = None,
@@ -205,7 +216,7 @@ class ContextParallel:
 
         Args:
             slots, topk_length: int32 or int64 [b, queries, topk] and [b, queries], as ``slots`` returns them.
-            q, k_cache, cache_format, head_dim_v, softmax_scale, attn_sink, backend: as for ``decode``.
+            q, k_cache, q_rope, cache_format, head_dim_v, softmax_scale, attn_sink, backend: as for ``decode``.
 
         Returns:
             out and lse, as ``decode``.
@@ -215,7 +226,7 @@ class ContextParallel:
         """
         pages, layout = as_cache(k_cache, cache_format, "k_cache")
 
-        def attend(queries: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        def attend(queries: torch.Tensor, rope: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
             rows = q.shape[:2]
             sparse_decode(
                 queries.unflatten(0, rows),
@@ -226,10 +237,10 @@ class ContextParallel:
                 softmax_scale=softmax_scale,
                 head_dim_v=head_dim_v,
                 backend=backend,
-                **_outputs(out, lse, rows),
+                **_by_rows(rope, out, lse, rows),
             )
 
-        return self._merged("sparse_decode", attend, q, layout, head_dim_v, softmax_scale, attn_sink)
+        return self._merged("sparse_decode", attend, q, q_rope, layout, head_dim_v, softmax_scale, attn_sink)
 
     def topk(
         self, logits: torch.Tensor, k: int, local_lengths: torch.Tensor, *, backend: str | None = None
@@ -257,50 +268,61 @@ class ContextParallel:
     def _merged(
         self,
         call: str,
-        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+        attend: _Attend,
         q: torch.Tensor,
+        q_rope: torch.Tensor | None,
         layout: CacheFormat,
         head_dim_v: int,
         softmax_scale: float | None,
         attn_sink: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run ``attend(queries, out, lse)`` for all heads on this rank's keys, and merge the ranks' partial outputs."""
+        """Run ``attend`` for all heads on this rank's keys, and merge the ranks' partial outputs."""
         checks.tensor("q", q, ("b", "queries", "h", "d"), checks.FLOAT_DTYPES, may_be_empty=2)
+        checks.query_width(q, q_rope)
         batch, queries, heads = q.shape[:3]
         if attn_sink is not None:
             checks.tensor("attn_sink", attn_sink, (heads,), (torch.float32,), q.device, unit_last_stride=False)
-        facts = {"q": tuple(q.shape), "dtype": q.dtype, "cache_format": layout.name}
+        facts = {
+            "q": tuple(q.shape),
+            "q_rope": None if q_rope is None else tuple(q_rope.shape),
+            "dtype": q.dtype,
+            "cache_format": layout.name,
+        }
         facts |= {"head_dim_v": checks.positive_int("head_dim_v", head_dim_v), "softmax_scale": softmax_scale}
         self._agreement.check(call, facts)
-        gradients.warn_if_dropped(f"ContextParallel.{call}", q, attn_sink)
+        gradients.warn_if_dropped(f"ContextParallel.{call}", q, q_rope, attn_sink)
         with torch.no_grad():
-            out, lse = self._attend_and_merge(attend, q.flatten(0, 1), head_dim_v)
+            out, lse = self._attend_and_merge(
+                attend, q.flatten(0, 1), None if q_rope is None else q_rope.flatten(0, 1), head_dim_v
+            )
             if attn_sink is not None:
                 out = (out * sink_weight(lse, attn_sink).unsqueeze(-1)).to(out.dtype)
         return out.unflatten(0, (batch, queries)), lse.unflatten(0, (batch, queries)).mT
 
     def _attend_and_merge(
-        self, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], q: torch.Tensor, head_dim_v: int
+        self, attend: _Attend, q: torch.Tensor, q_rope: torch.Tensor | None, head_dim_v: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result for queries [T, h, d]: out [T, h, head_dim_v], and lse [T, h] without the sink."""
-        size, (tokens, heads, dim) = self.sharding.size, q.shape
+        """The result for queries [T, h, d] or their parts: out [T, h, head_dim_v], and lse [T, h] without the sink."""
+        size, (tokens, heads, _), dim = self.sharding.size, q.shape, query_parts.width(q, q_rope)
         total = heads if self.all_heads else heads * size
         form = self._form(total, tokens * total * (dim + head_dim_v + 2) * q.element_size(), q.device)
         if size == 1 or tokens == 0:
             out, lse = q.new_empty(tokens, heads, head_dim_v), q.new_empty(tokens, heads, dtype=torch.float32)
-            attend(q, out, lse)
+            attend(q, q_rope, out, lse)
             return out, lse
+        if not self.all_heads:
+            q, q_rope = query_parts.join(q, q_rope), None
         if form == "direct":
             memory = self._peers[q.device]
             assert isinstance(memory, PeerMemory)
             direct = Direct.take(memory, q, total, head_dim_v, self.all_heads)
             q, partial = direct.gather(q), direct.partial
-            attend(q, partial.out, partial.lse)
+            attend(q, q_rope, partial.out, partial.lse)
             return direct.merge()
         if not self.all_heads:
             q = merge.gather_heads(q, self.group)
         partial = merge.allocate(tokens, total, head_dim_v, q.dtype, q.device, form)
-        attend(q, partial.out, partial.lse)
+        attend(q, q_rope, partial.out, partial.lse)
         merged = merge.merge_all_heads if self.all_heads else merge.merge
         return merged(partial, self.group, form)
 
@@ -335,6 +357,7 @@ class ContextParallel:
             )
 
 
-def _outputs(out: torch.Tensor, lse: torch.Tensor, rows: tuple[int, ...]) -> dict[str, Any]:
-    """out [T, H, d] and lse [T, H] as arguments of decode operations, for ``rows`` = (requests, queries)."""
-    return {"out": out.unflatten(0, rows), "lse": lse.unflatten(0, rows).mT}
+def _by_rows(rope: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, rows: tuple[int, ...]) -> dict[str, Any]:
+    """rope and out [T, H, d] and lse [T, H] as arguments of decode operations, for ``rows`` = (requests, queries)."""
+    rope = None if rope is None else rope.unflatten(0, rows)
+    return {"q_rope": rope, "out": out.unflatten(0, rows), "lse": lse.unflatten(0, rows).mT}

@@ -2,8 +2,10 @@
 
 The conventions are FlashInfer's: lse is the base-2 logarithm, and -inf without keys. The modules have FlashInfer's
 names (``flashlatte.flashinfer.mla``, ``cascade``, ``concat_ops``, ``decode``, ``page``, ``prefill``, ``topk``) and the
-signatures of version 0.6.15. Backends of FlashInfer are accepted and mean FlashLatte's choice; "hopper", "portable" and
-"reference" select one of FlashLatte's. Whatever FlashLatte cannot compute raises ``ValueError`` or ``TypeError``.
+signatures of version 0.6.15, with the arguments that 0.7.4 added, other than those of
+``BatchMLAPagedAttentionWrapper``. Backends of FlashInfer are accepted and mean FlashLatte's choice; "hopper",
+"portable" and "reference" select one of FlashLatte's. Whatever FlashLatte cannot compute raises ``ValueError`` or
+``TypeError``.
 """
 
 from flashlatte.flashinfer import cascade, concat_ops, decode, mla, page, prefill, topk

@@ -43,6 +43,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cum_seq_lens_q: torch.Tensor | None = None,
     max_q_len: int | None = None,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    sparse_mla_top_k_lens: torch.Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """MLA decode: ``flashlatte.dense_decode``, or ``flashlatte.sparse_decode`` over selected tokens.
 
@@ -73,9 +80,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         lse: float32 [b · q_len, heads] or [b, q_len, heads] to write to; [T, heads] with ``cum_seq_lens_q``.
         return_lse: also return lse.
         cum_seq_lens_q: int32 or int64 [b + 1], the requests' boundaries in query, from 0. No value is read on the host.
+        sparse_mla_top_k_lens: with ``sparse_mla_top_k``: int32 or int64 [T], how many of its first indices each query
+            reads. ``seq_lens`` is then unused.
+        enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax: must be False, 1, 0, None, and None
+            or False (``flashlatte.distributed`` has context parallelism).
+        return_lse_base: "base2", or "basee" for the natural logarithm; None: "base2".
 
     Returns:
-        out, or (out, lse) with lse as given or [b · q_len, heads]: the base-2 logarithm, including ``sinks``. A query
+        out, or (out, lse) with lse as given or [b · q_len, heads], including ``sinks``. A query
         without keys has out 0 and lse -inf (or its sink).
 
     Raises:
@@ -84,8 +96,18 @@ def trtllm_batch_decode_with_kv_cache_mla(
     """
     own = own_backend(backend, BACKENDS)
     wants_lse = return_lse or lse is not None
-    if backend == "cute-dsl" and wants_lse:
-        raise ValueError("backend must not be 'cute-dsl' for an lse, as its lse has another base; got 'cute-dsl'")
+    if return_lse_base is not None:
+        checks.choice("return_lse_base", return_lse_base, ("base2", "basee"))
+    elif backend == "cute-dsl" and wants_lse:
+        raise ValueError("backend must not be 'cute-dsl' for an lse without return_lse_base, as its default is another")
+    refuse(
+        "no operation computes it",
+        enable_dcp=enable_dcp,
+        cp_world=None if cp_world == 1 else cp_world,
+        cp_rank=cp_rank or None,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+        use_fp16_softmax=use_fp16_softmax,
+    )
     if not checks.flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
         raise ValueError("uses_shared_paged_kv_idx must be True, as values are columns of keys; got False")
     if cum_seq_lens_q is None:
@@ -123,9 +145,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         shape = (*query.shape[:-2], sparse_mla_top_k)
         checks.tensor("block_tables", block_tables, shape, checks.INDEX_DTYPES, q.device, may_be_empty=1)
         table, queries = block_tables.reshape(-1, sparse_mla_top_k), 1
-        lengths = _selected_lengths(seq_lens, cum_seq_lens_q, query, cache.dtype == torch.uint8)
+        if sparse_mla_top_k_lens is None:
+            lengths = _selected_lengths(seq_lens, cum_seq_lens_q, query, cache.dtype == torch.uint8)
+        else:
+            tokens = (table.shape[0],)
+            lengths = checks.indices("sparse_mla_top_k_lens", sparse_mla_top_k_lens, tokens, q.device, may_be_empty=1)
     else:
         refuse("dense_decode has no sinks", sinks=sink)
+        refuse("dense_decode reads all keys", sparse_mla_top_k_lens=sparse_mla_top_k_lens)
         table, lengths, queries = _requests(block_tables, seq_lens, cum_seq_lens_q, query)
     is_fp8 = cache.dtype == torch.float8_e4m3fn
     names = {"k_cache": "kv_cache", "block_table": "block_tables", "cache_seqlens": "seq_lens", "attn_sink": "sinks"}
@@ -152,7 +179,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return out
     if sink is not None:
         torch.logaddexp(lse, sink.detach(), out=lse)
-    lse.mul_(LOG2_E)
+    if return_lse_base != "basee":
+        lse.mul_(LOG2_E)
     return (out, lse) if return_lse else out
 
 

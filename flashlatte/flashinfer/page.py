@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from flashlatte.flashinfer.conventions import joined
@@ -78,7 +80,7 @@ def append_paged_mla_kv_cache(
     """Write new tokens to a paged cache: ``flashlatte.kv_cache.write``.
 
     The caches may be two tensors, but ``BatchMLAPagedAttentionWrapper`` reads columns of one only, and those are
-    written by one kernel instead of two. About ten small kernels compute the tokens' slots at each call.
+    written by one kernel instead of two.
 
     Args:
         append_ckv: [n, ckv], in the caches' dtype.
@@ -107,19 +109,10 @@ def append_paged_mla_kv_cache(
         checks.indices(name, index, (tokens,), device, may_be_empty=1)
     checks.indices("kv_indices", kv_indices, ("entries",), device, may_be_empty=1)
     checks.indices("kv_indptr", kv_indptr, ("b + 1",), device)
-    if kv_indices.shape[0] == 0 or kv_indptr.shape[0] < 2:
-        return
-    request = batch_indices.long()
-    outside = (request < 0) | (request >= kv_indptr.shape[0] - 1) | (positions < 0)
-    request = request.masked_fill(outside, 0)
-    # int64: boundaries are not checked, and their sums may exceed int32.
-    entry = kv_indptr[request] + positions.long() // page_size
-    outside |= (entry < 0) | (entry >= kv_indptr[request + 1]) | (entry >= kv_indices.shape[0])
-    page = kv_indices[entry.masked_fill(outside, 0)].long()
-    slots = (page * page_size + positions % page_size).masked_fill(outside | (page < 0), -1)
+    write = functools.partial(cache_write, request_ids=batch_indices, page_indices=kv_indices, page_indptr=kv_indptr)
     cache = joined(ckv_cache, kpe_cache)
     if cache is not None:
-        cache_write(cache, slots, append_ckv, rope=append_kpe)
+        write(cache, positions, append_ckv, rope=append_kpe)
     else:
-        cache_write(ckv_cache, slots, append_ckv)
-        cache_write(kpe_cache, slots, append_kpe)
+        write(ckv_cache, positions, append_ckv)
+        write(kpe_cache, positions, append_kpe)

@@ -25,7 +25,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         qo_indptr_buf, kv_indptr_buf: int32 or int64 [b + 1], with ``use_cuda_graph``.
         custom_mask_buf, mask_indptr_buf: must be None.
         backend: one of FlashInfer's, of which any means FlashLatte's choice; or "hopper", "portable" or "reference".
-        jit_args, jit_kwargs: must be None.
+        jit_args, jit_kwargs, variant_owns_mask: must be None, None and False.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or one that must be left out.
@@ -43,6 +43,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         backend: str = "auto",
         jit_args: Sequence[Any] | None = None,
         jit_kwargs: Mapping[str, Any] | None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
         self._device = checks.given("float_workspace_buffer", float_workspace_buffer).device
         checks.choice("kv_layout", kv_layout, ("NHD", "HND"))
@@ -50,7 +51,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         self._use_cuda_graph = checks.flag("use_cuda_graph", use_cuda_graph)
         self._backend = own_backend(backend, BACKENDS)
         refuse("masks are causal, windows, or none", custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
-        refuse("kernels cannot be extended", jit_args=jit_args, jit_kwargs=jit_kwargs)
+        refuse(
+            "kernels cannot be extended", jit_args=jit_args, jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask
+        )
         self._boundaries: tuple[torch.Tensor, ...] = ()
         if use_cuda_graph:
             qo_indptr_buf = checks.indices("qo_indptr_buf", qo_indptr_buf, ("b + 1",), self._device)
@@ -96,6 +99,10 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         max_sequence_kv: int | None = None,
         v_indptr: torch.Tensor | None = None,
         o_indptr: torch.Tensor | None = None,
+        qo_indptr_cpu: torch.Tensor | None = None,
+        kv_indptr_cpu: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Set what the following calls of ``run`` compute. It reads no values of tensors on a GPU.
 
@@ -109,9 +116,11 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             non_blocking: as for ``Tensor.copy_``, for boundaries on another device.
             custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr, v_indptr,
                 o_indptr: must be None.
-            pos_encoding_mode, logits_soft_cap, token_pos_in_items_len: must be "NONE", 0 or None, and 0.
+            pos_encoding_mode, logits_soft_cap, token_pos_in_items_len, use_token_head_sf: must be "NONE", 0 or None, 0,
+                and False.
             use_fp16_qk_reduction, rope_scale, rope_theta, fixed_split_size, disable_split_kv, seq_lens, seq_lens_q,
-                max_token_per_sequence, max_sequence_kv: unused. Results are bitwise the same from run to run.
+                max_token_per_sequence, max_sequence_kv, qo_indptr_cpu, kv_indptr_cpu, uniform_q_len: unused. Results
+                are bitwise the same from run to run.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or one that must be left out.
@@ -125,6 +134,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             token_pos_in_items_len=token_pos_in_items_len or None,
             max_item_len_ptr=max_item_len_ptr,
         )
+        refuse("keys have no scales", use_token_head_sf=use_token_head_sf)
         refuse("v and out have the boundaries of k and q", v_indptr=v_indptr, o_indptr=o_indptr)
         refuse("dense_prefill has no soft cap", logits_soft_cap=logits_soft_cap or None)
         checks.choice("pos_encoding_mode", pos_encoding_mode, ("NONE",))
@@ -171,6 +181,8 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -183,12 +195,15 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             args, kv_cache_sf: must be left out.
             q_scale, k_scale, v_scale, o_scale: must be None or 1.
             out: [T_q, num_qo_heads, head_dim_vo] to write to.
-            lse: float32 [T_q, num_qo_heads] to write to, with or without ``return_lse``.
+            lse: float32 [T_q, num_qo_heads] to write to, with or without ``return_lse``; [num_qo_heads, T_q] with
+                lse_layout "HN".
             return_lse: also return lse.
+            lse_base: "log2", the base-2 logarithm, or "ln", the natural logarithm.
+            lse_layout: "NH", or "HN" for a transposed lse.
             enable_pdl: unused.
 
         Returns:
-            out, or (out, lse): lse is the base-2 logarithm. A row without visible keys has out 0 and lse -inf.
+            out, or (out, lse). A row without visible keys has out 0 and lse -inf.
 
         Raises:
             TypeError, ValueError: as ``flashlatte.dense_prefill``; an argument that must be left out; no plan.
@@ -196,6 +211,8 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         if self._options is None:
             raise ValueError("plan must be called before run")
         refuse("kernels cannot be extended", args=args or None)
+        checks.choice("lse_base", lse_base, ("log2", "ln"))
+        checks.choice("lse_layout", lse_layout, ("NH", "HN"))
         refuse("keys have no scales", kv_cache_sf=kv_cache_sf)
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "o_scale": o_scale}
         refuse("inputs have no scales", **{name: scale for name, scale in scales.items() if scale != 1})
@@ -214,8 +231,10 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             )
         if not return_lse and lse is None:
             return out
+        if lse_layout == "HN":
+            natural = natural.T
         lse = checks.output_or_new("lse", lse, natural.shape, torch.float32, q.device, unit_last_stride=False)
-        torch.mul(natural, LOG2_E, out=lse)
+        torch.mul(natural, LOG2_E if lse_base == "log2" else 1.0, out=lse)
         return (out, lse) if return_lse else out
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

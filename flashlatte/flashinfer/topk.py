@@ -60,29 +60,58 @@ def top_k_page_table_transform(
     tie_break: int = TopKTieBreak.NONE,
     dsa_graph_safe: bool = False,
     row_starts: torch.Tensor | None = None,
+    page_table_row_starts: torch.Tensor | None = None,
+    *,
+    page_size: int = 1,
+    out: torch.Tensor | None = None,
+    out_raw_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The entries of a table at the k largest scores of each row: ``flashlatte.topk`` and ``flashlatte.index_convert``.
+    """The slots of the k largest scores of each row: ``flashlatte.topk`` and ``flashlatte.index_convert``.
+
+    A selected position p of row i, relative to ``row_starts``, becomes entry · page_size + p % page_size, where entry
+    is that of the row's request at page_table_row_starts[i] + p // page_size.
 
     Args:
         input: [rows, width], float32 or bf16, or fp16, which is converted to float32.
-        src_page_table: int32 [b, width], an entry for each position of a request.
+        src_page_table: int32 [b, entries], an entry for each ``page_size`` positions of a request.
         lengths: int32 or int64 [rows], positions of each row.
         k: 1 to 4096.
         row_to_batch: int32 or int64 [rows], the request of each row; if None, row i is of request i.
         deterministic, tie_break, dsa_graph_safe: as in ``top_k``.
-        row_starts: int32 or int64 [rows], the first position of each row; 0 if None.
+        row_starts: int32 or int64 [rows], the first column of each row; 0 if None.
+        page_table_row_starts: int32 or int64 [rows], the first entry of each row; ``row_starts`` if None.
+        page_size: positions of an entry. Above 1, ``row_starts`` needs ``page_table_row_starts``.
+        out: int32 [rows, k] to write to.
+        out_raw_indices: int32 [rows, k] to write the positions relative to ``row_starts`` to, padded with -1.
 
     Returns:
-        int32 [rows, k], in ascending order of position, padded with -1. A negative entry of the table becomes -1.
+        ``out``, int32 [rows, k], in ascending order of position, padded with -1. A negative entry of the table, or one
+        outside it, becomes -1.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; ``TopKTieBreak.LARGE``.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; ``TopKTieBreak.LARGE``;
+            ``row_starts`` alone with pages.
     """
-    indices = _selected(input, lengths, k, tie_break, row_starts)
-    if row_starts is not None:
-        indices = _shifted(indices, row_starts)
+    positions = _selected(input, lengths, k, tie_break, row_starts)
+    starts = page_table_row_starts
+    if checks.positive_int("page_size", page_size) > 1 and row_starts is not None and starts is None:
+        raise ValueError("page_table_row_starts must be given with row_starts and a page_size above 1, got None")
+    if starts is None:
+        starts = row_starts
+    else:
+        checks.indices("page_table_row_starts", starts, (input.shape[0],), input.device, may_be_empty=1)
+    for name, buffer in (("out", out), ("out_raw_indices", out_raw_indices)):
+        if buffer is not None:
+            checks.output(name, buffer, tuple(positions.shape), (torch.int32,), input.device, may_be_empty=1)
+    if out_raw_indices is not None:
+        out_raw_indices.copy_(positions)
+    if starts is not None:
+        # In 64 bits: a table may have room for more positions than a row of scores.
+        entries = positions + starts.long().unsqueeze(1) * page_size
+        positions = entries.masked_fill(positions < 0, -1)
     with checks.naming(block_table="src_page_table", request_ids="row_to_batch", indices="input"):
-        return index_convert(indices, src_page_table, 1, request_ids=row_to_batch)
+        slots = index_convert(positions, src_page_table, page_size, request_ids=row_to_batch)
+    return slots if out is None else out.copy_(slots)
 
 
 def top_k_ragged_transform(

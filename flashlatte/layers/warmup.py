@@ -18,6 +18,7 @@ from flashlatte.layers.attention import MLAAttention
 from flashlatte.layers.builder import MLAMetadataBuilder
 from flashlatte.layers.cache import LatentCache
 from flashlatte.layers.config import MLAConfig
+from flashlatte.ops.dense_decode import dense_decode
 from flashlatte.ops.sparse_decode import sparse_decode
 from flashlatte.runtime import machine
 
@@ -42,7 +43,8 @@ def warmup_steps(
 ) -> Iterator[str]:
     """Run a layer's prefill and decode steps; yields the name of each. Weights and results are uninitialized.
 
-    For a config with an indexer, also the sparse attention of vLLM's and SGLang's steps.
+    Also attention as vLLM, SGLang and FlashInfer call it, with the queries in two tensors: dense decode, or with an
+    indexer sparse attention.
 
     Args:
         cache_format: format of the latents; index keys have the matching format.
@@ -64,6 +66,10 @@ def warmup_steps(
     caches = _caches(config, cache_format, page_size, device)
     topk = None if config.indexer is None else config.indexer.topk
     chunk = min(_TOKENS_PER_SM * machine.num_sms(torch.device(device)), max_length)
+    layout = format_of_rows(cache_format, config.kv_lora_rank, config.qk_rope_head_dim)
+    queries = config.num_attention_heads if heads is None else heads, dtype
+    # vLLM has no MLA layers with a window.
+    dense = topk is None and config.window is None and layout.plain and config.qk_rope_head_dim > 0
     for length in sorted({min(FEW_TOKENS, max_length), max_length}):
         builder = MLAMetadataBuilder(
             page_size,
@@ -90,15 +96,50 @@ def warmup_steps(
             hidden = torch.zeros(starts[-1], config.hidden_size, dtype=dtype, device=device)
             with NoArithmetic():
                 layer(hidden, caches[0], metadata, index_cache=caches[1])
+        if dense:
+            # vLLM's scale of an e4m3 cache is a tensor.
+            scale = torch.ones((), device=device) if layout.takes_scale else None
+            cache = LatentCache(caches[0], layout, config.kv_lora_rank, scale)
+            sizes = [(batch, count) for count in range(1, max_queries + 1) for batch in batches_up_to(max_batch)]
+            yield from _dense_plugin_steps(config, *queries, cache, builder.max_pages, sizes, decode_precision)
     if topk is not None and config.qk_rope_head_dim:
-        queries = config.num_attention_heads if heads is None else heads, dtype
-        layout = format_of_rows(cache_format, config.kv_lora_rank, config.qk_rope_head_dim)
         cache = LatentCache(caches[0], layout, config.kv_lora_rank)
         sizes = (batch * count for batch in batches_up_to(max_batch) for count in range(1, max_queries + 1))
-        yield from _plugin_steps(config, *queries, cache, topk, sorted(set(sizes)), (_NEW_TOKENS, chunk))
+        yield from _sparse_plugin_steps(config, *queries, cache, topk, sorted(set(sizes)), (_NEW_TOKENS, chunk))
 
 
-def _plugin_steps(
+def _dense_plugin_steps(
+    config: MLAConfig,
+    heads: int,
+    dtype: torch.dtype,
+    cache: LatentCache,
+    max_pages: int,
+    decodes: Iterable[tuple[int, int]],
+    decode_precision: str | None,
+) -> Iterator[str]:
+    """Dense decode as vLLM's backend and FlashInfer's wrapper call it: the parts of the queries are in two tensors.
+
+    ``decodes``: (requests, new tokens of each request).
+    """
+    device = cache.pages.device
+    for batch, count in decodes:
+        yield f"decode of {batch} x {count} with queries in two tensors"
+        query, query_rope = _two_tensors(config, heads, cache.query_dtype(dtype), batch * count, device)
+        dense_decode(
+            query.unflatten(0, (batch, count)),
+            cache.pages,
+            torch.zeros(batch, max_pages, dtype=torch.int32, device=device),
+            torch.zeros(batch, dtype=torch.int32, device=device),
+            q_rope=query_rope.unflatten(0, (batch, count)),
+            head_dim_v=cache.value_dim,
+            softmax_scale=1.0,
+            causal=True,
+            k_scale=cache.scale,
+            precision=decode_precision,
+        )
+
+
+def _sparse_plugin_steps(
     config: MLAConfig,
     heads: int,
     dtype: torch.dtype,
@@ -111,14 +152,13 @@ def _plugin_steps(
 
     ``decodes``, ``prefills``: numbers of query tokens.
     """
-    device, rope, nope = cache.pages.device, config.qk_rope_head_dim, config.qk_nope_head_dim
+    device = cache.pages.device
     sink = torch.zeros(heads, device=device) if config.attn_sink else None
     dtype = cache.query_dtype(dtype)
     rows = cache.pages.flatten(0, 1) if cache.layout.plain else None
     for tokens, in_prompt in (*((count, False) for count in decodes), *((count, True) for count in prefills)):
         yield f"{'prefill' if in_prompt else 'decode'} of {tokens} with queries in two tensors"
-        query = torch.empty(heads, tokens, config.kv_lora_rank, dtype=dtype, device=device).transpose(0, 1)
-        query_rope = torch.empty(tokens, heads, nope + rope, dtype=dtype, device=device)[..., nope:]
+        query, query_rope = _two_tensors(config, heads, dtype, tokens, device)
         indices = torch.zeros(tokens, topk, dtype=torch.int32, device=device)
         if in_prompt:
             attend_selected_rows(query, cache, rows, indices, 1.0, None, sink, query_rope)
@@ -134,6 +174,16 @@ def _plugin_steps(
                 softmax_scale=1.0,
                 head_dim_v=cache.value_dim,
             )
+
+
+def _two_tensors(
+    config: MLAConfig, heads: int, dtype: torch.dtype, tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [tokens, heads, latent] and [tokens, heads, rope], with the strides of vLLM's."""
+    nope = config.qk_nope_head_dim
+    query = torch.empty(heads, tokens, config.kv_lora_rank, dtype=dtype, device=device).transpose(0, 1)
+    query_rope = torch.empty(tokens, heads, nope + config.qk_rope_head_dim, dtype=dtype, device=device)[..., nope:]
+    return query, query_rope
 
 
 def _steps(length: int, max_batch: int, max_queries: int) -> Iterator[tuple[str, list[int], list[int]]]:

@@ -41,12 +41,16 @@ _MAX_STREAMS = 32
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code, 1 if a kernel does not compile."""
     _check_numbers(arguments)
-    say = (lambda _: None) if arguments.json else functools.partial(print, flush=True)
     fields, gpu = read_fields(arguments.model), _target(arguments.target, arguments.sms)
-    precompile.use(gpu)
+    with precompile.assuming(gpu):
+        return _run(arguments, fields, "sm_{}{}".format(*gpu.capability))
+
+
+def _run(arguments: argparse.Namespace, fields: dict[str, Any], target: str) -> int:
+    """``run`` for the model with these fields, while a GPU is assumed."""
+    say = (lambda _: None) if arguments.json else functools.partial(print, flush=True)
     variants = _variants(arguments, fields)
     missing = [variant for variant in variants if not variant.is_compiled()]
-    target = "sm_{}{}".format(*gpu.capability)
     say(f"{len(variants)} kernels for {target}, {len(missing)} not compiled yet")
     errors: dict[str, str] = {}
     if arguments.list:

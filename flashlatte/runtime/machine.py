@@ -38,18 +38,9 @@ def cached(function: Function) -> Function:
     return cache
 
 
-def assume(gpu: GPU) -> None:
-    """From now on, treat CPU tensors in this process as tensors on ``gpu``.
-
-    For a process that only collects launches (``runtime.precompile``), before its first call.
-    """
-    global _assumed
-    _assumed = gpu
-
-
 @contextlib.contextmanager
 def assuming(gpu: GPU) -> Iterator[None]:
-    """Context manager form of ``assume``, for queries that launch nothing."""
+    """Inside, treat CPU tensors in this process as tensors on ``gpu``, for calls that launch nothing."""
     global _assumed
     before, _assumed = _assumed, gpu
     _clear_caches()

@@ -1,14 +1,16 @@
 """Compile kernels before their first call: collect the variants that calls would launch, and look them up in Triton's
 cache.
 
-Such a process assumes a GPU (``use``), present or not, and launches nothing. Assumptions about Triton:
+Such calls assume a GPU (``assuming``), present or not, and launch nothing. Assumptions about Triton:
 ``JITFunction.run(warmup=True)`` compiles as a launch does, unless ``jit_cache_hook`` returns True; the compilation of a
-variant that is not in the cache begins with ``make_ir`` of the function's ``ASTSource``.
+variant that is not in the cache begins with ``make_ir`` of the function's ``ASTSource``; ``driver._active`` is the
+driver in use, None before Triton has looked for a GPU; a function keeps its variants by the number of the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,26 +41,32 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+# Numbers of absent GPUs, which no GPU has: Triton would launch on it what was compiled for them.
+_NUMBERS = itertools.count(1 << 20)
+
+
 class _AbsentGPU:
     """The part of Triton's driver interface that compilation uses."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
+        self._number = next(_NUMBERS)
         self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return self._number
 
     def get_current_stream(self, _device: int) -> int:
         return 0
 
 
-def use(gpu: machine.GPU) -> None:
-    """From now on, treat CPU tensors of this process as tensors on ``gpu``, in Triton too."""
-    machine.assume(gpu)
-    triton.runtime.driver.set_active(_AbsentGPU(gpu.capability))  # type: ignore[arg-type]
+@contextlib.contextmanager
+def assuming(gpu: machine.GPU) -> Iterator[None]:
+    """``machine.assuming``, in Triton too: inside, CPU tensors of this process are treated as tensors on ``gpu``."""
+    with machine.assuming(gpu), _replaced(triton.runtime.driver, "_active", _AbsentGPU(gpu.capability)):
+        yield
 
 
 @dataclass(frozen=True, eq=False)

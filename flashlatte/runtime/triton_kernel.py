@@ -14,6 +14,7 @@ import triton.language as tl
 from flashlatte.runtime import machine
 from flashlatte.runtime.kernel_records import entry_of, flat_records, parameters_of, records_of
 from flashlatte.runtime.recording import is_recording, record_launch
+from flashlatte.runtime.source_hash import hash_source
 from flashlatte.runtime.triton_internals import ClusterLaunch, join
 
 # Whether kernels run in Triton's interpreter, which lacks inline PTX and some casts.
@@ -130,6 +131,7 @@ class Kernel:
         args = flat_records(self.records, self.same, args)
         # Triton's default up to 3.9. Triton 3.10 changes it (3.9 warns), which would change results bitwise.
         kwargs.setdefault("enable_fp_fusion", True)
+        hash_source(jitted)
         if _instead is not None:
             return _instead(jitted, args, kwargs)
         with _current(_device_of((*args, *kwargs.values()))):

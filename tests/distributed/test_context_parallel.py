@@ -131,6 +131,31 @@ def test_sparse_decode_of_the_best_of_all_ranks(ranks, interleave):
     close(lse, want_lse)
 
 
+@pytest.mark.parametrize("all_heads", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_queries_in_two_tensors(ranks, form, all_heads):
+    """The jobs compare the results bitwise with those of joined queries."""
+    step = Step((0, 3, 21), heads=2 * ranks.size, queries=2)
+    options = {"interleave": 1, "form": form, "all_heads": all_heads, "rope": 8}
+    out, _ = joined(ranks.run(rank_jobs.decode, step, **options), ranks.size, all_heads=all_heads)
+    close(out, expected(step)[0])
+    if form != "direct":
+        ranks.run(rank_jobs.sparse_decode, step, 5, **options)
+
+
+def test_queries_in_two_tensors_over_a_format_with_scales(ranks):
+    step = Step((0, 5, 37), heads=ranks.size, queries=3, cache_format="v32")
+    out, _ = joined(ranks.run(rank_jobs.decode, step, interleave=1, form=None, page_size=4, rope=64), ranks.size)
+    close(out, expected(rounded(step))[0])
+
+
+def test_queries_divided_differently_raise_before_a_collective(ranks):
+    failures = ranks.outcomes(rank_jobs.decode_with_ropes, [8, *[4] * (ranks.size - 1)])
+    said = "decode needs the same arguments on all ranks"
+    assert all(said in failure.message for failure in failures)
+    assert all("rank 0 has q (3, 1, 1, 16), q_rope (3, 1, 1, 8)" in failure.message for failure in failures)
+
+
 def best(step: Step, topk: int) -> list[list[list[int]]]:
     """The k best visible keys of each query, NaN last, lower indices first among ties; in ascending order, then -1."""
     rows = []

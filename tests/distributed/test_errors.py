@@ -81,6 +81,30 @@ def test_a_plan_for_another_cache_or_batch(context):
         context.decode(q, cache, plan, head_dim_v=16, k_scale=2.0)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda rope: rope.tolist(), TypeError, "^q_rope must be a tensor, got list$"),
+        (lambda rope: rope.half(), TypeError, "^q_rope must be float32, got float16$"),
+        (lambda rope: rope[:1], ValueError, r"^q_rope must have shape \[2, 2, 1, rope\] .* got \[1, 2, 1, 8\]$"),
+        (lambda rope: rope[..., :0], ValueError, r"^q_rope must have shape .* got \[2, 2, 1, 0\]$"),
+        (lambda rope: rope[..., ::2], ValueError, "^q_rope must have last stride 1, got strides"),
+        (lambda rope: rope[..., :4], ValueError, r"^k_cache .*must have .*20"),
+    ],
+)
+def test_queries_in_two_tensors(context, change, error, message):
+    plan = context.plan(TABLE, LENGTHS, page_tokens=8, queries=2)
+    q, rope, cache = torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 8), torch.zeros(3, 8, 1, 24)
+    slots = torch.zeros(2, 2, 3, dtype=torch.int32)
+    for call in (
+        lambda parts: context.decode(q, cache, plan, head_dim_v=16, q_rope=parts),
+        lambda parts: context.sparse_decode(q, cache, slots, head_dim_v=16, q_rope=parts),
+    ):
+        call(rope)
+        with pytest.raises(error, match=message):
+            call(change(rope))
+
+
 def test_metadata(context, metadata):
     divided = shard_metadata(metadata, context)
     assert divided.to(torch.device("cpu")).sharding == context.sharding

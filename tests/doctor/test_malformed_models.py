@@ -240,8 +240,6 @@ def test_compile_for_a_model_that_is_too_large(tmp_path, capsys, monkeypatch, na
     def no_memory(*_, **__):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    # It would replace Triton's driver for all later tests of this process.
-    monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
     monkeypatch.setattr("flashlatte.layers.warmup.MLAAttention", no_memory)
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
     arguments = ["compile", "--list", "--model", str(tmp_path), "--target", "sm_90"]

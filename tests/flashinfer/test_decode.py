@@ -206,6 +206,39 @@ def test_sinks_may_be_parameters():
         assert result.equal(wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("packed_queries", [False, True])
+def test_lengths_of_indices(packed_queries, dtype):
+    """Each query reads so many of its indices, whatever its request's keys are."""
+    case = MLARequests([2] * 3, [20, 9, 5], 8, True)
+    slots, counts = selection(case, 6), torch.tensor([6, 1, 0, 4, 9, 3], dtype=dtype)
+    wanted, natural = oracles.sparse_decode(
+        case.q.unsqueeze(1),
+        case.cache.unsqueeze(2),
+        slots.unsqueeze(1),
+        cache_format="fp32",
+        topk_length=counts.clamp(max=6),
+        softmax_scale=0.2,
+        head_dim_v=LATENT,
+    )
+    changes = {"block_tables": slots.view(3, 2, 6), "seq_lens": None}
+    if packed_queries:
+        changes |= {"query": case.q, "cum_seq_lens_q": case.lists[0], "block_tables": slots}
+    changes |= {"sparse_mla_top_k": 6, "sparse_mla_top_k_lens": counts, "return_lse": True}
+    out, lse = decode(case, return_lse_base="basee", **changes)
+    assert_close(out.reshape(-1, 3, LATENT), wanted.squeeze(1), compare.FLOAT32, "out")
+    assert_close(lse, natural.squeeze(2), compare.FLOAT32, "lse")
+
+
+@pytest.mark.parametrize(("base", "factor"), [(None, 1.0), ("base2", 1.0), ("basee", math.log(2))])
+def test_base_of_lse(base, factor):
+    case = MLARequests([2] * 2, [8, 20], 8, True)
+    # An explicit base is that of every backend.
+    backend = "auto" if base is None else "cute-dsl"
+    _, lse = decode(case, return_lse=True, return_lse_base=base, backend=backend)
+    assert_close(lse, case.expected()[1] * factor, compare.FLOAT32, "lse")
+
+
 @pytest.mark.parametrize("given_lengths", [None, "requests", "flat", "nested"])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_sparse_over_a_cache_of_656_bytes(queries, given_lengths):
@@ -244,6 +277,9 @@ def test_lengths_of_indices_belong_to_requests_with_equal_numbers_of_queries():
         decode(case, **changes)
 
 
+INDICES = torch.zeros(2, 1, 5, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -259,6 +295,17 @@ def test_lengths_of_indices_belong_to_requests_with_equal_numbers_of_queries():
         (
             {"query": torch.zeros(2, 3, 48), "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32)},
             r"cum_seq_lens_q must have shape \[b \+ 1\] with b at least 1",
+        ),
+        ({"return_lse_base": "base10"}, "return_lse_base must be one of base2, basee, got 'base10'"),
+        ({"enable_dcp": True}, "enable_dcp must be left out, got True"),
+        ({"cp_world": 2}, "cp_world must be left out, got 2"),
+        ({"cp_rank": 1}, "cp_rank must be left out, got 1"),
+        ({"causal_seqlens_kv_global": torch.zeros(2)}, "causal_seqlens_kv_global must be left out"),
+        ({"use_fp16_softmax": True}, "use_fp16_softmax must be left out, got True"),
+        ({"sparse_mla_top_k_lens": torch.ones(2).int()}, "sparse_mla_top_k_lens must be left out"),
+        (
+            {"sparse_mla_top_k": 5, "sparse_mla_top_k_lens": torch.ones(3).int(), "block_tables": INDICES},
+            r"sparse_mla_top_k_lens must have shape \[2\]",
         ),
         ({"sparse_mla_top_k": 5}, r"block_tables must have shape \[2, 1, 5\]"),
         ({"lse": torch.zeros(3, 2)}, r"lse must have shape \[2, 3\]"),

@@ -101,7 +101,7 @@ def test_concat_mla_k(dtype, tokens):
     generator = torch.Generator().manual_seed(0)
     nope, rope = (torch.randn(tokens, heads, width, generator=generator) for heads, width in ((3, 16), (1, 8)))
     nope, rope, k = nope.to(dtype), rope.to(dtype), torch.zeros(tokens, 3, 32).to(dtype)[..., :24]
-    flashinfer.concat_mla_k(k, nope, rope)
+    flashinfer.concat_mla_k(k, nope, rope, backend="cake")
     wanted = torch.cat((nope.float(), rope.float().expand(-1, 3, -1)), dim=-1)
     assert k.float().equal(wanted)
 
@@ -110,6 +110,8 @@ def test_refusals():
     nope, rope = torch.zeros(5, 3, 16).bfloat16(), torch.zeros(5, 1, 8).bfloat16()
     with pytest.raises(ValueError, match=r"k must have shape \[5, 3, 24\]"):
         flashinfer.concat_mla_k(torch.zeros(5, 3, 25).bfloat16(), nope, rope)
+    with pytest.raises(ValueError, match=r"backend must be one of default, cake, hopper"):
+        flashinfer.concat_mla_k(torch.zeros(5, 3, 24).bfloat16(), nope, rope, backend="cutile")
     with pytest.raises(ValueError, match=r"k_rope must have shape \[5, 1, rope\]"):
         flashinfer.concat_mla_k(torch.zeros(5, 3, 24).bfloat16(), nope, nope)
     with pytest.raises(ValueError, match=r"kv_last_page_len must have shape \[1\]"):

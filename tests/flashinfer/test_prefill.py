@@ -80,6 +80,26 @@ def test_graph_mode_reads_the_buffers():
         planned(wrapper, [1, 1, 1], [1, 1, 1])
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("base", ["log2", "ln"])
+def test_base_and_layout_of_lse(base, in_place):
+    wrapper = planned(BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE), [3, 0], [4, 2], uniform_q_len=3)
+    inputs = tensors([3, 0], [4, 2])
+    _, usual = wrapper.run(*inputs, return_lse=True)
+    buffer = torch.empty(HEADS, 3) if in_place else None
+    _, lse = wrapper.run(*inputs, return_lse=True, lse=buffer, lse_base=base, lse_layout="HN")
+    assert lse.shape == (HEADS, 3)
+    assert lse.is_contiguous()
+    assert buffer is None or lse is buffer
+    torch.testing.assert_close(lse.T, usual * (1 if base == "log2" else math.log(2)))
+    with pytest.raises(ValueError, match=r"^lse must have shape \[4, 3\]"):
+        wrapper.run(*inputs, lse=torch.empty(3, HEADS), lse_layout="HN")
+    with pytest.raises(ValueError, match=r"^lse_base must be one of log2, ln, got 'log10'"):
+        wrapper.run(*inputs, lse_base="log10")
+    with pytest.raises(ValueError, match=r"^lse_layout must be one of NH, HN, got 'TH'"):
+        wrapper.run(*inputs, lse_layout="TH")
+
+
 def test_names_of_dtypes():
     wrapper = planned(BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE), [3], [4], q_data_type="bfloat16")
     inputs = [x.bfloat16() for x in tensors([3], [4])]
@@ -99,6 +119,7 @@ def test_names_of_dtypes():
             "kv_data_type must be q_data_type torch.float32 or None, got torch.bfloat16",
         ),
         ({"v_indptr": torch.zeros(2)}, "v_indptr must be left out"),
+        ({"use_token_head_sf": True}, "use_token_head_sf must be left out, got True: keys have no scales"),
         ({"token_pos_in_items_len": 3}, "token_pos_in_items_len must be left out, got 3"),
     ],
 )
@@ -110,6 +131,8 @@ def test_refusals_of_a_plan(change, message):
 def test_other_refusals():
     with pytest.raises(ValueError, match="jit_args must be left out"):
         BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, jit_args=["name"])
+    with pytest.raises(ValueError, match="variant_owns_mask must be left out, got True"):
+        BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, variant_owns_mask=True)
     with pytest.raises(TypeError, match="qo_indptr_buf must be a tensor"):
         BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
     wrapper, inputs = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE), tensors([3], [4])

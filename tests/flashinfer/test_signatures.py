@@ -34,6 +34,28 @@ PLACES = {
     ),
     "topk.py": ("top_k", "top_k_page_table_transform", "top_k_ragged_transform"),
 }
+# Arguments that 0.7.4 added to those of 0.6.15.
+LATER = {
+    "trtllm_batch_decode_with_kv_cache_mla": (
+        "sparse_mla_top_k_lens",
+        "enable_dcp",
+        "cp_world",
+        "cp_rank",
+        "causal_seqlens_kv_global",
+        "use_fp16_softmax",
+        "return_lse_base",
+    ),
+    "concat_mla_k": ("backend",),
+    "BatchPrefillWithRaggedKVCacheWrapper.__init__": ("variant_owns_mask",),
+    "BatchPrefillWithRaggedKVCacheWrapper.plan": (
+        "qo_indptr_cpu",
+        "kv_indptr_cpu",
+        "uniform_q_len",
+        "use_token_head_sf",
+    ),
+    "BatchPrefillWithRaggedKVCacheWrapper.run": ("lse_base", "lse_layout"),
+    "top_k_page_table_transform": ("page_table_row_starts", "page_size", "out", "out_raw_indices"),
+}
 FUNCTIONS = [(place, name) for place, names in PLACES.items() for name in names]
 
 
@@ -66,7 +88,11 @@ def test_arguments_are_flashinfers(source, place, name):
     ours = flashinfer
     for part in name.split("."):
         ours = getattr(ours, part)
-    parameters = inspect.signature(ours).parameters
+    known = {argument.arg for argument in (*theirs.args, *theirs.kwonlyargs)}
+    later = [argument for argument in LATER.get(name, ()) if argument not in known]
+    # Later arguments have defaults, and follow those of the same kind.
+    parameters = dict(inspect.signature(ours).parameters)
+    assert all(parameters.pop(argument).default is not inspect.Parameter.empty for argument in later)
     kinds = inspect.Parameter
     positional = [argument for argument, p in parameters.items() if p.kind is kinds.POSITIONAL_OR_KEYWORD]
     names = [argument.arg for argument in theirs.args]

@@ -72,6 +72,61 @@ def test_page_table_transform(lengths, k, starts, shared):
         assert result[row].tolist() == wanted + [-1] * (k - len(wanted))
 
 
+@given(
+    lengths=LENGTHS,
+    k=st.integers(1, 50),
+    starts=st.one_of(st.none(), LENGTHS),
+    first_entries=st.lists(st.integers(0, 12), min_size=ROWS, max_size=ROWS),
+    page_size=st.sampled_from([1, 4, 64]),
+    strided=st.booleans(),
+)
+def test_page_table_transform_of_pages(lengths, k, starts, first_entries, page_size, strided):
+    """Entries beyond the table, and negative ones, select nothing."""
+    x, generator = scores(), torch.Generator().manual_seed(2)
+    table = torch.randint(-1, 1000, (ROWS, 20), generator=generator, dtype=torch.int32)
+    begins = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    out, raw = (torch.full((ROWS, 2 * k if strided else k), -9, dtype=torch.int32)[:, :k] for _ in range(2))
+    result = flashinfer.top_k_page_table_transform(
+        x,
+        table,
+        torch.tensor(lengths, dtype=torch.int32),
+        k,
+        row_starts=begins,
+        page_table_row_starts=torch.tensor(first_entries),
+        page_size=page_size,
+        out=out,
+        out_raw_indices=raw,
+    )
+    assert result is out
+    for row in range(ROWS):
+        wanted = selected(x[row], 0 if starts is None else starts[row], lengths[row], k)
+        slots = []
+        for index in wanted:
+            entry = first_entries[row] + index // page_size
+            page = int(table[row, entry]) if entry < 20 else -1
+            slots.append(page * page_size + index % page_size if page >= 0 else -1)
+        assert raw[row].tolist() == wanted + [-1] * (k - len(wanted))
+        assert result[row].tolist() == slots + [-1] * (k - len(wanted))
+
+
+def test_first_entries_of_pages():
+    """Without them entries begin where scores do, if both have the same unit."""
+    x, lengths, starts = scores(), torch.full((ROWS,), 5), torch.full((ROWS,), 3)
+    table = torch.arange(WIDTH, dtype=torch.int32).expand(ROWS, -1) * 7
+    alone = flashinfer.top_k_page_table_transform(x, table, lengths, 5, row_starts=starts)
+    assert alone.equal(
+        flashinfer.top_k_page_table_transform(x, table, lengths, 5, row_starts=starts, page_table_row_starts=starts)
+    )
+    with pytest.raises(ValueError, match=r"^page_table_row_starts must be given with row_starts and a page_size above"):
+        flashinfer.top_k_page_table_transform(x, table, lengths, 5, row_starts=starts, page_size=2)
+    with pytest.raises(ValueError, match=r"^page_size must be at least 1, got 0"):
+        flashinfer.top_k_page_table_transform(x, table, lengths, 5, page_size=0)
+    with pytest.raises(ValueError, match=r"^out must have shape \[6, 5\]"):
+        flashinfer.top_k_page_table_transform(x, table, lengths, 5, out=torch.zeros(6, 4, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"^out_raw_indices must be int32, got int64"):
+        flashinfer.top_k_page_table_transform(x, table, lengths, 5, out_raw_indices=torch.zeros(6, 5).long())
+
+
 def test_equal_entries_with_smaller_indices_win():
     x = torch.zeros(2, 9)
     assert flashinfer.top_k(x, 4, tie_break=TopKTieBreak.SMALL)[1].tolist() == [[0, 1, 2, 3]] * 2

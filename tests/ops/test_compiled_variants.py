@@ -91,6 +91,7 @@ SAME_CODE = [
     ("merge_states", "portable", {"tokens": [3, 6, 60], "heads": [2, 4, 40], "gap": [1, 2, 21]}, 1),
     ("merge_states", "portable", {"tokens": [3, 60], "to_e4m3": [True], "context_tokens": [0, 1, 5, 16, 1000]}, 1),
     *(("cache_write", "portable", {"form": [form], **PAGES}, 1) for form in ("v32", "model1", "bf16", "fp8")),
+    ("cache_write", "portable", {"form": ["bf16"], "of_requests": [True], "requests": [1, 3, 16], **PAGES}, 1),
     *(
         ("cache_gather", "portable", {"form": [form], "requests": [1, 4, 20], **PAGES}, 1)
         for form in ("v32", "model1", "bf16", "fp8")

@@ -70,6 +70,7 @@ PORTABLE = [
     Variant("paged_attention", "portable", {"tokens": 2048}),
     Variant("merge_states", "portable", products=None),
     Variant("cache_write", "portable", {"form": "v32"}, products=None),
+    Variant("cache_write", "portable", {"form": "bf16", "of_requests": True}, products=None),
     # ptxas has reordered its conversions of scales to e4m3 and back (``support.stack_pointer``).
     Variant("cache_write", "portable", {"form": "nvfp4_ds_mla", "dtype": torch.float32}, products=None),
     Variant("cache_gather", "portable", {"form": "model1"}, products=None),

@@ -172,7 +172,6 @@ def test_compiled_kernels_are_found_in_the_cache(compile_ahead, target, cache_fo
 
 
 def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
     (tmp_path / "config.json").write_text(json.dumps(V4_CONFIG))
     arguments = ["compile", "--model", str(tmp_path), "--target", "sm_90", "--tensor-parallel", "8"]
     assert cli.main(arguments) == cli.USER_ERROR
@@ -180,7 +179,6 @@ def test_ranks_of_deepseek_v4(tmp_path, capsys, monkeypatch):
 
 
 def test_deepseek_v4_refuses_decode_in_e4m3(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
     (tmp_path / "config.json").write_text(json.dumps(V4_CONFIG))
     arguments = ["compile", "--model", str(tmp_path), "--target", "sm_90", "--decode-precision", "fp8"]
     assert cli.main(arguments) == cli.USER_ERROR
@@ -202,7 +200,6 @@ def test_deepseek_v4_refuses_decode_in_e4m3(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_invalid_arguments_are_errors(arguments, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flashlatte.runtime.precompile.use", lambda gpu: None)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert cli.main(["compile", "--model", str(tmp_path), *arguments]) == cli.USER_ERROR
     error = capsys.readouterr().err

@@ -28,13 +28,18 @@ def cache_write(
     gap: int = 0,
     scale_rounding: str = "power_of_two",
     dtype: torch.dtype = BF16,
+    of_requests: bool = False,
+    requests: int = 4,
     arch: int | None = 90,
 ) -> list[Recorded]:
     layout = kv_cache.get_format(form)
     rows = torch.zeros(tokens, layout.head_dim + gap, dtype=dtype)[:, : layout.head_dim]
     cache = kv_cache.allocate(form, pages, page_size)
     slots = torch.zeros(tokens, dtype=torch.int64)
-    params = CacheWriteParams(cache, slots, rows, None, layout.name, layout.head_dim, None, 1.0, scale_rounding)
+    ids, indices, indptr = (torch.zeros(count, dtype=torch.int32) for count in (tokens, 2 * requests, requests + 1))
+    lists = (ids, indices, indptr) if of_requests else ()
+    of_format = layout.name, layout.head_dim, None, 1.0, scale_rounding
+    params = CacheWriteParams(cache, slots, rows, None, *of_format, *lists)
     return record("cache_write", backend, params, arch=arch)
 
 

@@ -99,6 +99,12 @@ def _caches(form: str) -> None:
     flashlatte.kv_cache.copy_blocks(cache, [0, 1], [1, 0], backend="portable")
 
 
+def _cache_write_of_requests() -> None:
+    cache = flashlatte.kv_cache.allocate("bf16", 4, 64)
+    lists: dict[str, Any] = {"request_ids": _ints(3), "page_indices": _ints(5), "page_indptr": _ints(4)}
+    flashlatte.kv_cache.write(cache, _ints(3), _rows(3, 512), rope=_rows(3, 64), **lists, backend="portable")
+
+
 def _compress() -> None:
     cache, states = flashlatte.kv_cache.allocate("model1", 4, 64), torch.zeros(4, 64, 2048)
     parts = (torch.zeros(3, 1024), torch.zeros(3, 1024), torch.zeros(4, 1024), torch.zeros(512), torch.zeros(9, 64))
@@ -281,6 +287,7 @@ CALLS: list[Callable[[], None]] = [
     *NOT_REPEATED,
     *(functools.partial(_dense_prefill, backend) for backend in ("portable", "hopper")),
     *(functools.partial(_caches, form) for form in ("v32", "v32_no_rope", "model1", "v41", "nvfp4_ds_mla", "bf16")),
+    _cache_write_of_requests,
     _norm_rope,
     _index_cache,
     _index_query,

@@ -111,8 +111,12 @@ def decode(
     page_size: int = 8,
     causal: bool = True,
     sink: bool = False,
+    rope: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode twice, and check that the results are bitwise equal."""
+    """Decode twice, and check that the results are bitwise equal.
+
+    ``rope``: the number of columns of the queries that the second call passes in another tensor.
+    """
     context = context_parallel(interleave, form, all_heads)
     mine = shard(step, context.sharding, page_size)
     plan = context.plan(
@@ -126,9 +130,18 @@ def decode(
     q, sinks = own_heads(step.q, 2, context), own_heads(sinks_of(step), 0, context)
     options = {"head_dim_v": step.dims[1], "softmax_scale": step.scale, "attn_sink": sinks if sink else None}
     with shared_files.installed() if step.device == "cpu" and form == "direct" else contextlib.nullcontext():
-        results = [context.decode(q, mine.cache, plan, **options) for _ in range(2)]
+        results = [context.decode(**parts, k_cache=mine.cache, plan=plan, **options) for parts in _forms(q, rope)]
     same_bits(*results)
     return results[0]
+
+
+def _forms(q: torch.Tensor, rope: int) -> list[dict[str, torch.Tensor]]:
+    """Arguments of two calls with queries q; the second has the last ``rope`` columns in a tensor of other strides."""
+    if not rope:
+        return [{"q": q}] * 2
+    width = q.shape[-1] - rope
+    apart = torch.nn.functional.pad(q[..., width:], (3, 2), value=torch.nan)[..., 3 : 3 + rope]
+    return [{"q": q}, {"q": q[..., :width].clone(), "q_rope": apart}]
 
 
 def decode_before(step: Step, other: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,9 +169,18 @@ def out_of_reach(step: Step) -> None:
     context.decode(own_heads(step.q, 2, context), mine.cache, plan, head_dim_v=step.dims[1])
 
 
-def sparse_decode(step: Step, topk: int, *, interleave: int, form: str | None, page_size: int = 8) -> Any:
+def sparse_decode(
+    step: Step,
+    topk: int,
+    *,
+    interleave: int,
+    form: str | None,
+    all_heads: bool = False,
+    page_size: int = 8,
+    rope: int = 0,
+) -> Any:
     """Logits of every key, the top k of all ranks, and attention to them; the selection is returned too."""
-    context = context_parallel(interleave, form, False)
+    context = context_parallel(interleave, form, all_heads)
     mine = shard(step, context.sharding, page_size)
     plan = context.plan(mine.block_table, mine.cache_seqlens, page_tokens=mine.page_tokens, queries=step.queries)
     width = max(mine.block_table.shape[1] * page_size, 1)
@@ -167,10 +189,9 @@ def sparse_decode(step: Step, topk: int, *, interleave: int, form: str | None, p
     chosen = context.topk(local, topk, plan.query_lens.flatten()).view(len(step.lengths), step.queries, topk)
     slots, counts = context.slots(chosen, plan)
     q = own_heads(step.q, 2, context)
-    results = [
-        context.sparse_decode(q, mine.cache, slots, counts, head_dim_v=step.dims[1], softmax_scale=step.scale)
-        for _ in range(2)
-    ]
+    selected = {"k_cache": mine.cache, "slots": slots, "topk_length": counts}
+    options = {"head_dim_v": step.dims[1], "softmax_scale": step.scale}
+    results = [context.sparse_decode(**parts, **selected, **options) for parts in _forms(q, rope)]
     same_bits(*results)
     return chosen, *results[0]
 
@@ -232,6 +253,12 @@ def decode_with_gradient() -> tuple[bool, str]:
     with warnings.catch_warnings(record=True) as caught:
         out, _ = decode(step, interleave=1, form=None)
     return out.requires_grad, str(caught[0].message)
+
+
+def decode_with_ropes(ropes_by_rank: list[int]) -> None:
+    """A decode whose part of the queries in another tensor differs by rank."""
+    step = Step((5, 9, 3), len(ropes_by_rank))
+    decode(step, interleave=1, form=None, rope=ropes_by_rank[dist.get_rank()])
 
 
 def only_rank_0_makes_one() -> None:

@@ -25,6 +25,23 @@ class Slots(NamedTuple):
     page_size: Int64
 
 
+class PageLists(NamedTuple):
+    """The requests of new tokens, and their pages: request r has entries indptr[r] to indptr[r + 1] - 1 of ``indices``.
+
+    Entry i of ``request_ids`` is the request of token i.
+    """
+
+    request_ids: ElementPointer
+    id_stride: Int64
+    indptr: ElementPointer
+    indptr_stride: Int64
+    num_requests: Int64
+    indices: ElementPointer
+    indices_stride: Int64
+    num_indices: Int64
+    num_pages: Int64
+
+
 class Requests(NamedTuple):
     """Packed requests: request i has rows cu_seqlens[i] to cu_seqlens[i + 1], or to the end.
 
@@ -106,6 +123,24 @@ def locate_slots(slots, tokens, WIDE: tl.constexpr):
     valid = (slot >= 0) & (slot < slots.num_slots)
     page, offset = page_and_offset(slot, valid, slots.page_size, WIDE)
     return valid, page, offset
+
+
+@triton.jit
+def locate_positions(positions, lists, tokens, WIDE: tl.constexpr):
+    """``locate_slots`` for ``Slots`` whose mapping has positions in requests."""
+    in_use = tokens < positions.num_tokens
+    position = tl.load(positions.mapping + tokens * positions.stride, mask=in_use, other=-1).to(tl.int64)
+    request = tl.load(lists.request_ids + tokens * lists.id_stride, mask=in_use, other=-1).to(tl.int64)
+    valid = (position >= 0) & (request >= 0) & (request < lists.num_requests)
+    boundary = lists.indptr + tl.where(valid, request, 0) * lists.indptr_stride
+    first = tl.load(boundary, mask=valid, other=0).to(tl.int64)
+    end = tl.load(boundary + lists.indptr_stride, mask=valid, other=0).to(tl.int64)
+    column, offset = page_and_offset(position, valid, positions.page_size, WIDE)
+    entry = first + column
+    valid = valid & (entry >= 0) & (entry < end) & (entry < lists.num_indices)
+    page = tl.load(lists.indices + entry * lists.indices_stride, mask=valid, other=-1).to(tl.int64)
+    valid = valid & (page >= 0) & (page < lists.num_pages)
+    return valid, tl.where(valid, page, 0), offset
 
 
 @triton.jit

@@ -31,6 +31,9 @@ def cache_write(
     cache_format: str | CacheFormat | None = None,
     scale: float | torch.Tensor | None = None,
     scale_rounding: str = "power_of_two",
+    request_ids: torch.Tensor | None = None,
+    page_indices: torch.Tensor | None = None,
+    page_indptr: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Quantize new tokens to a paged cache's format and write them to the cache in place.
@@ -45,6 +48,11 @@ def cache_write(
         cache_format: None infers it from the cache.
         scale: for format ``fp8``: a number, or a one-element float32 tensor on the cache's device; default 1.
         scale_rounding: for formats ``v32`` and ``v32_no_rope``: "power_of_two" or "exact".
+        request_ids: int32 or int64 [n], the request of each token; ``slot_mapping`` then has positions in requests
+            instead of slots. Only for formats without scales, and ``fp8``. Any strides, as for the next two.
+        page_indices, page_indptr: with ``request_ids``: int32 or int64 [entries] and [b + 1]. The pages of request r
+            are page_indices[page_indptr[r] : page_indptr[r + 1]]. Tokens of a request that does not exist, behind its
+            pages, or in a page outside the cache are skipped.
         backend: "portable" or "reference"; None selects one.
 
     Raises:
@@ -61,7 +69,13 @@ def cache_write(
     if rope is not None and rope.shape[1] == 0:
         rope = None
     check_scale_rounding(layout, scale_rounding)
-    check_slots(slot_mapping, cache, "x", x.shape[0])
+    if request_ids is None:
+        for name, value in (("page_indices", page_indices), ("page_indptr", page_indptr)):
+            if value is not None:
+                raise ValueError(f"{name} must be None without request_ids, got a tensor")
+        check_slots(slot_mapping, cache, "x", x.shape[0])
+    else:
+        _check_requests(slot_mapping, request_ids, page_indices, page_indptr, layout, x)
     scale_tensor, scale_value = scales.split("scale", one_scale(layout, scale), device)
     gradients.warn_if_dropped(OPERATION, x, rope)
     call = dispatch.CallSpec(OPERATION, device, x.dtype, layout.name, cache.shape[1], layout.head_dim)
@@ -78,8 +92,30 @@ def cache_write(
         scale_tensor=scale_tensor,
         scale_value=scale_value,
         scale_rounding=scale_rounding,
+        request_ids=request_ids,
+        page_indices=page_indices,
+        page_indptr=page_indptr,
     )
     _cache_write(params, backend)
+
+
+def _check_requests(
+    positions: torch.Tensor,
+    request_ids: torch.Tensor,
+    page_indices: torch.Tensor | None,
+    page_indptr: torch.Tensor | None,
+    layout: CacheFormat,
+    x: torch.Tensor,
+) -> None:
+    if not layout.plain:
+        raise ValueError(f"request_ids must be None for cache format {layout.name}, got a tensor")
+    tokens, device = x.shape[0], x.device
+    checks.indices("slot_mapping", positions, ("n",), device, may_be_empty=1)
+    if positions.shape[0] > tokens:
+        raise ValueError(f"slot_mapping must not be longer than x ({tokens} tokens), got {positions.shape[0]}")
+    checks.indices("request_ids", request_ids, tuple(positions.shape), device, may_be_empty=1)
+    checks.indices("page_indices", page_indices, ("entries",), device, may_be_empty=1)
+    checks.indices("page_indptr", page_indptr, ("b + 1",), device)
 
 
 @register_op(OPERATION, mutates=("cache",))

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from flashlatte.kernels.triton.cache_address import (
+    PageLists,
     Slots,
     block_scale_byte,
+    locate_positions,
     locate_slots,
     slots_of,
     store_words,
@@ -30,6 +33,7 @@ from flashlatte.kernels.triton.rows import (
     token_rows,
 )
 from flashlatte.ops.cache_write.reference import CacheWriteParams
+from flashlatte.runtime.strides import first_stride
 from flashlatte.runtime.triton_kernel import kernel
 
 TILED_BLOCKING = Blocking(tokens=8, warps=2)
@@ -71,11 +75,13 @@ def cache_write(params: CacheWriteParams) -> None:
             num_warps=SCALED_BLOCKING.warps,
         )
     else:
-        width = cache.shape[-1]
-        write_rows_kernel[(cdiv(slots.num_tokens, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
+        width, of_requests = cache.shape[-1], params.request_ids is not None
+        write = write_request_rows_kernel if of_requests else write_rows_kernel
+        write[(cdiv(slots.num_tokens, ROWS_BLOCKING.tokens) * cdiv(width, ROWS_COLUMNS),)](
             *records,
             CacheScale(params.scale_tensor, params.scale_value),
-            WIDE=wide,
+            *([_page_lists(params)] if of_requests else []),
+            WIDE=params.slot_mapping.dtype == torch.int64 if of_requests else wide,
             NATIVE=native,
             WIDTH=width,
             X_WIDTH=x.shape[1],
@@ -83,6 +89,15 @@ def cache_write(params: CacheWriteParams) -> None:
             BLOCK_C=ROWS_COLUMNS,
             num_warps=ROWS_BLOCKING.warps,
         )
+
+
+def _page_lists(params: CacheWriteParams) -> PageLists:
+    request_ids, indices, indptr = params.request_ids, params.page_indices, params.page_indptr
+    assert request_ids is not None
+    assert indices is not None
+    assert indptr is not None
+    lists = (request_ids, first_stride(request_ids), indptr, first_stride(indptr), indptr.shape[0] - 1)
+    return PageLists(*lists, indices, first_stride(indices), indices.shape[0], params.cache.shape[0])
 
 
 @kernel
@@ -177,11 +192,56 @@ def write_rows_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Formats without tiles: unquantized, or e4m3 bytes (uint8) with one scale."""
+    tokens, column = _tile_of_rows(WIDTH, BLOCK_T, BLOCK_C)
+    valid, page, offset = locate_slots(slots, tokens, WIDE)
+    _write_columns(cache, x, rope, scale, tokens, column, valid, page, offset, WIDTH, X_WIDTH, NATIVE)
+
+
+@kernel
+def write_request_rows_kernel(
+    cache: CacheRows,
+    positions: Slots,
+    x: TokenRows,
+    rope: TokenRows,
+    scale: CacheScale,
+    lists: PageLists,
+    WIDTH: tl.constexpr,
+    X_WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """``write_rows_kernel`` for tokens with positions in requests."""
+    tokens, column = _tile_of_rows(WIDTH, BLOCK_T, BLOCK_C)
+    valid, page, offset = locate_positions(positions, lists, tokens, WIDE)
+    _write_columns(cache, x, rope, scale, tokens, column, valid, page, offset, WIDTH, X_WIDTH, NATIVE)
+
+
+@triton.jit
+def _tile_of_rows(WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A program's tokens [BLOCK_T] and columns [1, BLOCK_C]."""
     column_blocks: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     tokens = (program // column_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column = (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    valid, page, offset = locate_slots(slots, tokens, WIDE)
+    return tokens, (program % column_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+
+
+@triton.jit
+def _write_columns(
+    cache,
+    x,
+    rope,
+    scale,
+    tokens,
+    column,
+    valid,
+    page,
+    offset,
+    WIDTH: tl.constexpr,
+    X_WIDTH: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     row = slot_row(cache, page, offset)[:, None]
     mask = valid[:, None] & (column < WIDTH)
     elements = _load_columns(x, rope, tokens, column, mask, X_WIDTH)  # [BLOCK_T, BLOCK_C]

@@ -24,6 +24,9 @@ class CacheWriteParams(NamedTuple):
     scale_tensor: torch.Tensor | None
     scale_value: float
     scale_rounding: str
+    request_ids: torch.Tensor | None = None
+    page_indices: torch.Tensor | None = None
+    page_indptr: torch.Tensor | None = None
 
     @property
     def layout(self) -> CacheFormat:
@@ -32,7 +35,25 @@ class CacheWriteParams(NamedTuple):
 
 def cache_write(params: CacheWriteParams) -> None:
     layout, rope = params.layout, params.rope
-    tokens, slots = stored_tokens(params.slot_mapping, params.cache)
+    tokens, slots = stored_tokens(_slots(params), params.cache)
     latent, rope = split_rows(layout, params.x[tokens], None if rope is None else rope[tokens])
     scale = params.scale_value if params.scale_tensor is None else params.scale_tensor
     write_slots(params.cache, slots, layout.encode(latent, rope, scale, params.scale_rounding), layout)
+
+
+def _slots(params: CacheWriteParams) -> torch.Tensor:
+    """The slot of each token; -1 for a token that is skipped."""
+    positions, indices, indptr = params.slot_mapping, params.page_indices, params.page_indptr
+    if params.request_ids is None or indices is None or indptr is None:
+        return positions
+    pages, page_size = params.cache.shape[:2]
+    positions, request = positions.long(), params.request_ids.long()
+    valid = (positions >= 0) & (request >= 0) & (request < indptr.shape[0] - 1)
+    if indices.shape[0] == 0 or indptr.shape[0] < 2:
+        return torch.full_like(positions, -1)
+    request = request.where(valid, 0)
+    entry = indptr[request].long() + positions // page_size
+    valid &= (entry >= 0) & (entry < indptr[request + 1]) & (entry < indices.shape[0])
+    page = indices[entry.where(valid, 0)].long()
+    valid &= (page >= 0) & (page < pages)
+    return (page.where(valid, 0) * page_size + positions % page_size).where(valid, -1)
