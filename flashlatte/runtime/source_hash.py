@@ -12,17 +12,26 @@ caller's. Without these, Triton's own hashes remain.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from triton.runtime import jit
 
+_lock = threading.Lock()
+
 
 def hash_source(jitted: Any) -> None:
     """Hash a function, and the functions that it calls, if Triton has not done so."""
-    finder = getattr(jit, "DependenciesFinder", None)
-    add = getattr(finder, "_update_hash", None)
-    if getattr(jitted, "hash", "") is not None or add is None:
+    if getattr(jitted, "hash", "") is not None:
         return
+    with _lock:
+        finder = getattr(jit, "DependenciesFinder", None)
+        if hasattr(finder, "_update_hash"):
+            _hash_with(finder, jitted)
+
+
+def _hash_with(finder: Any, jitted: Any) -> None:
+    add = finder._update_hash
 
     def add_without_constants(self: Any, function: Any) -> None:
         _ = function.cache_key  # it has those of the function's constants
@@ -32,8 +41,8 @@ def hash_source(jitted: Any) -> None:
         finally:
             function.used_global_vals = constants
 
-    finder._update_hash = add_without_constants  # type: ignore[union-attr]
+    finder._update_hash = add_without_constants
     try:
         _ = jitted.cache_key
     finally:
-        finder._update_hash = add  # type: ignore[union-attr]
+        finder._update_hash = add
