@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import sys
 
 import pytest
 import triton
@@ -40,6 +41,12 @@ def third(x):
     first(x)
 """
 KERNELS = ("first", "second", "third")
+
+
+@pytest.fixture(autouse=True)
+def no_bytecode(monkeypatch):
+    """Python would take the bytecode of a file that is replaced within a second by one of the same size."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 def hashes(path, order, scale=2):
