@@ -10,21 +10,12 @@ import sys
 from collections import Counter
 
 import pytest
+from support.model_fields import V3_FIELDS
 
 from flashlatte import cli
 from flashlatte.precompile import command
 
-CONFIG = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 256,
-    "num_attention_heads": 16,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "q_lora_rank": 128,
-    "max_position_embeddings": 4096,
-}
+CONFIG = V3_FIELDS
 
 V4_CONFIG = {
     "model_type": "deepseek_v4",

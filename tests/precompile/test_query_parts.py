@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.model_fields import V3_FIELDS
 
 import flashlatte
 import flashlatte.flashinfer as flashinfer
@@ -19,18 +20,8 @@ from flashlatte.layers import MLAConfig
 from flashlatte.layers.warmup import warmup_steps
 from flashlatte.runtime import machine, precompile
 
-HEADS, PAGE = 16, 64
-MODEL = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 256,
-    "num_attention_heads": HEADS,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "q_lora_rank": 128,
-    "max_position_embeddings": 4096,
-}
+MODEL = V3_FIELDS
+HEADS, PAGE = MODEL["num_attention_heads"], 64
 KERNEL = "dense_decode_kernel"
 
 
