@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -90,4 +91,5 @@ def reset_torch_compile() -> Iterator[None]:
     """Reset torch.compile, which limits the number of compilations of a function in a process."""
     yield
     if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
+        # import_module waits while another thread, for example a server's, still imports it.
+        importlib.import_module("torch._dynamo").reset()

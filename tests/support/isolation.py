@@ -25,7 +25,8 @@ _num_modules = 0
 def functions_of_tests(modules: Iterable[ModuleType]) -> Iterator[str]:
     """Names of attributes that are functions of a file in ``tests``, or mocks."""
     for module in modules:
-        for name, value in vars(module).items():
+        # A copy, since another thread may still execute the module.
+        for name, value in vars(module).copy().items():
             if _is_of_a_test(value):
                 yield f"{module.__name__}.{name}"
 
@@ -38,12 +39,14 @@ def _is_of_a_test(value: Any) -> bool:
 
 def _new_modules() -> list[ModuleType]:
     global _num_modules
-    if len(sys.modules) == _num_modules:
+    # A copy, since a server's thread may import modules meanwhile.
+    modules = sys.modules.copy()
+    if len(modules) == _num_modules:
         return []
-    _num_modules = len(sys.modules)
-    new = {name for name in sys.modules if name.startswith("flashlatte.")} - _checked
+    _num_modules = len(modules)
+    new = {name for name in modules if name.startswith("flashlatte.")} - _checked
     _checked.update(new)
-    return [sys.modules[name] for name in new]
+    return [modules[name] for name in new]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
