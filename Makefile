@@ -14,7 +14,7 @@ FLOOR := build/transformers-$(OLDEST)
 # Tests that compile kernels.
 COMPILED := tests/ops tests/kernels tests/runtime tests/split_kv
 
-.PHONY: demo test test-all test-triton test-floor test-vllm docs wheel hub gpu-test sanitize bench lint clean
+.PHONY: demo test test-all test-full test-triton test-floor test-vllm docs wheel hub gpu-test sanitize bench lint clean
 
 demo: $(READY)
 	@$(BIN)/flashlatte demo --model $(or $(MODEL),v3)
@@ -25,15 +25,18 @@ test: $(READY)
 	@TRITON_INTERPRET=1 $(PYTEST) $(FEW) -m "interpreter and not full"
 	@$(PYTEST) $(FEW) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 
-# All tests: every variant of every kernel, many more examples, and compilation with each Triton of TRITONS.
-test-all: $(READY)
-	@echo "About 45 minutes of processor time, and 10 more for each Triton of TRITONS (now: $(or $(TRITONS),none))"
-	@TRITON_INTERPRET=1 $(PYTEST) --hypothesis-profile full -m interpreter
-	@$(PYTEST) --hypothesis-profile full -m "not interpreter and not gpu"
-	@$(MAKE) --no-print-directory test-triton
+# All tests, and compilation with each Triton of TRITONS.
+test-all: test test-full test-triton
+
+# The tests that make test leaves out: every variant of every kernel, and many more examples.
+test-full: $(READY)
+	@echo "About 35 minutes of processor time."
+	@TRITON_INTERPRET=1 $(PYTEST) --hypothesis-profile full -m "interpreter and (full or hypothesis)"
+	@$(PYTEST) --hypothesis-profile full -m "not interpreter and not gpu and (full or hypothesis)" --ignore=tests/gpu
 
 # Compiles the kernels with other versions of Triton: TRITONS names folders made by pip install --target FOLDER triton==3.6.0.
 test-triton: $(READY)
+	@echo "About 10 minutes of processor time for each Triton of TRITONS (now: $(or $(TRITONS),none))"
 	@for folder in $(TRITONS); do \
 		echo "Triton in $$folder" && PYTHONPATH=$$folder $(PYTEST) -m "not interpreter and not gpu" $(COMPILED) || exit 1; \
 	done

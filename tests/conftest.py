@@ -15,7 +15,7 @@ import pytest
 
 pytest_plugins = ["support.progress", "support.isolation", "support.emulator.fixture"]
 
-# ``make test`` is quick; ``make test-all`` uses the other profile with --hypothesis-profile full.
+# ``make test`` is quick; ``make test-full`` uses the other profile with --hypothesis-profile full.
 COMMON = hypothesis.settings(deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("quick", COMMON, max_examples=6)
 hypothesis.settings.register_profile("full", COMMON, max_examples=100)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(machine.interpreting(), reason="compiles, which 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "gpus.md"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 REGISTERS = 65_536
-# The least shared memory and no conversion of e4m3; and the newest of these architectures. Others: ``make test-all``.
+# The least shared memory and no conversion of e4m3; and the newest of these architectures. Others: ``make test-full``.
 QUICK = {
     86: ("sparse_decode, v32, 16 heads", "sparse_prefill, 16 heads", "index_quantize"),
     120: ("paged_index_logits", "cache_write, v32"),

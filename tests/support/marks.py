@@ -1,4 +1,4 @@
-"""Marks for the cases of a test that run in ``make test-all`` only."""
+"""Marks for the cases of a test that run in ``make test-full`` only."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def mostly_full(names: Iterable[str | float], *quick: str | float) -> list[Any]:
-    """Test parameters: those in ``quick`` always run, the others in ``make test-all`` only."""
+    """Test parameters: those in ``quick`` always run, the others in ``make test-full`` only."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in names]
