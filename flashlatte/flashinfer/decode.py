@@ -95,7 +95,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             what no operation computes.
     """
     own = own_backend(backend, BACKENDS)
-    wants_lse = return_lse or lse is not None
+    wants_lse = checks.flag("return_lse", return_lse) or lse is not None
     if return_lse_base is not None:
         checks.choice("return_lse_base", return_lse_base, ("base2", "basee"))
     elif backend == "cute-dsl" and wants_lse:

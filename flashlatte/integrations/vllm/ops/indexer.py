@@ -30,6 +30,7 @@ def indexer_k_quant_and_cache(
     head_dim = checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1).shape[1]
     if checks.integer("quant_block_size", quant_block_size) != head_dim:
         raise ValueError(f"quant_block_size must be k's head dim {head_dim}, one scale a token, got {quant_block_size}")
+    checks.instance("kv_cache_dtype", kv_cache_dtype, str)
     if kv_cache_dtype == "mxfp8":
         raise ValueError("kv_cache_dtype must be 'ue8m0' or an fp8 name with float32 scales, got 'mxfp8'")
     rounding = "power_of_two" if kv_cache_dtype == "ue8m0" else "exact"

@@ -45,6 +45,8 @@ def concat_and_cache_mla(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
+    checks.flag("skip_scale", skip_scale)
+    checks.choice("scale_rounding", scale_rounding, ("power_of_two", "exact"))
     without_rope = isinstance(k_pe, torch.Tensor) and k_pe.dim() == 2 and k_pe.shape[1] == 0
     if without_rope:
         has_zeros = kv_cache_dtype == DS_MLA and isinstance(kv_c, torch.Tensor)

@@ -40,7 +40,7 @@ def reshape_and_cache(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    if interleaved_v:
+    if checks.flag("interleaved_v", interleaved_v):
         raise ValueError("interleaved_v must be False: the value layout of AMD's kernels is not supported")
     for name, cache, axes in (("key_cache", key_cache, 5), ("value_cache", value_cache, 4)):
         _check_axes(name, cache, axes)
