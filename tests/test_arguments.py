@@ -1,10 +1,11 @@
-"""Options of the wrong type raise an error that names the argument: no string counts as True, no bool as a number."""
+"""Arguments of the wrong type raise an error that names them: no string counts as True, and no tensor is sparse."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -30,11 +31,26 @@ WRONG = {"bool": ("x", 0, 1, 1.5, torch.tensor(True)), "int": ("1", True, 1.5), 
 UNUSED = {
     **dict.fromkeys(("top_k_page_table_transform", "top_k_ragged_transform"), ("deterministic", "dsa_graph_safe")),
     "get_mla_decoding_metadata": ("num_q_tokens_per_head_k", "h_k", "h_q", "is_fp8_kvcache", "topk", "use_legacy"),
-    "get_mqa_logits_metadata": ("num_kv_tokens", "num_heads"),
-    "get_paged_mqa_logits_metadata": ("block_kv",),
+    "get_mqa_logits_metadata": ("cu_seq_len_k_end", "num_kv_tokens", "num_heads"),
+    "get_paged_mqa_logits_metadata": ("block_kv", "indices"),
     "xqa_batch_decode_with_kv_cache_mla": ("qk_nope_head_dim", "max_seq_len", "enable_pdl"),
     "unpack_seq_triton": ("block_t", "block_d"),
     "triton_filter_and_convert_dcp_index": ("BLOCK_N",),
+}
+# Unused in these calls: scales of a cache that has none or others, workspaces, and a length that is not read.
+UNREAD = {
+    *("scale", "k_scale", "v_scale", "kv_cache_scale", "k_descale", "v_descale"),
+    *("workspace_buffer", "max_seqlen"),
+}
+# PyTorch's error about the device says enough: lists of pages and counts, which may be on any, and scales.
+COPIED = {
+    *(
+        (name, pages)
+        for name in ("copy_blocks", "swap_blocks")
+        for pages in ("src_pages", "dst_pages", "block_mapping")
+    ),
+    *(("dequantize", "scale"), ("quantize", "scale"), ("gather_and_maybe_dequant_cache", "num_tokens")),
+    *(("pack_seq_triton", "lengths"), ("unpack_seq_triton", "lengths")),
 }
 # The type of these selects between two orders of arguments, or they have no effect without another argument.
 BY_TYPE = {
@@ -88,6 +104,72 @@ def test_an_option_of_the_wrong_type_is_refused(group: str, name: str) -> None:
             if not re.search(rf"\b{parameter.name}\b", message):
                 complaints.append(f"{parameter.name}={value!r}: {message}")
     assert complaints == []
+
+
+def converted(kind: str, x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor in another layout; None if PyTorch cannot convert it."""
+    convert: dict[str, Callable[[], torch.Tensor]] = {
+        "scalar": lambda: torch.zeros((), dtype=x.dtype),
+        "meta": lambda: x.to("meta"),
+        "sparse_coo": x.to_sparse,
+        "sparse_csr": x.to_sparse_csr,
+        "mkldnn": x.to_mkldnn,
+        "nested": lambda: torch.nested.nested_tensor(list(x)),
+        "jagged": lambda: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return convert[kind]()
+        except (RuntimeError, TypeError, IndexError):
+            return None
+
+
+def replacements(arguments: dict[str, Any], kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The arguments with one tensor after the other in another layout, and the name of its argument."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            if (other := converted(kind, value)) is not None:
+                yield name, arguments | {name: other}
+        elif isinstance(value, (list, tuple)):
+            for place, part in enumerate(value):
+                if isinstance(part, torch.Tensor) and (other := converted(kind, part)) is not None:
+                    yield name, arguments | {name: type(value)((*value[:place], other, *value[place + 1 :]))}
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "mkldnn", "nested", "jagged"])
+@pytest.mark.parametrize(("group", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_a_tensor_without_strides_is_refused(group: str, name: str, kind: str) -> None:
+    function, arguments = call_of(group, name)
+    complaints = []
+    for parameter, changed in replacements(arguments, kind):
+        message = refusal(function, changed)
+        refused = re.search(rf"\b{parameter}\b.* must be .*, got (layout torch\.|a nested tensor)", message)
+        unread = is_unused(function, parameter) or (message == "accepted" and parameter in UNREAD)
+        if not refused and not unread:
+            complaints.append(f"{parameter}: {message}")
+    assert complaints == []
+
+
+@pytest.mark.parametrize(("group", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_a_tensor_without_axes_is_refused_or_one_number(group: str, name: str) -> None:
+    function, arguments = call_of(group, name)
+    complaints = []
+    for parameter, changed in replacements(arguments, "scalar"):
+        message = refusal(function, changed)
+        if not re.search(rf"\b{parameter}\b|^accepted$", message):
+            complaints.append(f"{parameter}: {message}")
+    assert complaints == []
+
+
+@pytest.mark.parametrize(("group", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_one_meta_tensor_among_others_is_refused_or_unused(group: str, name: str) -> None:
+    function, arguments = call_of(group, name)
+    for parameter, changed in replacements(arguments, "meta"):
+        if (name, parameter) in COPIED:
+            continue
+        message = refusal(function, changed)
+        assert parameter in message or re.search(r"must be on meta like|^accepted$", message), message
 
 
 def refusal(function: Callable[..., Any], arguments: dict[str, Any]) -> str:

@@ -58,6 +58,8 @@ def get_batch_indices_positions(
     checks.indices("append_indptr", append_indptr, ("b + 1",))
     checks.indices("seq_lens", seq_lens, (append_indptr.shape[0] - 1,))
     nnz, device = checks.positive_int("nnz", nnz, or_zero=True), append_indptr.device
+    if device.type != "meta":
+        checks.host_readable(seq_lens=seq_lens)
     batch_indices = checks.output_or_new("batch_indices", batch_indices, (nnz,), torch.int32, device)
     positions = checks.output_or_new("positions", positions, (nnz,), torch.int32, device)
     request, position, is_padding = token_positions(append_indptr, seq_lens.to(device), nnz)

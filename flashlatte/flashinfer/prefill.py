@@ -148,6 +148,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
                 raise ValueError(f"{name} must be q_data_type {dtype} or None, got {other}")
         checks.indices("qo_indptr", qo_indptr, ("b + 1",))
         checks.indices("kv_indptr", kv_indptr, tuple(qo_indptr.shape))
+        checks.host_readable(qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         if self._use_cuda_graph:
             for buffer, values in zip(self._boundaries, (qo_indptr, kv_indptr), strict=True):
                 if buffer.shape != values.shape:

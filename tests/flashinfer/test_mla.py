@@ -268,6 +268,10 @@ class TestRefusals:
             ({"use_profiler": True}, "use_profiler must be left out, got True: there is no profiler"),
             ({"page_size": 0}, "page_size must be at least 1"),
             ({"sm_scale": 0.0}, "sm_scale must be"),
+            (
+                {"kv_indices": torch.zeros(9, dtype=torch.int32, device="meta")},
+                "kv_indices must have values, got a meta",
+            ),
         ],
     )
     def test_of_a_plan(self, change, message):

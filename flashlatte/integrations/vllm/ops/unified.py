@@ -89,7 +89,7 @@ def unified_attention(
     """
     for name, given in (("k", k), ("v", v), ("out", out)):
         checks.given(name, given)
-    requests = checks.given("seqused_k", seqused_k).numel()
+    requests = checks.indices("seqused_k", seqused_k, ("b",), may_be_empty=1).shape[0]
     per_request = isinstance(causal, torch.Tensor)
     _refuse(per_request, "causal must be True or False: one value for each request is not supported")
     left, right = _sides(window_size, checks.flag("causal", causal))
@@ -237,7 +237,7 @@ def _first(name: str, scale: torch.Tensor | None, requests: int) -> torch.Tensor
     """The first element of vLLM's scale, an expanded [b, h_kv], which is empty if there are no requests."""
     if not isinstance(scale, torch.Tensor):
         return scale
-    if scale.numel():
+    if checks.given(name, scale).numel():
         return scale[(0,) * scale.dim()]
     _refuse(requests > 0, f"{name} must have at least one element, got shape {list(scale.shape)}")
     return None
