@@ -162,6 +162,41 @@ def test_a_tensor_without_axes_is_refused_or_one_number(group: str, name: str) -
     assert complaints == []
 
 
+def negated(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Random numbers in a view with PyTorch's negative bit."""
+    values = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    view = torch.complex(torch.zeros_like(values), values).requires_grad_(requires_grad).conj().imag
+    assert view.is_neg()
+    return view
+
+
+@pytest.mark.filterwarnings("ignore:.* has no backward")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("group", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_a_negated_view_is_refused_or_has_its_values(group: str, name: str, requires_grad: bool) -> None:
+    for parameter, value in call_of(group, name)[1].items():
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or value.numel() < 2:
+            continue
+        view, function = negated(value, requires_grad), call_of(group, name)[0]
+        message = refusal(function, call_of(group, name)[1] | {parameter: view})
+        if message != "accepted":
+            assert parameter in message or "if gradients are recorded" in message
+            continue
+        calls = [call_of(group, name)[1] | {parameter: x} for x in (view, view.detach().resolve_neg())]
+        results = [[*flat(function(**call)), *flat(call)] for call in calls]
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def flat(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in a result or in arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from flat(part)
+
+
 @pytest.mark.parametrize(("group", "name"), NAMES, ids=[name for _, name in NAMES])
 def test_one_meta_tensor_among_others_is_refused_or_unused(group: str, name: str) -> None:
     function, arguments = call_of(group, name)
