@@ -262,9 +262,11 @@ def _number(name: str, value: float | torch.Tensor) -> float:
 def _sink(sinks: Sequence[torch.Tensor] | torch.Tensor | None) -> torch.Tensor | None:
     if sinks is None or isinstance(sinks, torch.Tensor):
         return sinks
+    if not isinstance(sinks, (list, tuple)):
+        raise TypeError(f"sinks must be a tensor or a list of one, got {type(sinks).__name__}")
     if len(sinks) != 1:
         raise ValueError(f"sinks must be a tensor or a list of one, got {len(sinks)}")
-    return sinks[0]
+    return checks.given("sinks", sinks[0])
 
 
 def _requests(

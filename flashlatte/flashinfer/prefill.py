@@ -220,7 +220,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         checks.choice("lse_layout", lse_layout, ("NH", "HN"))
         refuse("keys have no scales", kv_cache_sf=kv_cache_sf)
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "o_scale": o_scale}
-        refuse("inputs have no scales", **{name: scale for name, scale in scales.items() if scale != 1})
+        # To compare a tensor would synchronize.
+        given = {name: scale for name, scale in scales.items() if isinstance(scale, torch.Tensor) or scale != 1}
+        refuse("inputs have no scales", **given)
         if self._heads_first:
             k, v = (checks.given(name, x).transpose(0, 1) for name, x in (("k", k), ("v", v)))
         for name, x, (heads, width) in zip("qkv", (q, k, v), self._shapes, strict=True):

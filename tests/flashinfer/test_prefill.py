@@ -152,6 +152,8 @@ def test_other_refusals():
         wrapper.run(inputs[0][:2], *inputs[1:])
     with pytest.raises(ValueError, match=r"k_scale must be left out, got 0\.5: inputs have no scales"):
         wrapper.run(*inputs, q_scale=1.0, k_scale=0.5)
+    with pytest.raises(ValueError, match=r"^v_scale must be left out, got a tensor \[4\]: inputs have no scales"):
+        wrapper.run(*inputs, v_scale=torch.ones(4))
     with pytest.raises(TypeError, match=r"^return_lse must be True or False, got 'x'$"):
         wrapper.run(*inputs, return_lse="x")
     with pytest.raises(ValueError, match="args must be left out"):
