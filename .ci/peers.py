@@ -28,6 +28,7 @@ PEERS = (
     # Which SGLang 0.5.23 pins.
     ("sgl-deep-gemm", "0.2.3.post2"),
     ("flashinfer-python", "0.6.15.post1"),
+    ("flashinfer-python", "0.7.4"),
 )
 # Python of the wheels, not of this machine: the sources are read, not run.
 PYTHON = "3.11"

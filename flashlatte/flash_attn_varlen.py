@@ -177,8 +177,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _check_packed(name: str, value: object, least: int, keys: str) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    value = checks.given(name, value)
     if value.dim() != 3 or value.shape[2] <= least:
         raise ValueError(
             f"{name} must have shape [tokens, heads, {keys} + d_v], more than {least} wide, got {list(value.shape)}"
@@ -188,8 +187,8 @@ def _check_packed(name: str, value: object, least: int, keys: str) -> None:
 def _equal_lengths(name: str, rows: torch.Tensor, cu_name: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """cu_seqlens of requests with equal numbers of rows."""
     for tensor_name, tensor in ((name, rows), (cu_name, cu_seqlens)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
-            raise TypeError(f"{tensor_name} must be a tensor with an axis, got {tensor!r}")
+        if checks.given(tensor_name, tensor).dim() == 0:
+            raise TypeError(f"{tensor_name} must be a tensor with an axis, got a scalar")
     batch, total = cu_seqlens.shape[0] - 1, rows.shape[0]
     if batch < 1 or total % batch:
         raise ValueError(f"{name} must have equally many tokens for each of {batch} requests, got {total} tokens")

@@ -19,7 +19,7 @@ IndexQuery = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 def query(q: IndexQuery) -> torch.Tensor:
     """float8_e4m3fn queries unchanged; mxfp8 and mxfp4 queries dequantized to bf16, which is exact."""
     if isinstance(q, torch.Tensor):
-        return q
+        return checks.given("q", q)
     check_pair("q", q)
     values, scales = q
     if scales is None:
@@ -69,7 +69,7 @@ def refuse_paged_mxfp8(q: IndexQuery) -> None:
 
 def float32_weights(weights: torch.Tensor) -> torch.Tensor:
     """Weights in float32; the conversion from bf16 is exact."""
-    is_bf16 = isinstance(weights, torch.Tensor) and weights.dtype == torch.bfloat16
+    is_bf16 = checks.is_strided(weights) and weights.dtype == torch.bfloat16
     return weights.float() if is_bf16 else weights
 
 
@@ -86,6 +86,9 @@ def logits_dtype_of(logits_dtype: object, weights: object, as_weights: bool) -> 
 def check_pair(name: str, value: object) -> None:
     if not isinstance(value, (tuple, list)) or len(value) != 2 or not isinstance(value[0], torch.Tensor):
         raise TypeError(f"{name} must be a tuple (values, scales), got {type(value).__name__}")
+    for part, tensor in enumerate(value):
+        if isinstance(tensor, torch.Tensor):
+            checks.given(f"{name}[{part}]", tensor)
 
 
 def _scale_bytes(name: str, scales: object) -> torch.Tensor:

@@ -198,6 +198,8 @@ def _sparse_logits(
     block_size: int,
     backend: str | None,
 ) -> torch.Tensor:
+    if q.dim() == 0:
+        raise ValueError("q must have an axis of queries, got a scalar")
     shape = (q.shape[0], checks.positive_int("num_max_sparse_blocks", num_blocks), 2)
     checks.tensor("metadata", metadata, shape, (torch.int64,), q.device)
     with checks.naming(block_size="sparse_block_kv"):

@@ -31,6 +31,7 @@ from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataB
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
 from flashlatte.layers.parts import check_sources, check_weights, hidden_projections, source_layer
 from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.runtime import checks
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Model(PagedModel):
         batch_invariant: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        if batch_invariant and ranks is not None:
+        if checks.flag("batch_invariant", batch_invariant) and ranks is not None:
             raise ValueError("batch_invariant needs a model on one device: sums over ranks do not promise it")
         whole = config_of(model)
         check_type(config := text_config(whole), MODEL_TYPES)

@@ -314,7 +314,7 @@ def _cache_format(k_cache: object, kv_format: object, use_legacy: object) -> str
                 "pages whose scales follow all values, and those are not supported"
             )
         return FLASH_MLA_FORMATS[str(kv_format)]
-    fitting = formats_of_width(k_cache) if isinstance(k_cache, torch.Tensor) and k_cache.dim() else []
+    fitting = formats_of_width(k_cache) if checks.is_strided(k_cache) and k_cache.dim() else []
     if len(fitting) < 2:
         return None
     if use_legacy is False:
@@ -335,7 +335,9 @@ def _check_fp8_flag(k_cache: object, is_fp8_kvcache: bool | None, descale_k: obj
     if not isinstance(k_cache, torch.Tensor):
         return
     one_byte = k_cache.dtype.itemsize == 1
-    if k_cache.dim() and any(layout.block_scaling is not None for layout in formats_of_width(k_cache)):
+    if checks.given("k_cache", k_cache).dim() and any(
+        layout.block_scaling is not None for layout in formats_of_width(k_cache)
+    ):
         # FlashMLA's release that introduced caches of DeepSeek-V4.1 had no is_fp8_kvcache.
         return
     if one_byte != is_fp8_kvcache and not (one_byte and descale_k is not None):

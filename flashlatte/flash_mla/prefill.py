@@ -64,19 +64,18 @@ def flash_mla_sparse_fwd(
     checks.flag("use_legacy", use_legacy)
     if return_log2_lse is not None:
         checks.flag("return_log2_lse", return_log2_lse)
-    with checks.naming(softmax_scale="sm_scale"):
-        out, max_logits, lse = sparse_prefill(
-            q,
-            kv,
-            indices,
-            sm_scale,
-            d_v=d_v,
-            attn_sink=attn_sink,
-            topk_length=topk_length,
-            out=out,
-            empty_lse=math.inf,
-            backend=backend,
-        )
+    out, max_logits, lse = sparse_prefill(
+        q,
+        kv,
+        indices,
+        checks.score_factor("sm_scale", sm_scale),
+        d_v=d_v,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        out=out,
+        empty_lse=math.inf,
+        backend=backend,
+    )
     if return_log2_lse is None:
         return out, max_logits, lse
     if not return_log2_lse:

@@ -95,7 +95,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             what no operation computes.
     """
     own = own_backend(backend, BACKENDS)
-    wants_lse = return_lse or lse is not None
+    wants_lse = checks.flag("return_lse", return_lse) or lse is not None
     if return_lse_base is not None:
         checks.choice("return_lse_base", return_lse_base, ("base2", "basee"))
     elif backend == "cute-dsl" and wants_lse:
@@ -129,7 +129,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out = checks.output_or_new("out", out, (*query.shape[:-1], kv_lora_rank), q.dtype, q.device)
     if wants_lse:
         flat = query.shape[:-1] if cum_seq_lens_q is not None else (query.shape[0] * query.shape[1], query.shape[2])
-        nested = isinstance(lse, torch.Tensor) and lse.shape == query.shape[:-1]
+        nested = checks.is_strided(lse) and lse.shape == query.shape[:-1]
         shape = query.shape[:-1] if nested else flat
         lse = checks.output_or_new("lse", lse, shape, torch.float32, q.device, unit_last_stride=False)
     out_rows, lse_rows = out, lse
@@ -226,7 +226,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         block_tables,
         seq_lens,
         max_seq_len,
-        out=out.unsqueeze(1) if isinstance(out, torch.Tensor) and out.dim() == 3 else out,
+        out=out.unsqueeze(1) if checks.is_strided(out) and out.dim() == 3 else out,
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
         sinks=sinks,
@@ -262,9 +262,11 @@ def _number(name: str, value: float | torch.Tensor) -> float:
 def _sink(sinks: Sequence[torch.Tensor] | torch.Tensor | None) -> torch.Tensor | None:
     if sinks is None or isinstance(sinks, torch.Tensor):
         return sinks
+    if not isinstance(sinks, (list, tuple)):
+        raise TypeError(f"sinks must be a tensor or a list of one, got {type(sinks).__name__}")
     if len(sinks) != 1:
         raise ValueError(f"sinks must be a tensor or a list of one, got {len(sinks)}")
-    return sinks[0]
+    return checks.given("sinks", sinks[0])
 
 
 def _requests(

@@ -120,7 +120,7 @@ class BatchMLAPagedAttentionWrapper:
             q_data_type,
             kv_data_type,
         )
-        scale = checks.softmax_scale(sm_scale, head_dim_ckv + head_dim_kpe, "sm_scale")
+        scale = checks.score_factor("sm_scale", sm_scale)
         qo, kv, lengths = page_tables.on_host(qo_indptr[: requests + 1], kv_indptr[: requests + 1], kv_len_arr)
         page_tables.check_boundaries("qo_indptr", qo)
         page_tables.check_boundaries("kv_indptr", kv, kv_indices.shape[0])
@@ -181,6 +181,8 @@ class BatchMLAPagedAttentionWrapper:
             TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; parts of a cache that
                 are not adjacent; no plan; an argument that must be left out.
         """
+        checks.flag("return_lse", return_lse)
+        checks.flag("return_lse_base_on_e", return_lse_base_on_e)
         refuse("there is no profiler", profiler_buffer=profiler_buffer)
         refuse("out has q_nope's dtype", o_scale=o_scale)
         plan = self._cutlass_plan(q_nope, q_pe, ckv_cache, kv_len, page_table) if self._is_cutlass else self._plan

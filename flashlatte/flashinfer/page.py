@@ -58,6 +58,8 @@ def get_batch_indices_positions(
     checks.indices("append_indptr", append_indptr, ("b + 1",))
     checks.indices("seq_lens", seq_lens, (append_indptr.shape[0] - 1,))
     nnz, device = checks.positive_int("nnz", nnz, or_zero=True), append_indptr.device
+    if device.type != "meta":
+        checks.host_readable(seq_lens=seq_lens)
     batch_indices = checks.output_or_new("batch_indices", batch_indices, (nnz,), torch.int32, device)
     positions = checks.output_or_new("positions", positions, (nnz,), torch.int32, device)
     request, position, is_padding = token_positions(append_indptr, seq_lens.to(device), nnz)
@@ -79,8 +81,8 @@ def append_paged_mla_kv_cache(
 ) -> None:
     """Write new tokens to a paged cache: ``flashlatte.kv_cache.write``.
 
-    The caches may be two tensors, but ``BatchMLAPagedAttentionWrapper`` reads columns of one only, and those are
-    written by one kernel instead of two.
+    The caches may be two tensors, but ``BatchMLAPagedAttentionWrapper`` reads columns of one only. One kernel writes
+    those, unless torch.compile traces the call; otherwise there are two.
 
     Args:
         append_ckv: [n, ckv], in the caches' dtype.
@@ -110,7 +112,8 @@ def append_paged_mla_kv_cache(
     checks.indices("kv_indices", kv_indices, ("entries",), device, may_be_empty=1)
     checks.indices("kv_indptr", kv_indptr, ("b + 1",), device)
     write = functools.partial(cache_write, request_ids=batch_indices, page_indices=kv_indices, page_indptr=kv_indptr)
-    cache = joined(ckv_cache, kpe_cache)
+    # torch.compile traces no addresses.
+    cache = None if torch.compiler.is_compiling() else joined(ckv_cache, kpe_cache)
     if cache is not None:
         write(cache, positions, append_ckv, rope=append_kpe)
     else:

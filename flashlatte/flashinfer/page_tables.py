@@ -135,4 +135,5 @@ def check_lists(
                 f"{boundaries.shape[0]}"
             )
     checks.indices("kv_indices", kv_indices, ("pages",), may_be_empty=1)
+    checks.host_readable(qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
     return requests

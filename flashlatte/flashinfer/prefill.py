@@ -138,12 +138,17 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         refuse("v and out have the boundaries of k and q", v_indptr=v_indptr, o_indptr=o_indptr)
         refuse("dense_prefill has no soft cap", logits_soft_cap=logits_soft_cap or None)
         checks.choice("pos_encoding_mode", pos_encoding_mode, ("NONE",))
+        num_qo_heads = checks.positive_int("num_qo_heads", num_qo_heads)
+        num_kv_heads = checks.positive_int("num_kv_heads", num_kv_heads)
+        head_dim_qk = checks.positive_int("head_dim_qk", head_dim_qk)
+        head_dim_vo = checks.positive_int("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo)
         dtype = _dtype("q_data_type", q_data_type)
         for name, other in (("kv_data_type", kv_data_type), ("o_data_type", o_data_type)):
             if other is not None and _dtype(name, other) != dtype:
                 raise ValueError(f"{name} must be q_data_type {dtype} or None, got {other}")
         checks.indices("qo_indptr", qo_indptr, ("b + 1",))
         checks.indices("kv_indptr", kv_indptr, tuple(qo_indptr.shape))
+        checks.host_readable(qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         if self._use_cuda_graph:
             for buffer, values in zip(self._boundaries, (qo_indptr, kv_indptr), strict=True):
                 if buffer.shape != values.shape:
@@ -157,7 +162,6 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             )
         # Known without a synchronization only on the CPU.
         self._tokens = int(qo_indptr[-1]) if checks.has_values(qo_indptr) else None
-        head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         self._shapes = ((num_qo_heads, head_dim_qk), (num_kv_heads, head_dim_qk), (num_kv_heads, head_dim_vo))
         self._dtype = dtype
         self._options = {
@@ -211,11 +215,14 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         if self._options is None:
             raise ValueError("plan must be called before run")
         refuse("kernels cannot be extended", args=args or None)
+        checks.flag("return_lse", return_lse)
         checks.choice("lse_base", lse_base, ("log2", "ln"))
         checks.choice("lse_layout", lse_layout, ("NH", "HN"))
         refuse("keys have no scales", kv_cache_sf=kv_cache_sf)
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "o_scale": o_scale}
-        refuse("inputs have no scales", **{name: scale for name, scale in scales.items() if scale != 1})
+        # To compare a tensor would synchronize.
+        given = {name: scale for name, scale in scales.items() if isinstance(scale, torch.Tensor) or scale != 1}
+        refuse("inputs have no scales", **given)
         if self._heads_first:
             k, v = (checks.given(name, x).transpose(0, 1) for name, x in (("k", k), ("v", v)))
         for name, x, (heads, width) in zip("qkv", (q, k, v), self._shapes, strict=True):

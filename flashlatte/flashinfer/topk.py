@@ -66,7 +66,9 @@ def top_k_page_table_transform(
     out: torch.Tensor | None = None,
     out_raw_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The slots of the k largest scores of each row: ``flashlatte.topk`` and ``flashlatte.index_convert``.
+    """The slots of the k largest scores of each row: ``flashlatte.topk``.
+
+    With starts or ``out_raw_indices``, ``flashlatte.index_convert`` converts the positions in another launch.
 
     A selected position p of row i, relative to ``row_starts``, becomes entry · page_size + p % page_size, where entry
     is that of the row's request at page_table_row_starts[i] + p // page_size.
@@ -92,24 +94,38 @@ def top_k_page_table_transform(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; ``TopKTieBreak.LARGE``;
             ``row_starts`` alone with pages.
     """
-    positions = _selected(input, lengths, k, tie_break, row_starts)
     starts = page_table_row_starts
+    scores, ends = _scores(input, tie_break), _ends(input, lengths, row_starts)
     if checks.positive_int("page_size", page_size) > 1 and row_starts is not None and starts is None:
         raise ValueError("page_table_row_starts must be given with row_starts and a page_size above 1, got None")
     if starts is None:
         starts = row_starts
     else:
         checks.indices("page_table_row_starts", starts, (input.shape[0],), input.device, may_be_empty=1)
+    rows = input.shape[0]
+    checks.tensor("src_page_table", src_page_table, ("b", "entries"), checks.INDEX_DTYPES, input.device, may_be_empty=2)
+    if row_to_batch is None and src_page_table.shape[0] != rows:
+        given = f"input's {rows} rows without row_to_batch"
+        raise ValueError(f"src_page_table must have {given}, got {src_page_table.shape[0]}")
+    read = {"input": input, "src_page_table": src_page_table, "lengths": lengths, "row_to_batch": row_to_batch}
     for name, buffer in (("out", out), ("out_raw_indices", out_raw_indices)):
         if buffer is not None:
-            checks.output(name, buffer, tuple(positions.shape), (torch.int32,), input.device, may_be_empty=1)
+            k = checks.positive_int("k", k)
+            checks.output(name, buffer, (rows, k), (torch.int32,), input.device, may_be_empty=1)
+            checks.no_overlap(name, buffer, **read)
+    names = {"block_table": "src_page_table", "request_ids": "row_to_batch"}
+    if starts is None and out_raw_indices is None:
+        table = {"block_table": src_page_table, "page_size": page_size, "request_ids": row_to_batch}
+        with checks.naming(logits="input", end="lengths", indices="out", **names):
+            return select(scores, k, end=ends, indices=out, **table)
+    positions = _selected(scores, k, row_starts, ends)
     if out_raw_indices is not None:
         out_raw_indices.copy_(positions)
     if starts is not None:
         # In 64 bits: a table may have room for more positions than a row of scores.
         entries = positions + starts.long().unsqueeze(1) * page_size
         positions = entries.masked_fill(positions < 0, -1)
-    with checks.naming(block_table="src_page_table", request_ids="row_to_batch", indices="input"):
+    with checks.naming(indices="input", **names):
         slots = index_convert(positions, src_page_table, page_size, request_ids=row_to_batch)
     return slots if out is None else out.copy_(slots)
 
@@ -140,21 +156,22 @@ def top_k_ragged_transform(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; ``TopKTieBreak.LARGE``.
     """
-    indices = _selected(input, lengths, k, tie_break, row_starts)
+    indices = _selected(_scores(input, tie_break), k, row_starts, _ends(input, lengths, row_starts))
     checks.indices("offsets", offsets, (input.shape[0],), input.device, may_be_empty=1)
     return _shifted(indices, offsets)
 
 
-def _selected(
-    input: torch.Tensor, lengths: torch.Tensor, k: int, tie_break: int, row_starts: torch.Tensor | None
-) -> torch.Tensor:
+def _ends(input: torch.Tensor, lengths: torch.Tensor, row_starts: torch.Tensor | None) -> torch.Tensor:
+    """The end (exclusive) of each row of scores."""
+    rows = (input.shape[0],)
+    checks.indices("lengths", lengths, rows, input.device, may_be_empty=1)
+    if row_starts is None:
+        return lengths
+    return checks.indices("row_starts", row_starts, rows, input.device, may_be_empty=1) + lengths
+
+
+def _selected(scores: torch.Tensor, k: int, row_starts: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor:
     """int32 [rows, k], relative to ``row_starts``."""
-    scores = _scores(input, tie_break)
-    checks.indices("lengths", lengths, (scores.shape[0],), scores.device, may_be_empty=1)
-    ends = lengths
-    if row_starts is not None:
-        checks.indices("row_starts", row_starts, (scores.shape[0],), scores.device, may_be_empty=1)
-        ends = row_starts + lengths
     with checks.naming(logits="input", start="row_starts", end="lengths"):
         return select(scores, k, start=row_starts, end=ends)
 

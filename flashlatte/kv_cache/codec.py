@@ -175,8 +175,7 @@ def as_cache(
         cache_format: inferred from the cache, and from ``rows`` if they are given, if None.
         rows: latent and RoPE dims of the rows.
     """
-    if not isinstance(cache, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
+    cache = checks.given(name, cache)
     if cache.dim() == 3:
         cache = cache.unsqueeze(2)
     layout = format_of_records(cache, cache_format, name, rows)
@@ -198,8 +197,7 @@ def format_of_records(
     records: object, cache_format: str | CacheFormat | None, name: str, rows: tuple[int, int] | None = None
 ) -> CacheFormat:
     """The given or inferred format, checked against the width and dtype of records or of a cache."""
-    if not isinstance(records, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(records).__name__}")
+    records = checks.given(name, records)
     if records.dim() == 0:
         raise ValueError(f"{name} must have at least one axis, got a scalar")
     if records.shape[-1] == 0:
@@ -225,8 +223,7 @@ def format_of_records(
 def format_for_rows(cache_format: str | CacheFormat, x: torch.Tensor, rope: torch.Tensor | None) -> CacheFormat:
     """The format for these rows; its width is the rows' width if it is plain."""
     for name, value in (("x", x), *([] if rope is None else [("rope", rope)])):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        checks.given(name, value)
         if value.dtype not in checks.FLOAT_DTYPES:
             raise TypeError(
                 f"{name} must be {checks.dtype_names(checks.FLOAT_DTYPES)}, got {checks.dtype_names([value.dtype])}"

@@ -11,12 +11,12 @@ def check(
     block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_starts: torch.Tensor | None, device: torch.device
 ) -> None:
     """Check block_table [b, max_pages], cu_seqlens [b + 1] or [b], seq_starts [b]; if b is 0, max_pages may be 0."""
-    may_be_empty = 2 if isinstance(block_table, torch.Tensor) and block_table.shape[:1] == (0,) else 0
+    may_be_empty = 2 if checks.is_strided(block_table) and block_table.shape[:1] == (0,) else 0
     checks.tensor(
         "block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty
     )
     requests = block_table.shape[0]
-    open_end = requests > 0 and isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape == (requests,)
+    open_end = requests > 0 and checks.is_strided(cu_seqlens) and cu_seqlens.shape == (requests,)
     boundaries = requests if open_end else requests + 1
     checks.indices("cu_seqlens", cu_seqlens, (boundaries,), device)
     if seq_starts is not None:

@@ -21,6 +21,7 @@ import torch
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.formats import CacheFormat, Plane, PlaneRows, Scale
 from flashlatte.kv_cache.fp8 import E4M3_MAX, as_bytes, divide, from_bytes, round_up_to_power_of_two, to_e4m3
+from flashlatte.runtime import checks
 
 HEAD_DIMS = (32, 64, 128)
 SMALLEST_AMAX = 1e-4
@@ -197,8 +198,7 @@ def as_index_cache(
     cache: object, head_dim: int, name: str = "cache", device: torch.device | None = None
 ) -> tuple[torch.Tensor, IndexFormat]:
     """Check a cache [pages, page_size, 1, width] or [pages, page_size, width]; returns it 4-D with its format."""
-    if not isinstance(cache, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
+    cache = checks.given(name, cache)
     if device is not None and cache.device != device:
         raise ValueError(f"{name} must be on {device} like the other arguments, got {cache.device}")
     if cache.dim() == 3:

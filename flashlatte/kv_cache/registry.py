@@ -108,8 +108,10 @@ def infer_format(cache: torch.Tensor, name: str = "cache", rows: tuple[int, int]
         rows: latent and RoPE dims of the rows in the cache, which distinguish formats of the same width.
 
     Raises:
-        ValueError: no format has this dtype and width, or two have.
+        TypeError, ValueError: not a tensor with a last dimension; no format has this dtype and width, or two have.
     """
+    if checks.given(name, cache).dim() == 0:
+        raise ValueError(f"{name} must have at least one axis, got a scalar")
     width = cache.shape[-1]
     layouts = formats_of_width(cache)
     if rows is not None:

@@ -30,7 +30,7 @@ def as_row_cache(
     """
     if isinstance(cache_format, str):
         cache_format = as_format(cache_format, head_dim)
-    one_byte = isinstance(cache, torch.Tensor) and cache.dtype.itemsize == 1
+    one_byte = checks.is_strided(cache) and cache.dtype.itemsize == 1
     if cache_format is None and one_byte and head_dim in HEAD_DIMS:
         cache, layout = as_index_cache(cache, head_dim)
     else:

@@ -12,8 +12,7 @@ def check(name: str, value: float | torch.Tensor | None) -> float | torch.Tensor
     if value is None:
         return 1.0
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
-            raise TypeError(f"{name} must be a strided tensor, got layout {value.layout}")
+        checks.given(name, value)
         if value.dtype != torch.float32:
             raise TypeError(f"{name} must be a float or a float32 tensor, got {checks.dtype_names([value.dtype])}")
         if value.numel() != 1:

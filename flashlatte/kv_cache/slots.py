@@ -33,8 +33,7 @@ def read(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
     cache, layout = as_cache(cache, cache_format)
-    if not isinstance(slots, torch.Tensor):
-        raise TypeError(f"slots must be a tensor, got {type(slots).__name__}")
+    slots = checks.given("slots", slots)
     check_float_dtype(dtype)
     checks.indices("slots", slots, slots.shape, cache.device)
     return read_slots(cache, slots, layout, one_scale(layout, scale)).to(dtype)

@@ -97,11 +97,14 @@ def warmup_steps(
             with NoArithmetic():
                 layer(hidden, caches[0], metadata, index_cache=caches[1])
         if dense:
-            # vLLM's scale of an e4m3 cache is a tensor.
-            scale = torch.ones((), device=device) if layout.takes_scale else None
-            cache = LatentCache(caches[0], layout, config.kv_lora_rank, scale)
+            scales: list[torch.Tensor | float | None] = [None]
+            if layout.takes_scale:
+                # vLLM's scale of an e4m3 cache is a tensor, and FlashInfer's a number, with exact products.
+                scales = [torch.ones((), device=device), *([1.0] if decode_precision is None else [])]
             sizes = [(batch, count) for count in range(1, max_queries + 1) for batch in batches_up_to(max_batch)]
-            yield from _dense_plugin_steps(config, *queries, cache, builder.max_pages, sizes, decode_precision)
+            for scale in scales:
+                cache = LatentCache(caches[0], layout, config.kv_lora_rank, scale)
+                yield from _dense_plugin_steps(config, *queries, cache, builder.max_pages, sizes, decode_precision)
     if topk is not None and config.qk_rope_head_dim:
         cache = LatentCache(caches[0], layout, config.kv_lora_rank)
         sizes = (batch * count for batch in batches_up_to(max_batch) for count in range(1, max_queries + 1))

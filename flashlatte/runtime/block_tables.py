@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch._C import DisableTorchFunction
 
+from flashlatte.runtime import checks
+
 
 def whole_rows(block_table: torch.Tensor) -> torch.Tensor:
     """Extend a slice of a table's columns to the buffer's whole rows. Other tables are returned unchanged.
@@ -13,10 +15,10 @@ def whole_rows(block_table: torch.Tensor) -> torch.Tensor:
     lengths to the table's width. SGLang captures CUDA graphs with lengths of 1 and a slice of one column, and replays
     them with other lengths, whose pages it writes to further columns of the buffer.
     """
-    if not isinstance(block_table, torch.Tensor):
-        return block_table
     # Torch-function modes intercept attribute reads too.
     with DisableTorchFunction():
+        if not checks.is_strided(block_table):
+            return block_table
         shape = block_table.shape
         if len(shape) != 2 or block_table.stride(0) <= shape[1]:
             return block_table

@@ -46,11 +46,7 @@ def tensor(
     ``shape`` holds an int for a required size and a name for a free size of at least 1. The first ``may_be_empty`` axes
     may have size 0.
     """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.layout != torch.strided or value.is_nested:
-        layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise TypeError(f"{name} must be a strided tensor, got {layout}")
+    value = given(name, value)
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {dtype_names([value.dtype])}")
     if not _has_shape(value.shape, shape, may_be_empty):
@@ -72,6 +68,13 @@ def indices(
     return tensor(name, value, shape, INDEX_DTYPES, device, unit_last_stride=False, may_be_empty=may_be_empty)
 
 
+def host_readable(**tensors: torch.Tensor) -> None:
+    """Check that tensors have values to copy, unlike meta tensors."""
+    for name, value in tensors.items():
+        if value.is_meta:
+            raise ValueError(f"{name} must have values, got a meta tensor")
+
+
 def block_table(value: object, requests: int, device: torch.device) -> torch.Tensor:
     """Check a block table [requests, max_pages]. Without requests it may have no pages either."""
     may_be_empty = 0 if requests else 2
@@ -86,7 +89,7 @@ def dtype(name: str, value: object, accepted: Sequence[torch.dtype]) -> None:
 
 def same_dtype(name: str, value: object, q: torch.Tensor, *others: torch.dtype) -> None:
     """Check that ``value`` has q's dtype or one of ``others``. The message names both: either may be the wrong one."""
-    if isinstance(value, torch.Tensor) and value.dtype not in (q.dtype, *others):
+    if is_strided(value) and value.dtype not in (q.dtype, *others):
         exception = f", or {name} {dtype_names(others)}" if others else ""
         got = f"q in {dtype_names([q.dtype])} and {name} in {dtype_names([value.dtype])}"
         raise TypeError(f"q and {name} must agree in dtype{exception}, got {got}")
@@ -139,10 +142,18 @@ def output_or_new(
 
 
 def given(name: str, value: object) -> torch.Tensor:
-    """Check that an output is given, for interfaces that write to it and return nothing."""
+    """Check that a value is a tensor that ``is_strided``, before its shape or strides are read."""
+    if is_strided(value):
+        return value
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    return value
+    layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+    raise TypeError(f"{name} must be a strided tensor, got {layout}")
+
+
+def is_strided(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor with a shape and strides: neither sparse, nor nested, nor of another library."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def no_overlap(name: str, value: torch.Tensor, **others: torch.Tensor | None) -> None:

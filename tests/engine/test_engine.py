@@ -195,6 +195,11 @@ def test_batch_invariant_bits_do_not_depend_on_other_requests(earlier, beside, o
     assert generated(earlier, beside, **options) == generated([], [])
 
 
+def test_batch_invariance_is_true_or_false():
+    with pytest.raises(TypeError, match=r"^batch_invariant must be True or False, got 'no'$"):
+        Model(model(), batch_invariant="no")  # pyright: ignore[reportArgumentType]
+
+
 def test_batch_invariance_takes_no_drafts():
     with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 for a batch_invariant model, got 2"):
         Engine(Model(model(), batch_invariant=True), num_speculative_tokens=2)

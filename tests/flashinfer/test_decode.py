@@ -288,6 +288,8 @@ INDICES = torch.zeros(2, 1, 5, dtype=torch.int32)
         ({"backend": "cudnn"}, "backend must be one of auto, xqa, trtllm-gen, cute-dsl, sparse, hopper"),
         ({"kv_lora_rank": 16}, r"query must have kv_lora_rank \+ qk_rope_head_dim = 32 columns, got 48"),
         ({"sinks": [torch.zeros(3)]}, "sinks must be left out, got .*: dense_decode has no sinks"),
+        ({"sinks": 0.5}, "^sinks must be a tensor or a list of one, got float$"),
+        ({"sinks": [0.5]}, "^sinks must be a tensor, got float$"),
         ({"bmm1_scale": 0.0}, "bmm1_scale must be a finite number above 0"),
         ({"kv_cache": torch.zeros(2, 2, 8, 48)}, r"kv_cache must have shape \[pages, page_size, d\] or \[pages, 1"),
         ({"block_tables": torch.zeros(2, 2, 9, dtype=torch.int32)}, r"block_tables must have shape \[2, max_pages\]"),

@@ -268,6 +268,10 @@ class TestRefusals:
             ({"use_profiler": True}, "use_profiler must be left out, got True: there is no profiler"),
             ({"page_size": 0}, "page_size must be at least 1"),
             ({"sm_scale": 0.0}, "sm_scale must be"),
+            (
+                {"kv_indices": torch.zeros(9, dtype=torch.int32, device="meta")},
+                "kv_indices must have values, got a meta",
+            ),
         ],
     )
     def test_of_a_plan(self, change, message):
@@ -275,7 +279,14 @@ class TestRefusals:
             self.plan(**change)
 
     @pytest.mark.parametrize(
-        "change", [{"q_data_type": torch.float8_e4m3fn}, {"kv_data_type": torch.bfloat16}, {"qo_indptr": [0, 1, 2]}]
+        "change",
+        [
+            {"q_data_type": torch.float8_e4m3fn},
+            {"kv_data_type": torch.bfloat16},
+            {"qo_indptr": [0, 1, 2]},
+            {"causal": 1},
+            {"sm_scale": None},
+        ],
     )
     def test_of_types(self, change):
         with pytest.raises(TypeError, match=next(iter(change))):
@@ -297,6 +308,11 @@ class TestRefusals:
         tensors = dict(zip(names, (*split(self.case.q), *split(self.case.cache)), strict=True))
         with pytest.raises(ValueError, match=message):
             self.plan().run(**tensors | change)
+
+    @pytest.mark.parametrize("name", ["return_lse", "return_lse_base_on_e"])
+    def test_of_flags_of_a_run(self, name):
+        with pytest.raises(TypeError, match=f"^{name} must be True or False, got 'x'$"):
+            self.plan().run(*split(self.case.q), *split(self.case.cache), **{name: "x"})
 
     def test_without_a_plan(self):
         with pytest.raises(ValueError, match="plan must be called before run"):

@@ -61,6 +61,30 @@ def test_append(counts, page_size, adjacent):
     assert torch.cat(parts, dim=-1).equal(wanted)
 
 
+@pytest.mark.parametrize("adjacent", [True, False])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, id="symbolic sizes")])
+def test_append_compiles_as_one_graph(adjacent, dynamic):
+    rows, requests, positions = torch.randn(5, 24), torch.tensor([0, 0, 1, 1, 9]), torch.tensor([0, 1, 0, 2, 0])
+    tables = (torch.tensor([0, 3, 1]), torch.tensor([0, 1, 3]), torch.ones(2, dtype=torch.int32))
+
+    def append(ckv_cache, kpe_cache):
+        new = (rows[:, :16], rows[:, 16:], requests, positions)
+        flashinfer.append_paged_mla_kv_cache(*new, ckv_cache, kpe_cache, *tables)
+        return ckv_cache.sum() + kpe_cache.sum()
+
+    def caches():
+        cache = torch.zeros(4, 2, 24)
+        ckv_cache, kpe_cache = cache[..., :16], cache[..., 16:]
+        return ckv_cache, kpe_cache if adjacent else kpe_cache.clone()
+
+    wanted, actual = caches(), caches()
+    torch.compiler.reset()
+    total = append(*wanted)
+    assert torch.compile(append, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*actual).equal(total)
+    assert all(one.equal(other) for one, other in zip(actual, wanted, strict=True))
+    assert total != 0
+
+
 def test_tokens_outside_the_pages_are_skipped():
     cache, rows = torch.zeros(4, 2, 24), torch.ones(5, 24)
     flashinfer.append_paged_mla_kv_cache(

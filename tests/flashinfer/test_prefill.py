@@ -128,6 +128,15 @@ def test_refusals_of_a_plan(change, message):
         planned(BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE), [3], [4], **change)
 
 
+@pytest.mark.parametrize(("place", "name"), enumerate(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")))
+@pytest.mark.parametrize("value", ["8", True, 8.0])
+def test_sizes_are_ints(place, name, value):
+    sizes = [HEADS, HEADS, QK, VO]
+    sizes[place] = value
+    with pytest.raises(TypeError, match=f"^{name} must be an int, got"):
+        BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE).plan(boundaries([3]), boundaries([4]), *sizes)
+
+
 def test_other_refusals():
     with pytest.raises(ValueError, match="jit_args must be left out"):
         BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, jit_args=["name"])
@@ -143,5 +152,9 @@ def test_other_refusals():
         wrapper.run(inputs[0][:2], *inputs[1:])
     with pytest.raises(ValueError, match=r"k_scale must be left out, got 0\.5: inputs have no scales"):
         wrapper.run(*inputs, q_scale=1.0, k_scale=0.5)
+    with pytest.raises(ValueError, match=r"^v_scale must be left out, got a tensor \[4\]: inputs have no scales"):
+        wrapper.run(*inputs, v_scale=torch.ones(4))
+    with pytest.raises(TypeError, match=r"^return_lse must be True or False, got 'x'$"):
+        wrapper.run(*inputs, return_lse="x")
     with pytest.raises(ValueError, match="args must be left out"):
         wrapper.run(*inputs, 3)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlatte import flashinfer
-from flashlatte.flashinfer import TopKTieBreak
+from flashlatte.flashinfer import TopKTieBreak, topk
 
 ROWS, WIDTH = 6, 40
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -76,15 +76,19 @@ def test_page_table_transform(lengths, k, starts, shared):
     lengths=LENGTHS,
     k=st.integers(1, 50),
     starts=st.one_of(st.none(), LENGTHS),
-    first_entries=st.lists(st.integers(0, 12), min_size=ROWS, max_size=ROWS),
+    first_entries=st.one_of(st.none(), st.lists(st.integers(0, 12), min_size=ROWS, max_size=ROWS)),
     page_size=st.sampled_from([1, 4, 64]),
     strided=st.booleans(),
+    with_raw=st.booleans(),
 )
-def test_page_table_transform_of_pages(lengths, k, starts, first_entries, page_size, strided):
+def test_page_table_transform_of_pages(lengths, k, starts, first_entries, page_size, strided, with_raw):
     """Entries beyond the table, and negative ones, select nothing."""
     x, generator = scores(), torch.Generator().manual_seed(2)
     table = torch.randint(-1, 1000, (ROWS, 20), generator=generator, dtype=torch.int32)
+    starts = None if first_entries is None and page_size > 1 else starts
     begins = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    if starts is not None and first_entries is None:
+        first_entries = starts
     out, raw = (torch.full((ROWS, 2 * k if strided else k), -9, dtype=torch.int32)[:, :k] for _ in range(2))
     result = flashinfer.top_k_page_table_transform(
         x,
@@ -92,21 +96,34 @@ def test_page_table_transform_of_pages(lengths, k, starts, first_entries, page_s
         torch.tensor(lengths, dtype=torch.int32),
         k,
         row_starts=begins,
-        page_table_row_starts=torch.tensor(first_entries),
+        page_table_row_starts=None if first_entries is None else torch.tensor(first_entries),
         page_size=page_size,
         out=out,
-        out_raw_indices=raw,
+        out_raw_indices=raw if with_raw else None,
     )
     assert result is out
     for row in range(ROWS):
         wanted = selected(x[row], 0 if starts is None else starts[row], lengths[row], k)
         slots = []
         for index in wanted:
-            entry = first_entries[row] + index // page_size
+            entry = (0 if first_entries is None else first_entries[row]) + index // page_size
             page = int(table[row, entry]) if entry < 20 else -1
             slots.append(page * page_size + index % page_size if page >= 0 else -1)
-        assert raw[row].tolist() == wanted + [-1] * (k - len(wanted))
+        assert not with_raw or raw[row].tolist() == wanted + [-1] * (k - len(wanted))
         assert result[row].tolist() == slots + [-1] * (k - len(wanted))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_slots_are_written_in_one_launch_without_starts(monkeypatch, shared):
+    monkeypatch.setattr(topk, "index_convert", None)
+    x, lengths, out = scores(), torch.arange(ROWS) * 8, torch.zeros(ROWS, 5, dtype=torch.int32)
+    table = torch.randint(-1, 1000, (2 if shared else ROWS, 5), dtype=torch.int32)
+    requests = torch.tensor([0, 1, 1, -1, 2, 0]) if shared else None
+    wanted = flashinfer.top_k_page_table_transform(x, table, lengths, 5, requests, page_size=8)
+    assert flashinfer.top_k_page_table_transform(x, table, lengths, 5, requests, page_size=8, out=out) is out
+    assert out.equal(wanted)
+    with pytest.raises(TypeError, match="not callable"):
+        flashinfer.top_k_page_table_transform(x, table, lengths, 5, requests, page_table_row_starts=lengths)
 
 
 def test_first_entries_of_pages():
@@ -146,5 +163,9 @@ def test_refusals():
         flashinfer.top_k_ragged_transform(x, offsets[:5], offsets, 4)
     with pytest.raises(ValueError, match=r"lengths must have shape \[6\]"):
         flashinfer.top_k_page_table_transform(x, offsets.view(-1, 1), offsets[:5], 4)
+    with pytest.raises(ValueError, match=r"^src_page_table must have input's 6 rows without row_to_batch, got 5$"):
+        flashinfer.top_k_page_table_transform(x, offsets[:5].view(-1, 1), offsets, 4)
+    with pytest.raises(ValueError, match=r"^out must share no memory with src_page_table"):
+        flashinfer.top_k_page_table_transform(x, table := offsets.repeat(4).view(6, 4), offsets, 4, out=table)
     with pytest.raises(ValueError, match=r"row_to_batch must have shape \[6\]"):
         flashinfer.top_k_page_table_transform(x, offsets.view(-1, 1), offsets, 4, offsets[:5])

@@ -50,14 +50,15 @@ def vllm_call(batch, queries, dtype=torch.bfloat16, **options):
     flashlatte.dense_decode(q, cache_of(dtype)[:, :, None], table, lengths, q_rope=rope, causal=True, **options)
 
 
-def flashinfer_call(batch, queries):
+def flashinfer_call(batch, queries, kv_dtype=torch.bfloat16, **scales):
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, dtype=torch.uint8))
     starts, pages = torch.arange(batch + 1, dtype=torch.int32), torch.zeros(40 * batch, dtype=torch.int32)
     lengths = torch.full((batch,), 2000, dtype=torch.int32)
-    dtypes = torch.bfloat16, torch.bfloat16
+    dtypes = torch.bfloat16, kv_dtype
     wrapper.plan(starts * queries, starts * 40, pages, lengths, HEADS, 512, 64, PAGE, True, 0.1, *dtypes)
-    q, cache = torch.zeros(batch * queries, HEADS, 576, dtype=torch.bfloat16), cache_of()
-    wrapper.run(q[..., :512], q[..., 512:].clone(), cache[..., :512], cache[..., 512:], return_lse=True)
+    q, cache = torch.zeros(batch * queries, HEADS, 576, dtype=torch.bfloat16), cache_of(kv_dtype)
+    parts = (q[..., :512], q[..., 512:].clone(), cache[..., :512], cache[..., 512:])
+    wrapper.run(*parts, return_lse=True, **scales)
 
 
 def decode_variants(*calls):
@@ -93,6 +94,18 @@ def test_calls_with_vllms_scale_find_the_keys_of_the_steps(assume, precision, sc
     # Exact products over the same cache are another variant than e4m3's.
     other = {None: "fp8", "fp8": None}[precision]
     assert decode_variants(lambda: warm_up("fp8", decode_precision=other), called)[1] == 1
+
+
+@pytest.mark.parametrize(("batch", "queries"), [(1, 1), (3, 2)])
+def test_calls_with_flashinfers_scales_find_the_keys_of_the_steps(assume, batch, queries):
+    assume((9, 0))
+
+    def called():
+        flashinfer_call(batch, queries, torch.float8_e4m3fn, ckv_scale=0.5, kpe_scale=0.5)
+
+    steps, missing = decode_variants(lambda: warm_up("fp8"), called)
+    assert steps > 1
+    assert missing == 0
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,15 @@ def test_tensor_errors_name_the_problem(value, error, message):
         checks.tensor("x", value, ("n", 3), FLOATS, CPU)
 
 
+def test_a_given_tensor_is_strided():
+    x = torch.zeros(2, 3)
+    assert checks.given("x", x) is x
+    for other in (x.to_sparse(), x.to_sparse_csr(), nested_tensor(), x.to_mkldnn(), None):
+        assert not checks.is_strided(other)
+        with pytest.raises(TypeError, match=r"^x must be a (strided )?tensor, got (layout torch|a nested tensor|None)"):
+            checks.given("x", other)
+
+
 def test_last_stride_is_free_where_it_may_be_or_does_not_matter():
     checks.tensor("x", torch.zeros(3, 2).T, ("n", 3), FLOATS, unit_last_stride=False)
     checks.tensor("x", torch.zeros(2, 4)[:, ::4], ("n", 1), FLOATS)

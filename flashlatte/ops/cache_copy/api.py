@@ -154,8 +154,7 @@ def _same_dense_pages(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> bool:
 
 
 def _check_paged(name: str, cache: object) -> None:
-    if not isinstance(cache, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
+    cache = checks.given(name, cache)
     if cache.dim() < 2:
         raise ValueError(f"{name} must have shape [pages, page_size, …], got {list(cache.shape)}")
     if cache.dtype.is_complex:
@@ -181,7 +180,7 @@ def _as_list(pages: Pages) -> Pages:
 def _checked_pages(name: str, pages: Pages, count: int) -> torch.Tensor | list[int]:
     """A tensor on a GPU or in a compiled program unchanged; others as a checked list of page numbers."""
     if isinstance(pages, torch.Tensor):
-        if pages.dtype not in checks.INDEX_DTYPES or pages.dim() != 1:
+        if checks.given(name, pages).dtype not in checks.INDEX_DTYPES or pages.dim() != 1:
             raise TypeError(
                 f"{name} must be a list of ints or a 1-D int32 or int64 tensor, "
                 f"got {checks.dtype_names([pages.dtype])} {list(pages.shape)}"

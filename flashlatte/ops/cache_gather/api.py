@@ -144,7 +144,7 @@ def gather_last(
         raise ValueError(f"out must have no gap between requests, got strides {out.stride()}")
     if checks.positive_int("offset", offset, or_zero=True) > rows:
         raise ValueError(f"offset must be at most out's {rows} rows, got {offset}")
-    if isinstance(cache, torch.Tensor) and cache.dim() > 1:
+    if checks.is_strided(cache) and cache.dim() > 1:
         value_checks.lengths("seq_lens", seq_lens, block_table.shape[1] * cache.shape[1])
     lengths = seq_lens.long()
     starts = torch.zeros_like(lengths)

@@ -197,7 +197,7 @@ def _dense_decode(params: DenseDecodeParams, backend: str) -> None:
 
 def _check_format(k_cache: object, head_dim: int) -> None:
     """Raise an error that names ``sparse_decode`` if the cache is in a format with scales."""
-    if isinstance(k_cache, torch.Tensor) and k_cache.dim() and k_cache.shape[-1] != head_dim:
+    if checks.is_strided(k_cache) and k_cache.dim() and k_cache.shape[-1] != head_dim:
         layouts = formats_of_width(k_cache)
         if layouts:
             raise ValueError(

@@ -45,26 +45,25 @@ def vit_attention(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments.
     """
-    axes = q.dim() if isinstance(q, torch.Tensor) else 3
+    axes = checks.given("q", q).dim()
     if axes not in (3, 4):
         raise ValueError(f"q must have shape [T, h, d] or [b, s, h, d], got {list(q.shape)}")
     given = {"q": q, "k": k, "v": v}
     for name, value in given.items():
-        if isinstance(value, torch.Tensor) and value.dim() != axes:
+        if checks.given(name, value).dim() != axes:
             raise ValueError(f"{name} must have {axes} axes like q, got {list(value.shape)}")
-    if out is not None and (not isinstance(out, torch.Tensor) or out.dim() != axes):
-        got = list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-        raise ValueError(f"out must have {axes} axes like q, got {got}")
+    if out is not None and checks.given("out", out).dim() != axes:
+        raise ValueError(f"out must have {axes} axes like q, got {list(out.shape)}")
     images, patches = (q.shape[0], q.shape[1]) if axes == 4 else (0, 0)
     if axes == 4:
-        q, k, v = (value.flatten(0, 1) if isinstance(value, torch.Tensor) else value for value in given.values())
+        q, k, v = (value.flatten(0, 1) for value in given.values())
     if cu_seqlens is None:
         if axes == 3:
             raise ValueError("cu_seqlens must be given where q has shape [T, h, d], got None")
         cu_seqlens = torch.arange(images + 1, dtype=torch.int32, device=q.device) * patches
         longest = patches
     else:
-        longest = q.shape[0] if isinstance(q, torch.Tensor) else 0
+        longest = q.shape[0]
         if isinstance(max_seqlen, torch.Tensor):
             if max_seqlen.numel() != 1 or max_seqlen.is_floating_point():
                 raise ValueError(

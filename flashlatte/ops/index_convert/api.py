@@ -44,8 +44,7 @@ def to_cache_indices(
     checks.dtype("dtype", dtype, checks.INDEX_DTYPES)
     checks.tensor("block_table", block_table, ("b", "max_pages"), checks.INDEX_DTYPES, may_be_empty=2)
     requests, max_pages = block_table.shape
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
+    positions = checks.given("positions", positions)
     if positions.dtype not in checks.INDEX_DTYPES:
         raise TypeError(
             f"positions must be {checks.dtype_names(checks.INDEX_DTYPES)}, got {checks.dtype_names([positions.dtype])}"
@@ -224,7 +223,7 @@ def _selection(indices: torch.Tensor | None, query_positions: torch.Tensor | Non
     known = query_positions if indices is None else indices
     if known is None:
         raise ValueError("indices must be given if sinks and window are 0, got None")
-    rows = known.shape[0] if isinstance(known, torch.Tensor) and known.dim() else 0
+    rows = known.shape[0] if checks.is_strided(known) and known.dim() else 0
     if indices is None:
         checks.indices("query_positions", known, (rows,))
         return rows, 0, known.device

@@ -205,7 +205,7 @@ def check_paged(
     check_heads(heads, head_dim)
     cache, layout = check_cache("cache", cache, q)
     checks.tensor("weights", weights, (batch * next_n, heads), (torch.float32,), q.device)
-    per_query = isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() != 1
+    per_query = checks.is_strided(cache_seqlens) and cache_seqlens.dim() != 1
     lengths_shape = (batch, next_n) if per_query else (batch,)
     checks.indices("cache_seqlens", cache_seqlens, lengths_shape, q.device)
     checks.block_table(block_table, batch, q.device)
@@ -230,7 +230,7 @@ def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> tuple[torch.
 def check_keys(q: torch.Tensor, k: object, k_scale: object) -> int:
     """The number of keys."""
     head_dim, device = q.shape[2], q.device
-    if isinstance(k, torch.Tensor) and k.dtype == torch.uint8:
+    if checks.is_strided(k) and k.dtype == torch.uint8:
         k = checks.tensor("k", k, ("N", head_dim // 2), (torch.uint8,), device, may_be_empty=1)
         checks.tensor("k_scale", k_scale, (k.shape[0], head_dim // fp4.TILE), (torch.uint8,), device)
     else:

@@ -59,8 +59,8 @@ def index_select(
     """
     workspace_bytes = checks.positive_int("workspace_bytes", workspace_bytes)
     for name, value in (("q", q), ("k", k), ("weights", weights), ("key_start", key_start), ("key_end", key_end)):
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            raise TypeError(f"{name} must be a tensor with at least one axis, got {type(value).__name__}")
+        if checks.given(name, value).dim() == 0:
+            raise TypeError(f"{name} must be a tensor with at least one axis, got a scalar")
     rows, num_keys = q.shape[0], k.shape[0]
     for name, value in (("weights", weights), ("key_start", key_start), ("key_end", key_end)):
         if value.shape[0] != rows:

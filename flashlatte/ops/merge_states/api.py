@@ -73,9 +73,9 @@ def _merge_parts(
         raise ValueError(
             f"outs and lses must hold the same number of parts, at least 1, got {len(outs)} and {len(lses)}"
         )
-    first = outs[0]
+    first = checks.given("outs[0]", outs[0])
     if first.dim() < 1:
-        raise ValueError("outs must hold tensors of shape [..., d], got a scalar")
+        raise ValueError("outs[0] must have shape [..., d], got a scalar")
     for index, (part, part_lse) in enumerate(zip(outs, lses, strict=True)):
         dtypes = checks.FLOAT_DTYPES if index == 0 else (first.dtype,)
         checks.tensor(f"outs[{index}]", part, tuple(first.shape), dtypes, first.device, unit_last_stride=False)
@@ -187,7 +187,7 @@ def _check_context(value: int | torch.Tensor | None, first: torch.Tensor) -> tup
         raise ValueError(f"context_tokens must be None for outs without a leading axis, got {value!r}")
     if not isinstance(value, torch.Tensor):
         return None, checks.positive_int("context_tokens", value, or_zero=True)
-    if value.dtype not in checks.INDEX_DTYPES:
+    if checks.given("context_tokens", value).dtype not in checks.INDEX_DTYPES:
         raise TypeError(f"context_tokens must be an int or an int32 or int64 tensor, got {value.dtype}")
     if value.numel() != 1 or value.device != first.device:
         raise ValueError(
@@ -198,7 +198,7 @@ def _check_context(value: int | torch.Tensor | None, first: torch.Tensor) -> tup
 
 def _parts(name: str, value: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.dim() < 1:
+        if checks.given(name, value).dim() < 1:
             raise ValueError(f"{name} must be a sequence of tensors or one stacked tensor, got a scalar")
         return list(value.unbind(0))
     # A list first: isinstance with Sequence alone runs Python code.

@@ -134,8 +134,7 @@ def _unpack_seq(packed: torch.Tensor, cu_seqlens: torch.Tensor, out: torch.Tenso
 
 def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
     """x with the axes after the first ``axes`` flattened to one of stride 1."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    x = checks.given(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be {checks.dtype_names(DTYPES)}, got {checks.dtype_names([x.dtype])}")
     if x.dim() <= axes or 0 in x.shape[axes:]:

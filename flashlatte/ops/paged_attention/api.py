@@ -257,7 +257,7 @@ def _check_k_cache(k_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     head_dim = q.shape[2]
     dtypes = (q.dtype, *QUANTIZED)
     checks.same_dtype("k_cache", k_cache, q, *QUANTIZED)
-    if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 5:
+    if checks.is_strided(k_cache) and k_cache.dim() == 5:
         x = max(k_cache.shape[4], 1)
         shape = ("pages", "page_size", "h_kv", head_dim // x, x if head_dim % x == 0 else head_dim)
         checks.tensor("k_cache", k_cache, shape, dtypes, q.device, unit_last_stride=False)
@@ -338,7 +338,7 @@ def _cache_scale(
         raise ValueError(
             f"{name} belongs to a cache in {accepted}, and this one is {checks.dtype_names([cache.dtype])}"
         )
-    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+    if checks.is_strided(scale) and scale.numel() != 1:
         shape = cache.shape[:3]
         if scale.shape != shape and scale.shape != shape[2:]:
             raise ValueError(

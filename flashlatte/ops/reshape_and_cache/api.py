@@ -110,7 +110,7 @@ def _check_cache(
 ) -> torch.Tensor:
     """Check a cache; returns it with rows split over the last two axes, the last of them contiguous."""
     heads, width = rows.shape[1:]
-    if split and isinstance(cache, torch.Tensor) and cache.dim() == 5:
+    if split and checks.is_strided(cache) and cache.dim() == 5:
         x = max(cache.shape[4], 1)
         shape = ("pages", "page_size", heads, width // x, x if width % x == 0 else width)
         return checks.output(name, cache, shape, dtypes, rows.device)
@@ -127,7 +127,7 @@ def _check_scale(
             f"{name} belongs to a cache in {checks.dtype_names(LARGEST)}, and this one is "
             f"{checks.dtype_names([cache.dtype])}"
         )
-    if isinstance(scale, torch.Tensor) and (scale.numel() != 1 or scale.dim() == 3):
+    if checks.is_strided(scale) and (scale.numel() != 1 or scale.dim() == 3):
         shape = cache.shape[:3]
         if scale.shape not in (shape, shape[2:]):
             raise ValueError(

@@ -254,7 +254,7 @@ def _extra_cache(
         return None, None
     if indices is None:
         raise ValueError("extra_indices must be given if extra_k_cache is, got None")
-    if isinstance(cache, torch.Tensor) and cache.dim():
+    if checks.is_strided(cache) and cache.dim():
         layout = layout.second_format(cache.shape[-1])
     cache, _ = as_cache(cache, layout, "extra_k_cache")
     _check_cache("extra_k_cache", cache, layout, q, q_rope)
@@ -277,8 +277,8 @@ def _check_selection(
     if length is None:
         value_checks.entries(name, indices, num_slots)
         return
-    if isinstance(length, torch.Tensor) and length.dim() not in (1, 2):
+    if checks.is_strided(length) and length.dim() not in (1, 2):
         raise ValueError(f"{length_name} must have shape [{batch}] or [{batch}, {s_q}], got {list(length.shape)}")
-    shape = (batch, s_q) if isinstance(length, torch.Tensor) and length.dim() == 2 else (batch,)
+    shape = (batch, s_q) if checks.is_strided(length) and length.dim() == 2 else (batch,)
     checks.indices(length_name, length, shape, q.device)
     value_checks.selections(name, indices, length_name, length, num_slots)

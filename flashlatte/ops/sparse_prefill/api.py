@@ -172,7 +172,7 @@ def check_operands(
     device = q.device
     may_be_empty = 0 if s_q else 3
     checks.same_dtype("kv", kv, q)
-    if q_rope is not None and isinstance(kv, torch.Tensor) and kv.dim() == 3 and kv.shape[2] != head_dim:
+    if q_rope is not None and checks.is_strided(kv) and kv.dim() == 3 and kv.shape[2] != head_dim:
         raise ValueError(f"kv must have rows of q's and q_rope's {head_dim} elements, got {kv.shape[2]}")
     checks.tensor("kv", kv, ("s_kv", 1, head_dim), (q.dtype,), device, may_be_empty=may_be_empty)
     checks.tensor("indices", indices, (s_q, 1, "topk"), checks.INDEX_DTYPES, device, may_be_empty=may_be_empty)

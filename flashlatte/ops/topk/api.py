@@ -187,7 +187,7 @@ def _unsorted(
     if start is not None:
         checks.indices("start", start, (rows,), device)
     if end is not None:
-        per_row = isinstance(end, torch.Tensor) and end.shape == (rows,)
+        per_row = checks.is_strided(end) and end.shape == (rows,)
         ends = rows if per_row else rows // next_n
         checks.indices("end", end, (ends,), device)
     page_size = _check_table(rows, next_n, block_table, page_size, request_ids, device)

@@ -17,7 +17,7 @@ META = torch.device("meta")
         ({"outs": [], "lses": []}, ValueError, "^outs and lses must hold .* at least 1, got 0 and 0$"),
         ({"outs": OUTS[:1]}, ValueError, "^outs and lses must hold the same number of parts.* got 1 and 2$"),
         ({"lses": [*LSES, LSES[0]]}, ValueError, "^outs and lses must hold the same number of parts.* got 2 and 3$"),
-        ({"outs": torch.zeros(2)}, ValueError, r"^outs must hold tensors of shape \[\.\.\., d\], got a scalar$"),
+        ({"outs": torch.zeros(2)}, ValueError, r"^outs\[0\] must have shape \[\.\.\., d\], got a scalar$"),
         ({"outs": [OUTS[0].int(), OUTS[1]]}, TypeError, r"^outs\[0\] must be bfloat16 .* got int32$"),
         ({"outs": [OUTS[0], OUTS[1].half()]}, TypeError, r"^outs\[1\] must be float32, got float16$"),
         ({"outs": [OUTS[0], OUTS[1][:2]]}, ValueError, r"^outs\[1\] must have shape \[3, 4, 8\] .* got \[2, 4, 8\]$"),

@@ -55,6 +55,7 @@ def decode_attention_fwd(
     checks.tensor("q", q, ("b", "h_q", "d"), checks.FLOAT_DTYPES, may_be_empty=1)
     batch, h_q, _ = q.shape
     page_size = checks.positive_int("page_size", page_size)
+    softmax_scale = checks.score_factor("sm_scale", sm_scale)
     keys, values = (_as_pages(*given, page_size) for given in (("k_buffer", k_buffer), ("v_buffer", v_buffer)))
     if keys.shape[:3] != values.shape[:3]:
         raise ValueError(
@@ -78,7 +79,7 @@ def decode_attention_fwd(
                 table,
                 b_seq_len,
                 head_dim_v=values.shape[3],
-                softmax_scale=sm_scale,
+                softmax_scale=softmax_scale,
                 k_scale=k_scale,
                 out=o.unsqueeze(1),
             )[1].squeeze(2)
@@ -90,7 +91,7 @@ def decode_attention_fwd(
                 table,
                 b_seq_len,
                 torch.arange(batch + 1, dtype=torch.int32, device=q.device),
-                softmax_scale=sm_scale,
+                softmax_scale=softmax_scale,
                 softcap=logit_cap,
                 k_scale=k_scale,
                 v_scale=v_scale,

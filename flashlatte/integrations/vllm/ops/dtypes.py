@@ -78,8 +78,10 @@ def quant_mode(kv_quant_mode: Any) -> str:
 
 def without_scales(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The values of a cache whose rows are as wide as ``rows``, without the 4 bytes of scale that vLLM may append."""
-    one_byte = isinstance(cache, torch.Tensor) and cache.dim() == 4 and cache.dtype.itemsize == 1
-    with_scale = one_byte and isinstance(rows, torch.Tensor) and cache.shape[-1] == rows.shape[-1] + _SCALE_BYTES
+    one_byte = checks.is_strided(cache) and cache.dim() == 4 and cache.dtype.itemsize == 1
+    with_scale = (
+        one_byte and checks.is_strided(rows) and rows.dim() > 0 and cache.shape[-1] == rows.shape[-1] + _SCALE_BYTES
+    )
     return cache[..., :-_SCALE_BYTES] if with_scale else cache
 
 

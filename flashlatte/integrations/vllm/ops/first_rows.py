@@ -13,11 +13,14 @@ def first_rows(name: str, x: object, count_name: str, count: object) -> torch.Te
     Raises:
         TypeError, ValueError: a wrong type, or fewer than ``count`` rows.
     """
-    if isinstance(count, torch.Tensor) and count.numel() == 1 and count.dtype in checks.INDEX_DTYPES:
+    if (
+        isinstance(count, torch.Tensor)
+        and checks.given(count_name, count).numel() == 1
+        and count.dtype in checks.INDEX_DTYPES
+    ):
         count = int(count)
     count = checks.positive_int(count_name, count, or_zero=True)
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    x = checks.given(name, x)
     if x.dim() == 0 or x.layout != torch.strided:
         raise ValueError(f"{name} must be a strided tensor of rows, got shape {list(x.shape)}, layout {x.layout}")
     if x.shape[0] < count:

@@ -30,6 +30,7 @@ def indexer_k_quant_and_cache(
     head_dim = checks.tensor("k", k, ("T", "head_dim"), checks.FLOAT_DTYPES, may_be_empty=1).shape[1]
     if checks.integer("quant_block_size", quant_block_size) != head_dim:
         raise ValueError(f"quant_block_size must be k's head dim {head_dim}, one scale a token, got {quant_block_size}")
+    checks.instance("kv_cache_dtype", kv_cache_dtype, str)
     if kv_cache_dtype == "mxfp8":
         raise ValueError("kv_cache_dtype must be 'ue8m0' or an fp8 name with float32 scales, got 'mxfp8'")
     rounding = "power_of_two" if kv_cache_dtype == "ue8m0" else "exact"
@@ -61,8 +62,7 @@ def cp_gather_indexer_k_quant_cache(
         ("dst_k", dst_k, (torch.uint8, torch.int8, torch.float8_e4m3fn)),
         ("dst_scale", dst_scale, (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float32)),
     ):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        checks.given(name, value)
         if value.dtype not in dtypes:
             accepted = checks.dtype_names(dtypes)
             raise TypeError(f"{name} must be {accepted}, got {checks.dtype_names([value.dtype])}")
@@ -203,7 +203,6 @@ def _output_slice(raw_topk_indices: torch.Tensor, num_rows: int, topk_tokens: in
 
 
 def _check_strides(logits: torch.Tensor, stride0: int, stride1: int) -> None:
-    if not isinstance(logits, torch.Tensor):
-        raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
+    logits = checks.given("logits", logits)
     if (checks.integer("stride0", stride0), checks.integer("stride1", stride1)) != logits.stride():
         raise ValueError(f"stride0 and stride1 must be logits' {logits.stride()}, got {stride0} and {stride1}")

@@ -45,9 +45,11 @@ def concat_and_cache_mla(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    without_rope = isinstance(k_pe, torch.Tensor) and k_pe.dim() == 2 and k_pe.shape[1] == 0
+    checks.flag("skip_scale", skip_scale)
+    checks.choice("scale_rounding", scale_rounding, ("power_of_two", "exact"))
+    without_rope = checks.is_strided(k_pe) and k_pe.dim() == 2 and k_pe.shape[1] == 0
     if without_rope:
-        has_zeros = kv_cache_dtype == DS_MLA and isinstance(kv_c, torch.Tensor)
+        has_zeros = kv_cache_dtype == DS_MLA and checks.is_strided(kv_c)
         rope = kv_c.new_zeros(k_pe.shape[0], ROPE_DIM) if has_zeros else None
     else:
         rope = k_pe
@@ -244,8 +246,7 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor)
 
 def _rows(name: str, x: torch.Tensor, axes: int) -> torch.Tensor:
     """A view of ``x`` with all axes after the first ``axes`` flattened into one."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    x = checks.given(name, x)
     if x.dim() <= axes:
         raise ValueError(f"{name} must have more than {axes} axes, got shape {list(x.shape)}")
     try:

@@ -40,7 +40,7 @@ def reshape_and_cache(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; inconsistent arguments.
     """
-    if interleaved_v:
+    if checks.flag("interleaved_v", interleaved_v):
         raise ValueError("interleaved_v must be False: the value layout of AMD's kernels is not supported")
     for name, cache, axes in (("key_cache", key_cache, 5), ("value_cache", value_cache, 4)):
         _check_axes(name, cache, axes)
@@ -144,9 +144,8 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, 
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a block that a tensor lacks.
     """
     checks.positive_int("block_size_in_bytes", block_size_in_bytes)
-    if not isinstance(block_mapping, torch.Tensor) or block_mapping.dim() != 2 or block_mapping.shape[1] != 2:
-        got = list(block_mapping.shape) if isinstance(block_mapping, torch.Tensor) else type(block_mapping).__name__
-        raise ValueError(f"block_mapping must be a tensor of shape [n, 2], got {got}")
+    if checks.given("block_mapping", block_mapping).dim() != 2 or block_mapping.shape[1] != 2:
+        raise ValueError(f"block_mapping must have shape [n, 2], got {list(block_mapping.shape)}")
     if block_mapping.device.type != "cpu":
         raise ValueError(f"block_mapping must be on the CPU, got {block_mapping.device}")
     names = {"src_cache": "src", "dst_cache": "dst", "src_pages": "block_mapping[:, 0]"}
@@ -160,8 +159,7 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_size_in_bytes: int, 
 
 def _blocks(name: str, x: torch.Tensor, block_bytes: int) -> torch.Tensor:
     """View a tensor's memory as uint8 [blocks, 1, block_bytes]."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    x = checks.given(name, x)
     in_memory = x.permute(sorted(range(x.dim()), key=lambda axis: (-x.stride(axis), -x.shape[axis])))
     if not in_memory.is_contiguous():
         raise ValueError(f"{name} must be dense in memory, got shape {list(x.shape)}, strides {x.stride()}")
@@ -173,7 +171,6 @@ def _blocks(name: str, x: torch.Tensor, block_bytes: int) -> torch.Tensor:
 
 
 def _check_axes(name: str, cache: torch.Tensor, axes: int) -> None:
-    if not isinstance(cache, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(cache).__name__}")
+    cache = checks.given(name, cache)
     if cache.dim() != axes:
         raise ValueError(f"{name} must have {axes} axes, got shape {list(cache.shape)}")

@@ -89,14 +89,16 @@ def unified_attention(
     """
     for name, given in (("k", k), ("v", v), ("out", out)):
         checks.given(name, given)
-    requests = checks.given("seqused_k", seqused_k).numel()
+    requests = checks.indices("seqused_k", seqused_k, ("b",), may_be_empty=1).shape[0]
     per_request = isinstance(causal, torch.Tensor)
     _refuse(per_request, "causal must be True or False: one value for each request is not supported")
-    left, right = _sides(window_size, bool(causal))
+    left, right = _sides(window_size, checks.flag("causal", causal))
     both = rswa_window is not None and rswa_prefix_lens is not None
     _refuse(both, "rswa_window or rswa_prefix_lens must be None: windows with a prefix are not supported")
+    lookback = checks.integer("chunk_lookback", chunk_lookback)
+    clamp = checks.flag("mm_prefix_clamp_sliding_window", mm_prefix_clamp_sliding_window)
     if left >= 0:  # vLLM ignores these two without a window.
-        _refuse_with_window(chunk_lookback, mm_prefix_clamp_sliding_window, mm_prefix_range)
+        _refuse_with_window(lookback, clamp, mm_prefix_range)
     mode = quant_mode(kv_quant_mode)
     modes = ("NONE", "FP8_PER_TENSOR", *_SCALED_BY_TOKEN)
     _refuse(mode not in modes, f"kv_quant_mode must be {checks.join_or(modes)}, got {mode}")
@@ -119,8 +121,8 @@ def unified_attention(
             first_rows("block_table", block_table, "seqused_k", requests),
             seqused_k,
             cu_seqlens_q,
-            softmax_scale=softmax_scale,
-            causal=bool(causal),
+            softmax_scale=checks.score_factor("softmax_scale", softmax_scale),
+            causal=causal,
             window=(left, right),
             prefix_ranges=mm_prefix_range,
             softcap=softcap,
@@ -235,7 +237,7 @@ def _first(name: str, scale: torch.Tensor | None, requests: int) -> torch.Tensor
     """The first element of vLLM's scale, an expanded [b, h_kv], which is empty if there are no requests."""
     if not isinstance(scale, torch.Tensor):
         return scale
-    if scale.numel():
+    if checks.given(name, scale).numel():
         return scale[(0,) * scale.dim()]
     _refuse(requests > 0, f"{name} must have at least one element, got shape {list(scale.shape)}")
     return None

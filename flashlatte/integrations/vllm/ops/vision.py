@@ -48,9 +48,10 @@ def vit_triton_attn_wrapper(
     max_seqlen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``vit_flash_attn_wrapper`` without its unused arguments."""
-    if checks.given("q", q).shape[:1] != (batch_size,):
+    if checks.given("q", q).shape[:1] != (checks.integer("batch_size", batch_size),):
         raise ValueError(f"batch_size must be the first axis of q's {list(q.shape)}, got {batch_size}")
-    return vit_attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale=scale)
+    with checks.naming(softmax_scale="scale"):
+        return vit_attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale=scale)
 
 
 def vit_torch_sdpa_wrapper(
@@ -70,7 +71,7 @@ def vit_torch_sdpa_wrapper(
     for name, given in (("q", q), ("k", k)):
         if checks.given(name, given).dim() != 4:
             raise ValueError(f"{name} must have shape [b, s, h, d], got {list(given.shape)}")
-    if not enable_gqa and k.shape[2] != q.shape[2]:
+    if not checks.flag("enable_gqa", enable_gqa) and k.shape[2] != q.shape[2]:
         raise ValueError(f"k must have q's {q.shape[2]} heads without enable_gqa, got {k.shape[2]}")
     rows, patches = q.shape[:2]
     if cu_seqlens is not None and rows > 1:
@@ -78,4 +79,5 @@ def vit_torch_sdpa_wrapper(
         # An image without patches separates two rows.
         begins = torch.arange(rows, dtype=cu_seqlens.dtype, device=q.device) * patches
         cu_seqlens = (begins.unsqueeze(1) + cu_seqlens).flatten()
-    return vit_attention(q, k, v, cu_seqlens, softmax_scale=scale)
+    with checks.naming(softmax_scale="scale"):
+        return vit_attention(q, k, v, cu_seqlens, softmax_scale=scale)
