@@ -17,6 +17,7 @@ reasons). A kernel is imported when it first runs, so the references need neithe
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec
@@ -133,7 +134,14 @@ def implemented(
     def decorate(function: Callable[_Args, None]) -> Callable[_Args, None]:
         def own(backend: str, refuses: Refuses) -> Implementation:
             run: Function = function
-            return Implementation(backend, lambda: functools.partial(run, backend=backend), refuses)
+
+            def load() -> Function:
+                if backend != "reference":
+                    # Imports Triton. Kernels may import a module of Triton first, which in two threads would fail.
+                    importlib.import_module("flashlatte.runtime.triton_kernel")
+                return functools.partial(run, backend=backend)
+
+            return Implementation(backend, load, refuses)
 
         best = () if hopper is None else (own("hopper", hopper),)
         define(operation, *best, own("portable", portable), own("reference", accepts_all))
