@@ -53,6 +53,41 @@ def test_names_that_do_not_exist():
         flashlatte.espresso  # type: ignore[attr-defined]  # noqa: B018  # pyright: ignore
 
 
+CONCURRENT_IMPORTS = """
+import importlib, itertools, random, sys, threading
+import torch
+import flashlatte
+sys.setswitchinterval(1e-6)
+packages = [*flashlatte._PACKAGES, "engine", "layers.v4", "layers.v41", "integrations.transformers"]
+modules = [*(f"flashlatte.{name}" for name in packages), *(f"flashlatte.ops.{name}" for name in flashlatte._OPERATIONS)]
+barrier, errors = threading.Barrier(8), []
+
+def work(number):
+    order = random.Random(8 * SEED + number).sample([*modules, *flashlatte.__all__], 8)
+    barrier.wait()
+    for name in itertools.islice(itertools.cycle(order), 40):
+        try:
+            found = importlib.import_module(name) if "." in name else getattr(flashlatte, name)
+            for attribute in getattr(found, "__all__", ()):
+                getattr(found, attribute)
+        except Exception as error:
+            errors.append(f"{name}: {error!r}")
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not errors, errors
+"""
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 12))])
+def test_threads_import_at_the_same_time(seed):
+    done = run("-c", CONCURRENT_IMPORTS.replace("SEED", str(seed)))
+    assert done.returncode == 0, done.stderr
+
+
 USER_SCRIPT = """
 import torch
 import flashlatte

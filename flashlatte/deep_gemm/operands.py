@@ -6,7 +6,7 @@ import torch
 
 from flashlatte.kv_cache import fp4
 from flashlatte.kv_cache.fp8 import dequantize_tiles, from_bytes
-from flashlatte.ops.index_logits.api import LOGIT_DTYPES
+from flashlatte.ops.index_logits import api as index_logits_api
 from flashlatte.runtime import checks
 
 # Number of values that one int32 of four E8M0 scales covers.
@@ -78,8 +78,8 @@ def logits_dtype_of(logits_dtype: object, weights: object, as_weights: bool) -> 
     if logits_dtype is None:
         is_bf16 = as_weights and isinstance(weights, torch.Tensor) and weights.dtype == torch.bfloat16
         return torch.bfloat16 if is_bf16 else torch.float32
-    if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in LOGIT_DTYPES:
-        raise TypeError(f"logits_dtype must be {checks.dtype_names(LOGIT_DTYPES)}, got {logits_dtype}")
+    if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in index_logits_api.LOGIT_DTYPES:
+        raise TypeError(f"logits_dtype must be {checks.dtype_names(index_logits_api.LOGIT_DTYPES)}, got {logits_dtype}")
     return logits_dtype
 
 

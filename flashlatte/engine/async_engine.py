@@ -42,7 +42,8 @@ class StepFailed(RuntimeError):
 
 
 class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
-    """Runs an ``Engine`` in a thread, between ``async with`` and its end. Names and results are those of vLLM.
+    """Runs an ``Engine`` in a thread, between ``async with`` and its end, for the tasks of one event loop. Names and
+    results are those of vLLM.
 
     Args:
         engine: an engine of rank 0. Until it is closed, nothing else may call it, except ``Engine.statistics``.
@@ -70,6 +71,8 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
         self._stopping = False
 
     async def __aenter__(self) -> AsyncEngine:
+        if self._thread.ident is not None:
+            raise RuntimeError("an AsyncEngine can be entered once: create another for the engine when it has ended")
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         self.is_running = True
@@ -90,7 +93,7 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
         has several ``new_token_ids``. Leaving the iteration aborts the request.
 
         Raises:
-            TypeError, ValueError, QueueFull, EngineStopped, StepFailed: as ``add`` and ``OutputStream``.
+            TypeError, ValueError, QueueFull, EngineStopped, StepFailed, RuntimeError: as ``add`` and ``OutputStream``.
         """
         request_ids = None if request_id is None else [request_id]
         stream = await self.add([prompt], sampling_params, request_ids=request_ids, cache_salt=cache_salt)
@@ -113,9 +116,15 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
             TypeError, ValueError: as ``Engine.add``; more outputs than ``max_num_outputs``.
             QueueFull: no room for the outputs now.
             EngineStopped: the engine is not running.
+            RuntimeError: called in another event loop than that of ``async with``.
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running" + _reason(self.step_error))
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "an AsyncEngine must be called in the event loop of its `async with`: in another thread, use "
+                "asyncio.run_coroutine_threadsafe"
+            )
         if isinstance(prompts, str) or not isinstance(prompts, Collection):
             raise TypeError(f"prompts must be a sequence of prompts, got {prompts!r}")
         if request_ids is not None and len(request_ids) != len(prompts):
@@ -174,10 +183,6 @@ class AsyncEngine(contextlib.AbstractAsyncContextManager["AsyncEngine"]):
 
     def _run(self) -> None:
         try:
-            device = self.engine.model.device
-            if device.type == "cuda" and device.index is not None:
-                # The current device is a property of a thread.
-                torch.cuda.set_device(device)
             self._run_steps()
             self._end_all(EngineStopped("the engine was shut down"))
         finally:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from flashlatte.engine.batch import EngineLimits
 from flashlatte.engine.live_requests import LiveRequests
 from flashlatte.engine.loading import tokenizer_of
 from flashlatte.engine.model_factory import create_model
-from flashlatte.engine.outputs import RequestFailed, RequestOutput, progress_bar
+from flashlatte.engine.outputs import CompletionOutput, RequestFailed, RequestOutput, progress_bar
 from flashlatte.engine.pages import PagePool
 from flashlatte.engine.request import Request
 from flashlatte.engine.runner import Runner, StepResult
@@ -21,7 +23,19 @@ from flashlatte.engine.scheduler import Scheduler
 from flashlatte.engine.validation import Prompt, check_options, new_requests, pair_with_sampling
 from flashlatte.runtime import checks
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _one_thread(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """Decorate a method that runs in one thread at a time."""
+
+    @functools.wraps(method)
+    def run(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Engine(contextlib.AbstractContextManager["Engine"]):
@@ -29,6 +43,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     With several ranks, one process each, rank 0 takes the requests and closes the engine at the end, as ``with
     engine:`` does. The others call ``follow``.
+
+    Any thread may call it. Steps run one after another, each for the requests of all threads.
 
     Args:
         model: a checkpoint's directory, a transformers model, or a ``Model``.
@@ -125,7 +141,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         # Whether a change of requests and pages is being made, and whether one was interrupted.
         self._changing = self._interrupted = False
         self._num_requested, self._seconds = 0, 0.0
+        self._lock = threading.RLock()
 
+    @_one_thread
     def add(
         self,
         prompt: Prompt,
@@ -145,6 +163,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._change(self._queue, output, requests)
         return output.request_id
 
+    @_one_thread
     def step(self) -> list[RequestOutput]:
         """Run a step; returns the requests that got tokens or ended, also in steps that ``stream`` and ``generate`` ran
         since the last call.
@@ -156,6 +175,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._step()
         return self._live.deliver()
 
+    @_one_thread
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now. A request that has ended, and that ``step`` has not returned yet, is returned as it is.
 
@@ -173,6 +193,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return output or undelivered  # type: ignore[return-value]
 
     @property
+    @_one_thread
     def unfinished(self) -> int:
         """Number of requests that run, wait, or have ended and were not yet returned by ``step``."""
         self._recover()
@@ -190,7 +211,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         with self._aborting(outputs), progress_bar(len(pairs), progress) as show:
             for prompt, params in pairs:
                 self._add_owned(prompt, params, outputs)
-            while (done := sum(output.finished for output in outputs)) < len(outputs):
+            while (done := self._num_finished(outputs)) < len(outputs):
                 show(done)
                 self._step()
             show(done)
@@ -238,6 +259,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Compute this rank's part of the steps of rank 0, until that closes the engine. ValueError on rank 0."""
         self.runner.follow()
 
+    @_one_thread
     def close(self) -> None:
         """End ``follow`` on the other ranks; with one process, do nothing."""
         self.ranks.close()
@@ -271,6 +293,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self.scheduler.check(request)
         return RequestOutput.of(request_id, prompt, requests, self.tokenizer), requests
 
+    @_one_thread
     def _add_owned(
         self, prompt: Prompt, sampling_params: SamplingParams | None, outputs: list[RequestOutput]
     ) -> RequestOutput:
@@ -285,17 +308,17 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """The tokens of a new request, after a first item that is not a token: a generator can abort its request when
         it is dropped only if it has started.
         """
-        count, outputs = 0, list[RequestOutput]()
+        count, ended, outputs = 0, False, list[RequestOutput]()
         with self._aborting(outputs):
             output = self._add_owned(prompt, sampling_params, outputs)
             (completion,) = output.outputs
             yield -1
-            while count < len(completion.token_ids) or completion.finish_reason is None:
-                if count == len(completion.token_ids):
-                    self._step()
-                new = completion.token_ids[count:]
+            while not ended:
+                new, ended = self._tokens_after(count, completion)
                 count += len(new)
                 yield from new
+                if not (new or ended):
+                    self._step()
         if completion.error is not None:
             raise RequestFailed(f"request {output.request_id!r} failed: {completion.error}")
 
@@ -306,10 +329,22 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             yield
         finally:
             self._dropped.update((id(output), output) for output in outputs if not output.finished)
-            # The garbage collector may drop a stream while requests are being changed; the next step aborts its
-            # request.
-            if not self._changing:
-                self._abort_dropped()
+            # The garbage collector may drop a stream while requests are being changed, also by another thread, for
+            # which it must not wait; the next step aborts its request.
+            if not self._changing and self._lock.acquire(blocking=False):
+                try:
+                    self._abort_dropped()
+                finally:
+                    self._lock.release()
+
+    @_one_thread
+    def _num_finished(self, outputs: Sequence[RequestOutput]) -> int:
+        return sum(output.finished for output in outputs)
+
+    @_one_thread
+    def _tokens_after(self, count: int, completion: CompletionOutput) -> tuple[list[int], bool]:
+        """The tokens after the first ``count``, and whether the output has ended."""
+        return completion.token_ids[count:], completion.finish_reason is not None
 
     def _abort_dropped(self) -> None:
         for key, output in list(self._dropped.items()):
@@ -317,6 +352,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._change(self._abort, output)
             self._dropped.pop(key, None)
 
+    @_one_thread
     def _step(self) -> None:
         self._check_leads("step")
         begin = time.perf_counter()

@@ -30,7 +30,7 @@ from flashlatte.kv_cache.index_formats import index_format_beside
 from flashlatte.layers import MLAAttention, MLAConfig, MLAMetadata, MLAMetadataBuilder
 from flashlatte.layers.fused_projections import fuse_weights_on_gpu
 from flashlatte.layers.parts import check_sources, check_weights, hidden_projections, source_layer
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary
 from flashlatte.runtime import checks
 
 

@@ -17,7 +17,7 @@ from flashlatte.layers.forward import forward
 from flashlatte.layers.indexer import make_step_indexer
 from flashlatte.layers.parts import check_parts, check_weights, head_factors
 from flashlatte.layers.rope import unrotated_table
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary
 
 
 class ModuleAttention:

@@ -6,7 +6,9 @@ have yet is read on the device, where its step stored it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,8 @@ from flashlatte.runtime.transfer import to_device
 
 # Batch sizes of decode steps that have a CUDA graph. Other batches are padded to the next size.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# PyTorch captures one graph at a time in a process.
+_capturing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class Runner:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._buffers_of_graphs: object = None
         self._use_graphs = cuda_graphs and model.device.type == "cuda" and model.has_graphs
+        # The default stream of captures belongs to the GPU of the first one.
+        self._capture_stream = torch.cuda.Stream(model.device) if self._use_graphs else None
         try:
             self._plan = model.planner(cache_format, limits)
             with torch.inference_mode(False), torch.device(model.device):
@@ -129,7 +135,7 @@ class Runner:
                 free = self._free_state_indices
                 one.request.state_index = free.pop() if free else next(self._new_state_indices)
         batch = StepBatch.of(step)
-        with self.ranks.failing_together():
+        with self._device(), self.ranks.failing_together():
             self.ranks.send(batch)
             logits = self._compute(batch)
             rows = [
@@ -155,7 +161,7 @@ class Runner:
         """
         if self.ranks.is_leader:
             raise ValueError("follow() is for ranks other than 0, which schedules and closes the engine")
-        with self.ranks.failing_together():
+        with self._device(), self.ranks.failing_together():
             while (batch := self.ranks.receive()) is not None:
                 self._compute(batch)
                 self._keep(batch, torch.empty(len(batch.kept), dtype=torch.int64, device=self._last.device))
@@ -169,6 +175,12 @@ class Runner:
     def release_all(self) -> None:
         """Free the state of all requests, also after an interrupted step."""
         self._free_state_indices, self._new_state_indices, self._history = [], itertools.count(), None
+
+    def _device(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the model's GPU is current, which events and streams are created on. The current GPU is a
+        property of a thread."""
+        device = self.model.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def _ensure_state(self, count: int) -> None:
         """Allocate state for more requests. Preempted requests keep theirs, so there can be more than
@@ -258,7 +270,8 @@ class Runner:
             self._logits(metadata, rows)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # With the default mode, a capture would fail the other threads' allocations.
+        with _capturing, torch.cuda.graph(graph, stream=self._capture_stream, capture_error_mode="thread_local"):
             logits = self._logits(metadata, rows)
         return graph, logits
 

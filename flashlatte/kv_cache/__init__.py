@@ -4,12 +4,16 @@
 ``to_cache_indices`` are defined in ``flashlatte.ops``.
 """
 
-from flashlatte.kv_cache.codec import allocate, dequantize, pack, quantize, unpack
-from flashlatte.kv_cache.formats import CacheFormat, Plane
-from flashlatte.kv_cache.registry import FORMAT_NAMES, infer_format
-from flashlatte.kv_cache.registry import as_format as get_format
-from flashlatte.kv_cache.slots import read
+from typing import TYPE_CHECKING
+
 from flashlatte.runtime import lazy
+
+if TYPE_CHECKING:
+    from flashlatte.kv_cache.codec import allocate, dequantize, pack, quantize, unpack
+    from flashlatte.kv_cache.formats import CacheFormat, Plane
+    from flashlatte.kv_cache.registry import FORMAT_NAMES, infer_format
+    from flashlatte.kv_cache.registry import as_format as get_format
+    from flashlatte.kv_cache.slots import read
 
 __all__ = [
     "FORMAT_NAMES",
@@ -25,4 +29,20 @@ __all__ = [
     "unpack",
 ]
 
+lazy.declare(
+    __name__,
+    {
+        "FORMAT_NAMES": "flashlatte.kv_cache.registry:FORMAT_NAMES",
+        "CacheFormat": "flashlatte.kv_cache.formats:CacheFormat",
+        "Plane": "flashlatte.kv_cache.formats:Plane",
+        "allocate": "flashlatte.kv_cache.codec:allocate",
+        "dequantize": "flashlatte.kv_cache.codec:dequantize",
+        "get_format": "flashlatte.kv_cache.registry:as_format",
+        "infer_format": "flashlatte.kv_cache.registry:infer_format",
+        "pack": "flashlatte.kv_cache.codec:pack",
+        "quantize": "flashlatte.kv_cache.codec:quantize",
+        "read": "flashlatte.kv_cache.slots:read",
+        "unpack": "flashlatte.kv_cache.codec:unpack",
+    },
+)
 __getattr__, __dir__ = lazy.attach(__name__)

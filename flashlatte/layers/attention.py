@@ -25,7 +25,7 @@ from flashlatte.layers.training import TrainingOutput, attend
 from flashlatte.layers.training_batch import Rotation, TrainingBatch, check_sequences
 from flashlatte.layers.training_ranks import TrainingRanks
 from flashlatte.layers.weights import linear_weight
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary
 from flashlatte.runtime import checks, dispatch, gradients
 
 

@@ -11,8 +11,8 @@ from flashlatte.kv_cache.index_formats import HEAD_DIMS
 from flashlatte.layers import models
 from flashlatte.layers.config_fields import check_fields, of_layer
 from flashlatte.layers.rope_config import QueryScaling, Rope
-from flashlatte.ops.index_logits.api import MAX_HEADS
-from flashlatte.ops.topk.api import MAX_K
+from flashlatte.ops.index_logits import api as index_logits_api
+from flashlatte.ops.topk import api as topk_api
 from flashlatte.runtime import checks
 
 # Sources of the output's factor: one for each head, one for each value dim, or the latter from the queries' projection.
@@ -25,13 +25,13 @@ MAX_HIDDEN_SIZE, MAX_SIZE = 65536, 8192
 
 def check_indexer_sizes(num_heads: int, head_dim: int, topk: int) -> None:
     """Raise TypeError or ValueError for sizes that the indexer's operations do not support."""
-    checks.positive_int("num_heads", num_heads, maximum=MAX_HEADS)
+    checks.positive_int("num_heads", num_heads, maximum=index_logits_api.MAX_HEADS)
     checks.positive_int("head_dim", head_dim)
     checks.positive_int("topk", topk)
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim of an indexer must be 32, 64 or 128, got {head_dim!r}")
-    if topk > MAX_K:
-        raise ValueError(f"topk of an indexer must be at most {MAX_K}, got {topk}")
+    if topk > topk_api.MAX_K:
+        raise ValueError(f"topk of an indexer must be at most {topk_api.MAX_K}, got {topk}")
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from flashlatte.layers.parts import (
 from flashlatte.layers.prefill import Expansion, attend_heads
 from flashlatte.layers.selection import IndexSelection, SelectionChunk
 from flashlatte.layers.weights import linear_weight, norm_weight
-from flashlatte.ops.norm_rope import latent_rows, rotate_heads
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary, latent_rows, rotate_heads
 
 
 def forward(

@@ -6,6 +6,7 @@ projections of a DeepSeek-V4 layer take 34 µs longer than one product with as m
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -55,6 +56,10 @@ def fused_linear(hidden: torch.Tensor, *projections: Any) -> list[torch.Tensor]:
     return results
 
 
+# Two threads may create engines of one model. Weights that one has moved, which its graphs read, must not move again.
+_fusing = threading.Lock()
+
+
 @torch.no_grad()
 def fuse_weights(*projections: Any) -> None:
     """Move the weights [n, inputs] of linear layers into one tensor [Σ n, inputs]; each weight becomes a view of it.
@@ -63,16 +68,17 @@ def fuse_weights(*projections: Any) -> None:
     bias or hooks are skipped, as are weights that are views already; the layers after a skipped one form a new tensor.
     """
     run: list[nn.Linear] = []
-    for projection in projections:
-        weight = plain_weight(projection)
-        if weight is not None and not _owns_storage(weight):
-            weight = None
-        if run and (weight is None or not _can_fuse(run[0].weight, weight)):
-            _fuse(run)
-            run = []
-        if weight is not None:
-            run.append(projection)
-    _fuse(run)
+    with _fusing:
+        for projection in projections:
+            weight = plain_weight(projection)
+            if weight is not None and not _owns_storage(weight):
+                weight = None
+            if run and (weight is None or not _can_fuse(run[0].weight, weight)):
+                _fuse(run)
+                run = []
+            if weight is not None:
+                run.append(projection)
+        _fuse(run)
 
 
 def fuse_weights_on_gpu(layers: Iterable[Sequence[Any]]) -> None:

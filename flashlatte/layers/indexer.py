@@ -22,8 +22,7 @@ from flashlatte.ops.index_quantize import index_gather, index_quantize
 from flashlatte.ops.index_query import index_query
 from flashlatte.ops.index_select import index_select, paged_index_select
 from flashlatte.ops.index_weights import MAX_ROWS, index_weights
-from flashlatte.ops.norm_rope import rotate_heads
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary, rotate_heads
 from flashlatte.runtime.side_stream import SideStream
 
 # Steps with more tokens fill the GPU, and overlap does not help. 64 requests of 4,096 tokens gain a tenth of the step.

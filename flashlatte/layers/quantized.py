@@ -45,7 +45,8 @@ def dequantized_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight [n, inputs] of a quantized linear layer without bias, in ``dtype``.
 
     The result is cached until one of the layer's tensors changes. Changes that do not increase a tensor's version
-    (``weight.data.copy_``, inference tensors) are not detected.
+    (``weight.data.copy_``, inference tensors) are not detected. The call that computes it waits for the GPU, so that
+    threads may read the cached result on other streams.
 
     Raises:
         TypeError: the layer is not a linear map.
@@ -63,6 +64,10 @@ def dequantized_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
         return cached.matrix
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if not _is_wrapper(tensor)]
     matrix = _dequantized(module, dtype).contiguous()
+    if matrix.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return matrix  # its values exist only in replays
+        torch.cuda.current_stream(matrix.device).synchronize()
     _cache[module] = _CachedWeight(tensors, state, storages, dtype, matrix)
     return matrix
 

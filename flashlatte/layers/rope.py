@@ -68,12 +68,22 @@ def table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
     """
     # A table created in inference mode could not be used in a graph captured outside of it.
     with torch.inference_mode(False):
-        if rope.layout == models.UNROTATED:
-            return _with_static_shape(unrotated_table(rope_dim, device))
-        positions = torch.arange(rope.max_position, dtype=torch.float32, device="cpu")
-        angles = positions[:, None] * inverse_frequencies(rope, rope_dim)
-        scale = 1.0 if rope.yarn is None else rope.yarn.rotation_scale
-        return _with_static_shape((torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device))
+        return _with_static_shape(torch.cat(_cosines_and_sines(rope, rope_dim), dim=-1).to(device))
+
+
+def _cosines_and_sines(rope: Rope, rope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [positions, rope_dim / 2] each, on the CPU.
+
+    Tables are computed there, since a copy to a device returns when it is complete: another thread may read the cached
+    table on another stream.
+    """
+    if rope.layout == models.UNROTATED:
+        cosines, sines = unrotated_table(rope_dim, torch.device("cpu")).chunk(2, dim=-1)
+        return cosines, sines
+    positions = torch.arange(rope.max_position, dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * inverse_frequencies(rope, rope_dim)
+    scale = 1.0 if rope.yarn is None else rope.yarn.rotation_scale
+    return angles.cos() * scale, angles.sin() * scale
 
 
 @functools.lru_cache(maxsize=16)
@@ -81,14 +91,14 @@ def unrotated_table(rope_dim: int, device: torch.device) -> torch.Tensor:
     """The table [1, rope_dim] of no rotation: cosines 1, sines 0."""
     # A tensor created in inference mode could not be used outside of it.
     with torch.inference_mode(False):
-        return (torch.arange(rope_dim, device=device) < rope_dim // 2).float()[None]
+        return (torch.arange(rope_dim, device="cpu") < rope_dim // 2).float()[None].to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def _inverse_table(rope: Rope, rope_dim: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        cosines, sines = table(rope, rope_dim, device).chunk(2, dim=-1)
-        return _with_static_shape(torch.cat((cosines, -sines), dim=-1))
+        cosines, sines = _cosines_and_sines(rope, rope_dim)
+        return _with_static_shape(torch.cat((cosines, -sines), dim=-1).to(device))
 
 
 def _with_static_shape(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ reasons). A kernel is imported when it first runs, so the references need neithe
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec
@@ -112,7 +113,7 @@ _REGISTRY: dict[str, dict[str, Implementation]] = {}
 def define(operation: str, *implementations: Implementation) -> None:
     """Define an operation by its implementations, best first."""
     _REGISTRY[operation] = {known.backend: known for known in implementations}
-    _clear_caches()
+    repeat.forget()
 
 
 def implemented(
@@ -133,7 +134,14 @@ def implemented(
     def decorate(function: Callable[_Args, None]) -> Callable[_Args, None]:
         def own(backend: str, refuses: Refuses) -> Implementation:
             run: Function = function
-            return Implementation(backend, lambda: functools.partial(run, backend=backend), refuses)
+
+            def load() -> Function:
+                if backend != "reference":
+                    # Imports Triton. Kernels may import a module of Triton first, which in two threads would fail.
+                    importlib.import_module("flashlatte.runtime.triton_kernel")
+                return functools.partial(run, backend=backend)
+
+            return Implementation(backend, load, refuses)
 
         best = () if hopper is None else (own("hopper", hopper),)
         define(operation, *best, own("portable", portable), own("reference", accepts_all))
@@ -161,7 +169,7 @@ def register(operation: str, *implementations: Implementation) -> None:
     new = {added.backend: added for added in implementations}
     ahead = {name: added for name, added in new.items() if name not in known}
     _REGISTRY[operation] = ahead | {name: new.get(name, old) for name, old in known.items()}
-    _clear_caches()
+    repeat.forget()  # another implementation may run now
 
 
 def operations() -> tuple[str, ...]:
@@ -171,7 +179,8 @@ def operations() -> tuple[str, ...]:
 
 def backends() -> tuple[str, ...]:
     """``BACKENDS`` and the names of all registered backends."""
-    others = (name for known in _REGISTRY.values() for name in known)
+    # A copy, since another thread may import an operation.
+    others = (name for known in _REGISTRY.copy().values() for name in known)
     return tuple(dict.fromkeys((*BACKENDS, *others)))
 
 
@@ -225,19 +234,17 @@ def refusal(call: CallSpec, backend: str) -> str | None:
     return f"has no {call.operation} in this version" if candidate is None else candidate.refuses(call)
 
 
-@functools.cache
 def implementation(operation: str, backend: str) -> Function:
     """The function of an operation for a backend that ``select`` returned."""
-    return _REGISTRY[operation][backend].load()
+    return _loaded(_REGISTRY[operation][backend])
+
+
+@functools.cache
+def _loaded(chosen: Implementation) -> Function:
+    return chosen.load()
 
 
 def _names(operation: str) -> tuple[str, ...]:
     """The operation's backends and the remaining ``BACKENDS``, best first."""
     own = tuple(name for name in _REGISTRY[operation] if name not in BACKENDS)
     return own + BACKENDS
-
-
-def _clear_caches() -> None:
-    """Forget loaded implementations and recorded launches: another implementation may run now."""
-    implementation.cache_clear()
-    repeat.forget()

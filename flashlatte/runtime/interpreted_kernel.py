@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,12 @@ from triton.runtime.interpreter import TensorHandle
 
 from flashlatte.runtime.kernel_records import flat_records
 
+# The interpreter patches ``triton.language`` during a launch, and has one program index.
+_lock = threading.RLock()
+
 
 class InterpretedKernel:
-    """Passes each ``tl.int64`` parameter as an int64.
+    """Passes each ``tl.int64`` parameter as an int64, and launches in one thread at a time.
 
     The interpreter ignores the annotation and converts an int that fits to int32. The product of an int32 index and a
     stride then wraps at 2^31, whereas the compiled kernel computes in 64 bits. This class assumes that the interpreter
@@ -34,11 +38,11 @@ class InterpretedKernel:
         self._wide = {name for name, item in parameters.items() if str(item.annotation).rpartition(".")[2] == "int64"}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        launch = self.jitted[grid]
-
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
             named = dict(zip(self._positions, flat_records(self.records, self.same, args), strict=False)) | kwargs
-            return launch(**{name: _int64(value) if name in self._wide else value for name, value in named.items()})
+            typed = {name: _int64(value) if name in self._wide else value for name, value in named.items()}
+            with _lock:
+                self.jitted[grid](**typed)
 
         return run
 

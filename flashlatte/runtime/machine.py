@@ -40,7 +40,10 @@ def cached(function: Function) -> Function:
 
 @contextlib.contextmanager
 def assuming(gpu: GPU) -> Iterator[None]:
-    """Inside, treat CPU tensors in this process as tensors on ``gpu``, for calls that launch nothing."""
+    """Inside, treat CPU tensors in this process as tensors on ``gpu``, for calls that launch nothing.
+
+    This holds for all threads, so that no other thread may call operations meanwhile.
+    """
     global _assumed
     before, _assumed = _assumed, gpu
     _clear_caches()

@@ -1,10 +1,11 @@
 """Compile kernels before their first call: collect the variants that calls would launch, and look them up in Triton's
 cache.
 
-Such calls assume a GPU (``assuming``), present or not, and launch nothing. Assumptions about Triton:
-``JITFunction.run(warmup=True)`` compiles as a launch does, unless ``jit_cache_hook`` returns True; the compilation of a
-variant that is not in the cache begins with ``make_ir`` of the function's ``ASTSource``; ``driver._active`` is the
-driver in use, None before Triton has looked for a GPU; a function keeps its variants by the number of the device.
+Such calls assume a GPU (``assuming``), present or not, and launch nothing, in any thread of the process: others must
+not call operations meanwhile. Assumptions about Triton: ``JITFunction.run(warmup=True)`` compiles as a launch does,
+unless ``jit_cache_hook`` returns True; the compilation of a variant that is not in the cache begins with ``make_ir`` of
+the function's ``ASTSource``; ``driver._active`` is the driver in use, None before Triton has looked for a GPU; a
+function keeps its variants by the number of the device.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _PLAIN_VALUES = frozenset({bool, int, float, str})
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# Newest first.
+# Newest first. ``forget`` replaces the dict, so that a call that began before stores its entry in the old one.
 _entries: dict[tuple[Any, ...], tuple[_Entry, ...]] = {}
 _entries_lock = threading.Lock()
 
@@ -76,6 +76,7 @@ def repeats_launches(function: _Function) -> _Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or not _eager():
             return function(*args, **kwargs)
+        known = _entries
         key: list[Any] = [function, torch.is_grad_enabled(), *kwargs]
         tensors: list[torch.Tensor] = []
         # Torch-function modes intercept attribute reads too.
@@ -84,7 +85,7 @@ def repeats_launches(function: _Function) -> _Function:
                 addresses = _append(key, tensors, (*args, *kwargs.values()) if kwargs else args)
                 # Which tensors share an address: an operation may refuse that, or depend on it.
                 key.append(len(set(addresses)) == len(addresses) or tuple(map(addresses.index, addresses)))
-                entries = _entries.get(tuple(key), ())
+                entries = known.get(tuple(key), ())
             except (_NotRepeatable, TypeError, RuntimeError):
                 # TypeError: an unhashable argument; RuntimeError: a tensor without strides or an address.
                 entries = None
@@ -97,7 +98,7 @@ def repeats_launches(function: _Function) -> _Function:
         if entries is None or is_recording() or not _recordable(tensors):
             return function(*args, **kwargs)
         results, entry = _recorded(function, args, kwargs, tensors)
-        _store(tuple(key), entry)
+        _store(known, tuple(key), entry)
         return results
 
     return call  # type: ignore[return-value]
@@ -170,19 +171,19 @@ def _recordable(tensors: Sequence[torch.Tensor]) -> bool:
         )
 
 
-def _store(key: tuple[Any, ...], entry: _Entry) -> None:
+def _store(known: dict[tuple[Any, ...], tuple[_Entry, ...]], key: tuple[Any, ...], entry: _Entry) -> None:
     """Add an entry. If there are too many keys, or too many entries of the key, it replaces the oldest."""
     with _entries_lock:
-        others = _entries.pop(key, ())
-        if len(_entries) >= _MAX_KEYS:
-            del _entries[next(iter(_entries))]
-        _entries[key] = (entry, *others[: _MAX_ENTRIES_OF_KEY - 1])
+        others = known.pop(key, ())
+        if len(known) >= _MAX_KEYS:
+            del known[next(iter(known))]
+        known[key] = (entry, *others[: _MAX_ENTRIES_OF_KEY - 1])
 
 
 def forget() -> None:
     """Remove all entries, because another implementation may be chosen from now on."""
-    with _entries_lock:
-        _entries.clear()
+    global _entries
+    _entries = {}
 
 
 class _Entry:

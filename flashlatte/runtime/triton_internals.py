@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -131,18 +132,27 @@ def hooked() -> bool:
     return bool((enter and getattr(enter, "calls", True)) or (leave and getattr(leave, "calls", True)))
 
 
+_hooks = threading.Lock()
+
+
 @contextlib.contextmanager
 def counting_launches(count: Callable[[object], None]) -> Iterator[None]:
-    """Call ``count`` at each launch of any Triton kernel; never, if Triton has no list of hooks."""
+    """Call ``count`` at each launch of any Triton kernel; never, if Triton has no list of hooks.
+
+    The list is replaced, not changed: while another thread launches, it iterates over the list, and would skip a hook
+    if an earlier one were removed.
+    """
     chain: Any = knobs.runtime.launch_enter_hook
-    if not hasattr(chain, "add"):
+    if not hasattr(chain, "calls"):
         yield
         return
-    chain.add(count)
+    with _hooks:
+        chain.calls = [*chain.calls, count]
     try:
         yield
     finally:
-        chain.remove(count)
+        with _hooks:
+            chain.calls = [hook for hook in chain.calls if hook != count]
 
 
 def _innermost(run: Any) -> Any:

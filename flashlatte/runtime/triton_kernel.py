@@ -87,7 +87,8 @@ _instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
 
 @contextlib.contextmanager
 def launching(instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Inside, launches call ``instead`` with the JITFunction and its arguments; nothing is compiled or launched."""
+    """Inside, launches of any thread call ``instead`` with the JITFunction and its arguments; nothing is compiled or
+    launched."""
     global _instead
     before, _instead = _instead, instead
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flashlatte.runtime import dispatch
+from flashlatte.runtime import dispatch, repeat
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,7 +40,7 @@ def registered_for_a_while():
     for implementations in dispatch._REGISTRY.values():
         for name in set(implementations) - set(dispatch.BACKENDS):
             del implementations[name]
-    dispatch._clear_caches()
+    repeat.forget()
 
 
 @pytest.mark.usefixtures("registered_for_a_while")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine_models import chosen_logprobs, generated_by_transformers, greedy, model, prompt
+from support.threads import at_the_same_time
 
 from flashlatte.engine import Engine, Model
 
@@ -67,6 +68,27 @@ def test_graphs_equal_eager_steps():
         ]
 
     assert generate(True) == generate(False)
+
+
+@pytest.mark.filterwarnings("error:decode steps run without CUDA graphs")
+def test_engines_in_two_threads_capture_and_allocate_at_the_same_time():
+    half = copy.deepcopy(model("DeepseekV3").cpu()).to("cuda", torch.bfloat16)
+    prompts = [[prompt(40 + seed, seed) for seed in range(4 * number, 4 * number + 4)] for number in range(2)]
+    kept: list[torch.Tensor] = []
+
+    def generate(number: int, graphs: bool = True) -> list[list[int]]:
+        served = Engine(half, max_num_seqs=4, num_pages=64, cuda_graphs=graphs)
+        done = []
+        for step in range(4):
+            kept.append(torch.empty(2**21 + 2**16 * (4 * number + step), device="cuda"))
+            done += served.generate(prompts[number][: step + 1], greedy(20))
+        assert bool(served.runner._graphs) == graphs
+        return [output.outputs[0].token_ids for output in done]
+
+    expected = [generate(number, graphs=False) for number in range(2)]
+    for _ in range(3):
+        torch.cuda.empty_cache()
+        assert at_the_same_time(generate, threads=2) == expected
 
 
 @pytest.mark.parametrize(

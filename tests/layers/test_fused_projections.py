@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.threads import at_the_same_time
 from torch import nn
 from torch.nn import functional
 
@@ -64,6 +65,17 @@ def products(monkeypatch):
 def check(projections, hidden):
     for actual, projection in zip(fused_linear(hidden, *projections), projections, strict=True):
         torch.testing.assert_close(actual, projection(hidden.to(projection.weight.dtype)))
+
+
+def test_threads_move_weights_once():
+    for _ in range(20):
+        projections = linears()
+
+        def fuse(_: int, projections: Any = projections) -> list[int]:
+            fuse_weights(*projections)
+            return [projection.weight.data_ptr() for projection in projections]
+
+        assert len(set(map(tuple, at_the_same_time(fuse, threads=4)))) == 1
 
 
 def test_one_product_computes_all_projections(hidden, products):

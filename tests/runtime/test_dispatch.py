@@ -205,6 +205,16 @@ def test_a_later_registration_takes_the_place_of_an_earlier_one(operation):
     assert dispatch.implementation("toy", "reference")(0.0) == 1.0  # type: ignore[func-returns-value]
 
 
+def test_an_implementation_that_is_replaced_while_it_loads_runs_no_later_call(operation):
+    def load():
+        dispatch.register("toy", Implementation("reference", lambda: math.exp))  # as another thread may
+        return math.sqrt
+
+    operation(Implementation("reference", load))
+    assert dispatch.implementation("toy", "reference")(4.0) == 2.0  # type: ignore[func-returns-value]
+    assert dispatch.implementation("toy", "reference")(0.0) == 1.0  # type: ignore[func-returns-value]
+
+
 def test_the_first_of_several_that_are_registered_is_the_best(operation):
     operation(Implementation("reference", lambda: math.sqrt))
     dispatch.register("toy", Implementation("one", nothing), Implementation("other", nothing))

@@ -118,6 +118,45 @@ def test_no_cycle():
         visit(module, ())
 
 
+@functools.cache
+def _imported(module: str, *, everywhere: bool) -> list[str]:
+    """The modules of the library that a module imports, in order: when it is imported, or everywhere in the file."""
+    nodes = list(ast.walk(_tree(module))) if everywhere else _tree(module).body
+    found = []
+    for node in sorted(
+        (one for one in nodes if isinstance(one, (ast.Import, ast.ImportFrom))), key=lambda one: one.lineno
+    ):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        else:
+            found += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in found if name in MODULES]
+
+
+def _loaded_with(package: str) -> set[str]:
+    """The modules of a package that its ``__init__`` imports, directly or through others."""
+    found, pending = set[str](), [package]
+    while pending:
+        new = set(_imported(pending.pop(), everywhere=False)) - found
+        found |= new
+        pending += new
+    return {name for name in found if name.startswith(package + ".")}
+
+
+def test_a_package_is_imported_before_the_modules_that_it_imports():
+    """Of two threads, one that imports a package, and one that imports such a module of it first, each would hold the
+    lock that the other needs; Python then raises in one of them. Commands have one thread."""
+    wrong = []
+    for package in (name for name, path in MODULES.items() if path.name == "__init__.py" and name != "flashlatte"):
+        inside = set() if _room(package) in ("bench", "demo", "doctor") else _loaded_with(package)
+        for module in (name for name in LIBRARY if inside and not f"{name}.".startswith(f"{package}.")):
+            every = _imported(module, everywhere=True)
+            first = next((name for name in every if name == package or name in inside), package)
+            if first != package:
+                wrong.append(f"{module} imports {first} before {package}")
+    assert not wrong
+
+
 def test_no_two_classes_share_a_name():
     """So that a search for a class finds one."""
     modules: dict[str, list[str]] = {}

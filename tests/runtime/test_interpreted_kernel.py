@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from support.threads import at_the_same_time
 
 tl = pytest.importorskip("triton.language")
 
@@ -53,6 +54,23 @@ def test_comparisons_of_scalars_are_conditions():
     assert out.tolist() == [6, 6, 6, 6]
     _scalar_conditions_kernel[(1,)](out, torch.tensor([1.0, 1.0, 1.0, -3.0]), 1, BLOCK=4)
     assert out.tolist() == [-1, -1, -1, -1]
+
+
+@kernel
+def _programs_kernel(out, factor: tl.int64, BLOCK: tl.constexpr):
+    row, cols = tl.program_id(0), tl.arange(0, BLOCK)
+    tl.store(out + row * BLOCK + cols, row * factor + cols)
+
+
+def test_threads_launch_at_the_same_time():
+    def launch(number: int) -> list[int]:
+        out = torch.zeros(8, 4, dtype=torch.int64)
+        for _ in range(3):
+            _programs_kernel[(8,)](out, 100 * number, BLOCK=4)
+        return out.flatten().tolist()
+
+    for number, result in enumerate(at_the_same_time(launch)):
+        assert result == [100 * number * row + col for row in range(8) for col in range(4)]
 
 
 def far_apart(x: torch.Tensor) -> torch.Tensor:

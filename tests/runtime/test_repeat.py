@@ -279,6 +279,20 @@ def test_forgets(add: Add) -> None:
     assert len(ran) == 2
 
 
+def test_a_call_that_began_before_is_forgotten_too(add: Add) -> None:
+    """Another thread registers an implementation while this one records the launches of the former one."""
+
+    def work(*args: Any) -> None:
+        launch(add, *args)
+        if not ran[1:]:
+            repeat.forget()
+
+    call, ran = operation(add, work)
+    for _ in range(3):
+        call(numbers(add, 4), numbers(add, 4))
+    assert len(ran) == 2
+
+
 def test_the_oldest_entry_of_all_operations_makes_room(monkeypatch: pytest.MonkeyPatch, add: Add) -> None:
     monkeypatch.setattr(repeat, "_MAX_KEYS", 3)
     (first, ran_first), (second, ran_second) = operation(add), operation(add)

@@ -25,8 +25,7 @@ from flashlatte.bench.workloads.base import (
 )
 from flashlatte.bench.workloads.tokens import ROPE, TokensWorkload, positions, rotations
 from flashlatte.ops.index_weights import index_weights
-from flashlatte.ops.norm_rope import latent_rows, rotate_heads
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary, latent_rows, rotate_heads
 from flashlatte.runtime import dispatch
 from flashlatte.testing.compare import FLOAT32, Tolerance
 

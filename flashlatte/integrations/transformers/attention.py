@@ -19,7 +19,7 @@ from flashlatte.layers.forward import forward, project, rotate_query
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.layers.parts import head_factors, part, project_output, sinks, softmax_scale, source_layer
 from flashlatte.layers.rope import unrotated_table
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary
 from flashlatte.runtime import gradients
 
 

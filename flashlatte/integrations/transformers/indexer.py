@@ -14,7 +14,7 @@ from flashlatte.kv_cache.index_formats import INDEX_FORMATS, IndexFormat, index_
 from flashlatte.layers import IndexerConfig, models
 from flashlatte.layers.indexer import StepIndexer, make_step_indexer
 from flashlatte.layers.parts import source_layer
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary
 
 
 def index_layout(name: str | None, latents: CacheFormat, indexer: IndexerConfig | None) -> CacheFormat | None:

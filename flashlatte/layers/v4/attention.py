@@ -20,8 +20,7 @@ from flashlatte.layers.v4.group_step import GroupStep
 from flashlatte.layers.v4.modules import LayerCompressor, NormWeight, hidden_projections, output_matrix, project_hidden
 from flashlatte.layers.v4.step import V4Step
 from flashlatte.layers.weights import norm_weight
-from flashlatte.ops.norm_rope import rotate_heads
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary, rotate_heads
 from flashlatte.ops.q_kv_norm import q_kv_norm
 from flashlatte.ops.rotate_and_cache import rotate_and_cache
 from flashlatte.runtime import checks, dispatch, gradients, machine

@@ -18,8 +18,7 @@ from flashlatte.ops.compress import compress
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_query import index_query
 from flashlatte.ops.index_select import paged_index_select
-from flashlatte.ops.norm_rope import rotate_heads
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary, rotate_heads
 from flashlatte.runtime.side_stream import SideStream
 
 # Steps with more tokens fill the GPU. At this size, overlap gains 3% of a step with an indexer.

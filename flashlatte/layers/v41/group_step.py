@@ -12,8 +12,7 @@ from flashlatte.layers.v41.selection import IndexQueries, SharedSelections
 from flashlatte.layers.weights import norm_weight
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.compress import compress
-from flashlatte.ops.norm_rope import rotate_heads
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary, rotate_heads
 
 
 class V41GroupStep(GroupStep):

@@ -15,7 +15,7 @@ from flashlatte.layers.v4.step import V4Groups
 from flashlatte.layers.v41.config import CandidateConfig
 from flashlatte.ops.index_convert import index_convert
 from flashlatte.ops.index_logits import paged_index_logits, sparse_index_logits
-from flashlatte.ops.index_select.api import LOGIT_BYTES, WORKSPACE_BYTES
+from flashlatte.ops.index_select import api as index_select_api
 from flashlatte.ops.topk import topk
 
 
@@ -54,7 +54,7 @@ class IndexQueries:
     groups: V4Groups
     topk: int
     backend: str | None
-    workspace_bytes: int = WORKSPACE_BYTES
+    workspace_bytes: int = index_select_api.WORKSPACE_BYTES
 
     def select_and_publish(self, candidates: CandidateConfig) -> tuple[SelectedGroups, torch.Tensor]:
         """Select groups among all, and the blocks with the highest scores. A block's score is that of its best group;
@@ -112,7 +112,7 @@ class IndexQueries:
     def _chunks(self, columns: int) -> Iterator[slice]:
         """Slices of the tokens whose logits, of this many columns, fit the workspace."""
         tokens = self.q.shape[0]
-        at_a_time = max(1, self.workspace_bytes // (LOGIT_BYTES * max(columns, 1)))
+        at_a_time = max(1, self.workspace_bytes // (index_select_api.LOGIT_BYTES * max(columns, 1)))
         for begin in range(0, tokens, at_a_time):
             yield slice(begin, min(begin + at_a_time, tokens))
 

@@ -15,8 +15,7 @@ from flashlatte.ops.sparse_attention.reference import (
     SparseAttentionGradients,
     SparseAttentionParams,
 )
-from flashlatte.ops.sparse_prefill.api import OPERATION as FORWARD
-from flashlatte.ops.sparse_prefill.api import check_operands
+from flashlatte.ops.sparse_prefill import api as forward_api
 from flashlatte.ops.sparse_prefill.reference import SparsePrefillParams
 from flashlatte.runtime import checks, dispatch, refusals
 from flashlatte.runtime.gradients import refuse_transforms
@@ -88,7 +87,7 @@ def sparse_attention(
         TypeError, ValueError: an argument of the wrong type, dtype, shape, stride or device; inconsistent arguments; a
             backend that cannot run the call.
     """
-    check_operands(q, kv, indices, topk_length, attn_sink, d_v, (*checks.FLOAT_DTYPES, torch.float64))
+    forward_api.check_operands(q, kv, indices, topk_length, attn_sink, d_v, (*checks.FLOAT_DTYPES, torch.float64))
     h_q, head_dim = q.shape[1:]
     scale = checks.softmax_scale(softmax_scale, head_dim)
     deterministic = checks.flag("deterministic", deterministic)
@@ -108,7 +107,7 @@ def sparse_attention(
         )
         return dispatch.select(call, backend)
 
-    forward_backend = choose(FORWARD)
+    forward_backend = choose(forward_api.OPERATION)
     backward_backend = choose(BACKWARD) if records_gradient(*differentiable) else ""
     return _sparse_attention(
         q, kv, indices, topk_length, attn_sink, scale, d_v, deterministic, forward_backend, backward_backend
@@ -211,5 +210,5 @@ def _sparse_attention(
             max_logits=torch.empty_like(lse),
             lse=lse,
         )
-        dispatch.implementation(FORWARD, backend)(given)
+        dispatch.implementation(forward_api.OPERATION, backend)(given)
     return out, lse

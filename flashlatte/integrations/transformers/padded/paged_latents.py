@@ -24,7 +24,7 @@ from flashlatte.layers.config import IndexerConfig
 from flashlatte.layers.metadata import MLAMetadata
 from flashlatte.ops.cache_copy import copy_blocks
 from flashlatte.ops.index_quantize import index_quantize
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary
 
 Halves = tuple[torch.Tensor, torch.Tensor]
 

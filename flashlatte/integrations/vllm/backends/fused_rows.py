@@ -18,13 +18,12 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from flashlatte.integrations.vllm import compat
-from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
+from flashlatte.integrations.vllm.ops import dtypes
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.ops.cache_write import cache_write
 from flashlatte.ops.index_quantize import index_quantize
 from flashlatte.ops.index_query import index_query
-from flashlatte.ops.norm_rope import latent_rows, rotate_heads
-from flashlatte.ops.norm_rope.rotary import Rotary
+from flashlatte.ops.norm_rope import Rotary, latent_rows, rotate_heads
 
 # The smallest amax from which vLLM computes the scale of an index query.
 SMALLEST_AMAX = 1e-4
@@ -74,8 +73,10 @@ def fused_norm_rope(
     kv_c_out.copy_(latent)
     k_pe_out.copy_(rope)
     if mla_kv_cache is not None and mla_kv_cache.numel() and slot_mapping is not None:
-        is_ds_mla = mla_kv_cache_dtype == DS_MLA
-        layout = as_format(DS_MLA_FORMAT) if is_ds_mla else plain_format(mla_kv_cache.dtype, mla_kv_cache.shape[-1])
+        is_ds_mla = mla_kv_cache_dtype == dtypes.DS_MLA
+        layout = (
+            as_format(dtypes.DS_MLA_FORMAT) if is_ds_mla else plain_format(mla_kv_cache.dtype, mla_kv_cache.shape[-1])
+        )
         slots = slot_mapping.flatten()[:tokens]
         cache_write(mla_kv_cache.unsqueeze(2), slots, latent, rope=rope, cache_format=layout)
     if has_indexer and index_k is not None and index_cos_sin is not None:

@@ -20,7 +20,7 @@ from flashlatte.integrations.vllm import support
 from flashlatte.integrations.vllm.backends import common, sparse_host
 from flashlatte.integrations.vllm.backends.common import LatentWriterMixin, MLABackendMixin
 from flashlatte.integrations.vllm.backends.sparse_host import PhaseRows
-from flashlatte.integrations.vllm.ops.dtypes import DS_MLA, DS_MLA_FORMAT
+from flashlatte.integrations.vllm.ops import dtypes
 from flashlatte.kv_cache.registry import as_format, plain_format
 from flashlatte.layers.absorbed import attend_selected, attend_selected_rows
 from flashlatte.layers.cache import LatentCache
@@ -267,8 +267,8 @@ class FlashLatteSparseMLAImpl(LatentWriterMixin, MLACommonBaseImpl[SparseMLAComm
 
     def _cache(self, kv_cache: torch.Tensor, k_scale: torch.Tensor | None = None) -> LatentCache:
         """vLLM's cache: plain values [pages, page_size, latent + rope], or DeepSeek's 656 bytes a token."""
-        ds_mla = self.kv_cache_dtype == DS_MLA
-        layout = as_format(DS_MLA_FORMAT) if ds_mla else plain_format(kv_cache.dtype, kv_cache.shape[-1])
+        ds_mla = self.kv_cache_dtype == dtypes.DS_MLA
+        layout = as_format(dtypes.DS_MLA_FORMAT) if ds_mla else plain_format(kv_cache.dtype, kv_cache.shape[-1])
         return LatentCache(kv_cache.unsqueeze(2), layout, self.kv_lora_rank)
 
 
