@@ -128,7 +128,9 @@ def test_refusals_of_a_plan(change, message):
         planned(BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE), [3], [4], **change)
 
 
-@pytest.mark.parametrize(("place", "name"), enumerate(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")))
+@pytest.mark.parametrize(
+    ("place", "name"), list(enumerate(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")))
+)
 @pytest.mark.parametrize("value", ["8", True, 8.0])
 def test_sizes_are_ints(place, name, value):
     sizes = [HEADS, HEADS, QK, VO]

@@ -42,6 +42,7 @@ def test_tensor_errors_name_the_problem(value, error, message):
         checks.tensor("x", value, ("n", 3), FLOATS, CPU)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_a_given_tensor_is_strided():
     x = torch.zeros(2, 3)
     assert checks.given("x", x) is x
