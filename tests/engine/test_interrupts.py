@@ -248,6 +248,7 @@ def handles_signals(line: tuple[str, int]) -> bool:
     return not linecache.getline(*line).lstrip().startswith(("except ", "self._interrupted = True"))
 
 
+@pytest.mark.full
 def test_an_interrupt_at_each_line_once():
     seen: set[tuple[str, int]] = set()
     for options, use in ((OPTIONS[0], serve), (OPTIONS[0], fail), (OPTIONS[1], serve), (OPTIONS[4], serve)):

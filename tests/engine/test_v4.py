@@ -49,6 +49,7 @@ def test_a_small_pool_preempts_and_recomputes_requests():
     assert small.statistics()["recomputed"] > 0
 
 
+@pytest.mark.full
 def test_more_requests_than_run_at_a_time():
     """Later requests reuse the state slots of finished ones."""
     check(engine(max_num_seqs=2, max_num_batched_tokens=30), lengths=(9, 21, 4, 13, 7), new=4)
@@ -68,6 +69,7 @@ def replayed(served: Engine) -> Engine:
     return served
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"num_pages": 7, "max_num_seqs": 3}], ids=["at ease", "giving way"])
 def test_steps_that_generate_as_graphs(options):
     check(replayed(engine(**options)))
@@ -106,6 +108,7 @@ def test_requests_with_a_common_prefix_share_pages(max_num_batched_tokens):
         assert cache[pages].equal(old[pages])
 
 
+@pytest.mark.full
 def test_a_shared_prefix_of_preempted_requests():
     small = engine(num_pages=9, max_num_seqs=4, max_num_batched_tokens=9)
     alike = prompt(17)
@@ -117,6 +120,7 @@ def test_a_shared_prefix_of_preempted_requests():
     assert statistics["cached_tokens"] > 0
 
 
+@pytest.mark.full
 def test_a_small_pool_swaps_requests():
     """States stay on the device while pages are swapped to the host."""
     small = engine(num_pages=7, max_num_seqs=3, swap_space=20)
@@ -157,6 +161,7 @@ def test_a_checkpoint_in_bf16_whose_norms_transformers_keeps_in_float32(tmp_path
         assert chosen_logprobs(output) == pytest.approx(chosen_logprobs(exact), abs=0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cache_format", ["model1", "v41"])
 def test_quantized_caches(cache_format):
     """With prompts in chunks and requests that are recomputed; all experts are chosen by the token."""

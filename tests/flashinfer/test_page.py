@@ -62,7 +62,7 @@ def test_append(counts, page_size, adjacent):
 
 
 @pytest.mark.parametrize("adjacent", [True, False])
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, id="symbolic sizes")])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, id="symbolic sizes", marks=pytest.mark.full)])
 def test_append_compiles_as_one_graph(adjacent, dynamic):
     rows, requests, positions = torch.randn(5, 24), torch.tensor([0, 0, 1, 1, 9]), torch.tensor([0, 1, 0, 2, 0])
     tables = (torch.tensor([0, 3, 1]), torch.tensor([0, 1, 3]), torch.ones(2, dtype=torch.int32))

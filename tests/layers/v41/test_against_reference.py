@@ -55,6 +55,7 @@ def test_every_token_of_mixed_batches(fields, seed):
         assert_close(outputs(model, hidden, steps, limits, padding=2 if limits is None else 0), expected)
 
 
+@pytest.mark.full
 def test_rolled_back_tokens():
     """Drafts complete groups, whose rows are rewritten when other tokens replace them."""
     weights = v41_reference.random_weights(FIELDS, 0)
