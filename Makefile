@@ -21,7 +21,7 @@ demo: $(READY)
 
 # The tests to run before a commit.
 test: $(READY)
-	@echo "About 4 and a half minutes of processor time (3 on two idle cores): Triton's interpreter first, then the other tests."
+	@echo "About 6 minutes of processor time (4 on two idle cores): Triton's interpreter first, then the other tests."
 	@TRITON_INTERPRET=1 $(PYTEST) $(FEW) -m "interpreter and not full"
 	@$(PYTEST) $(FEW) -m "not interpreter and not full and not gpu" --ignore=tests/gpu
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from support import rank_jobs, rank_prefill_jobs
+from support.marks import mostly_full
 from support.rank_jobs import Step, expected
 from support.ranks import Failure, Ranks
 
@@ -33,7 +34,7 @@ def joined(results, size, all_heads=False):
     return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
 
 
-@pytest.mark.parametrize("interleave", [1, 8, 64])
+@pytest.mark.parametrize("interleave", mostly_full((1, 8, 64), 8))
 @pytest.mark.parametrize("form", FORMS)
 def test_decode(ranks, form, interleave):
     for queries, seed in ((1, 0), (3, 1), (4, 2)):

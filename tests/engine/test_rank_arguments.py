@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support import rank_engine_jobs
 from support.engine_models import model
+from support.marks import mostly_full
 from support.ranks import SOON
 
 from flashlatte.engine import Engine
@@ -27,7 +28,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("late", [None, 0, 1])
+@pytest.mark.parametrize("late", [None, *mostly_full((0, 1))])
 @pytest.mark.parametrize(("first", "second", "of_first", "of_second"), DIFFERENT, ids=[text for *_, text in DIFFERENT])
 def test_different_engines_raise_on_all_ranks(two, first, second, of_first, of_second, late):
     """In any order of creation. An engine of one process does not wait, so it raises only if it is created later."""
