@@ -30,7 +30,7 @@ test-all: test test-full test-triton
 
 # The tests that make test leaves out: every variant of every kernel, and many more examples.
 test-full: $(READY)
-	@echo "About 35 minutes of processor time."
+	@echo "About 45 minutes of processor time."
 	@TRITON_INTERPRET=1 $(PYTEST) --hypothesis-profile full -m "interpreter and (full or hypothesis)"
 	@$(PYTEST) --hypothesis-profile full -m "not interpreter and not gpu and (full or hypothesis)" --ignore=tests/gpu
 

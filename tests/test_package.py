@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.isolation import TESTS
 
 import flashlatte
 
@@ -54,17 +55,17 @@ def test_names_that_do_not_exist():
 
 
 CONCURRENT_IMPORTS = """
-import importlib, itertools, random, sys, threading
+import importlib, itertools, random, sys
+sys.path.insert(0, TESTS)
 import torch
+from support.threads import at_the_same_time
 import flashlatte
-sys.setswitchinterval(1e-6)
 packages = [*flashlatte._PACKAGES, "engine", "layers.v4", "layers.v41", "integrations.transformers"]
 modules = [*(f"flashlatte.{name}" for name in packages), *(f"flashlatte.ops.{name}" for name in flashlatte._OPERATIONS)]
-barrier, errors = threading.Barrier(8), []
+errors = []
 
 def work(number):
     order = random.Random(8 * SEED + number).sample([*modules, *flashlatte.__all__], 8)
-    barrier.wait()
     for name in itertools.islice(itertools.cycle(order), 40):
         try:
             found = importlib.import_module(name) if "." in name else getattr(flashlatte, name)
@@ -73,18 +74,14 @@ def work(number):
         except Exception as error:
             errors.append(f"{name}: {error!r}")
 
-threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+at_the_same_time(work)
 assert not errors, errors
 """
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 12))])
 def test_threads_import_at_the_same_time(seed):
-    done = run("-c", CONCURRENT_IMPORTS.replace("SEED", str(seed)))
+    done = run("-c", CONCURRENT_IMPORTS.replace("SEED", str(seed)).replace("TESTS", repr(TESTS)))
     assert done.returncode == 0, done.stderr
 
 

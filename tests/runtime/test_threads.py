@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from support.isolation import TESTS
 from support.repeated_kernel import Add, launch, numbers, operation
 from support.threads import at_the_same_time
 from triton import knobs
@@ -69,9 +70,11 @@ def test_first_calls_in_threads_record_each_its_own_launches(add: Add, monkeypat
 
 # As the first calls of kernels in threads: each loads an implementation, whose function then imports its modules.
 FIRST_KERNELS = """
-import importlib, random, sys, threading
+import importlib, random, sys
 from pathlib import Path
+sys.path.insert(0, TESTS)
 import torch
+from support.threads import at_the_same_time
 from flashlatte import ops
 from flashlatte.runtime import dispatch
 ops.load()
@@ -80,12 +83,10 @@ root = Path(ops.__file__).parent
 files = [path.relative_to(root).with_suffix("") for path in root.rglob("*.py") if path.stem in ("launch", "portable")]
 modules = [".".join(("flashlatte.ops", *file.parts)) for file in files]
 operations = [name for name in dispatch.operations() if "portable" in dispatch._REGISTRY[name]]
-barrier, errors = threading.Barrier(8), []
-sys.setswitchinterval(1e-6)
+errors = []
 
 def work(number):
     order = random.Random(8 * SEED + number)
-    barrier.wait()
     for name in order.sample(modules, len(modules)):
         try:
             dispatch.implementation(order.choice(operations), "portable")
@@ -93,17 +94,13 @@ def work(number):
         except Exception as error:
             errors.append(f"{name}: {error!r}")
 
-threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+at_the_same_time(work)
 assert not errors, errors
 """
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 8))])
 def test_threads_run_their_first_kernels_at_the_same_time(seed: int) -> None:
-    code = FIRST_KERNELS.replace("SEED", str(seed))
+    code = FIRST_KERNELS.replace("SEED", str(seed)).replace("TESTS", repr(TESTS))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -21,8 +21,8 @@ def first_rows(name: str, x: object, count_name: str, count: object) -> torch.Te
         count = int(count)
     count = checks.positive_int(count_name, count, or_zero=True)
     x = checks.given(name, x)
-    if x.dim() == 0 or x.layout != torch.strided:
-        raise ValueError(f"{name} must be a strided tensor of rows, got shape {list(x.shape)}, layout {x.layout}")
+    if x.dim() == 0:
+        raise ValueError(f"{name} must be a tensor of rows, got a scalar")
     if x.shape[0] < count:
         raise ValueError(f"{name} must have the {count} rows of {count_name}, got {x.shape[0]}")
     return x[:count]
